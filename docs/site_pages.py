@@ -171,9 +171,15 @@ def settings() -> str:
         parts.append("| field | type | default | what it is |\n|---|---|---|---|")
         for field in dataclasses.fields(kind):
             shown = [f"`{field.name}`", field_type(kind, field.name), default(field), plain(meanings[field.name])]
-            parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in shown) + " |")
+            parts.append("| " + " | ".join(map(cell, shown)) + " |")
         parts.append("")
     return "\n".join(parts)
+
+
+def cell(text: str) -> str:
+    """Returns text for a table: a bar ends a cell, but not inside of code."""
+    parts = text.split("`")
+    return "`".join(part if index % 2 else part.replace("|", "\\|") for index, part in enumerate(parts))
 
 
 def field_docstrings(kind: type[Config]) -> dict[str, str]:

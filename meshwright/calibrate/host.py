@@ -10,13 +10,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+from meshwright.calibrate.practice import practise_parts
 from meshwright.cluster.calibration import Calibration
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.planner.cost.operators import operator_s
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, Operator
+from meshwright.train.model_analysis import analyse_model, check_shapes
 
 TINY = ModelConfig(name="llama", layers=2, width=32, heads=2, ffn=64, vocab=64, context=8)
 FEW, MANY = 2, 10
@@ -93,7 +97,6 @@ class _Operators:
 
 def _count_operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
     """Counts a layer's operators and sums their measured seconds, for forward and backward."""
-    from meshwright.planner.cost.operators import operator_s
 
     def summed(items: list[Operator], backward: bool) -> _Operators:
         seconds = sum(operator_s(item, calibration, "float32", True, backward) for item in items)
@@ -104,10 +107,6 @@ def _count_operators(work: ModelWork, calibration: Calibration) -> tuple[_Operat
 
 def _fastest_step_parts(devices: Devices, layers: int, text: str, rows: int) -> PartSeconds:
     """Runs the model under a layout; returns its fastest step's seconds by part, averaged over ranks."""
-    from meshwright.calibrate.practice import practise_parts
-    from meshwright.models.build import build_meta
-    from meshwright.train.model_analysis import analyse_model, check_shapes
-
     config, layout = dataclasses.replace(TINY, layers=layers), Layout.parse(text)
     facts = analyse_model(build_meta(config), layout)
     check_shapes(facts, layout, rows, int(config.context or 0))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag
+from meshwright.cli.explain_output import explanation_lines
 from meshwright.cli.inspect_output import inspection_lines, stack_lines
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import to_stderr
@@ -27,5 +28,6 @@ def run(argv: Sequence[str]) -> int:
     if as_json:
         answer(json.dumps(result, indent=2))
     else:
-        to_stderr("\n".join(stack_lines(result) if config.stack else inspection_lines(result)))
+        lines = explanation_lines if config.explain else stack_lines if config.stack else inspection_lines
+        to_stderr("\n".join(lines(result)))
     return 0

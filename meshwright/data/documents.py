@@ -9,6 +9,8 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import zstandard
+
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
@@ -57,8 +59,6 @@ def _read_blocks(source: CorpusFile) -> Iterator[bytes]:
             if source.path.lower().endswith(".gz"):
                 yield from _decompress(source, file, lambda: zlib.decompressobj(wbits=31), zlib.error)
             elif source.path.lower().endswith(".zst"):
-                import zstandard
-
                 make_decompressor = zstandard.ZstdDecompressor().decompressobj
                 yield from _decompress(source, file, make_decompressor, zstandard.ZstdError)
             else:

@@ -7,13 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
+
+import torch
 
 from meshwright.data.loader import Batch
 from meshwright.errors import DataError
-
-if TYPE_CHECKING:
-    import torch
 
 _POLL_S = 0.1
 
@@ -53,8 +52,6 @@ def tensors(batch: Batch, device: str | torch.device = "cpu") -> TensorBatch:
         batch: arrays.
         device: of tokens, targets and positions; row ids stay on the CPU.
     """
-    import torch
-
     target = torch.device(device)
     device_tensors = {}
     for name in ("tokens", "targets", "positions"):

@@ -8,7 +8,6 @@ import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +18,7 @@ from meshwright.data.config import PREPARED_FIELDS, DataConfig
 from meshwright.data.merge import merge
 from meshwright.data.selection import TextSpan
 from meshwright.data.sources import CorpusFile
+from meshwright.data.tasks import Counts, EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
     character_tokenizer,
     end_id,
@@ -111,19 +111,19 @@ def _progress(stage: str, done_bytes: int, total_bytes: int, tokens: int = 0) ->
     return Progress(stage=stage, done_bytes=done_bytes, total_bytes=total_bytes, tokens=tokens)
 
 
-def _run_tasks(job: PrepareJob, stage: str, stage_tasks: Iterable[dict[str, Any]], total_bytes: int) -> None:
+def _run_tasks(job: PrepareJob, stage: str, stage_tasks: Iterable[Task], total_bytes: int) -> None:
     """Runs the tasks of a stage, except for those that an earlier call finished."""
     done_bytes = tokens = 0
 
-    def count_finished(counts: dict[str, Any]) -> None:
+    def count_finished(counts: Counts) -> None:
         nonlocal done_bytes, tokens
-        done_bytes, tokens = done_bytes + counts["bytes"], tokens + counts.get("tokens", 0)
+        done_bytes, tokens = done_bytes + counts.bytes, tokens + counts.tokens
         job.report(_progress(stage, done_bytes, total_bytes, tokens))
 
-    def unfinished() -> Iterator[dict[str, Any]]:
+    def unfinished() -> Iterator[Task]:
         for task in stage_tasks:
-            if tasks.finished(task):
-                count_finished({"bytes": task["bytes"]})
+            if task.is_finished():
+                count_finished(Counts(bytes=task.bytes))
             else:
                 yield task
 
@@ -142,17 +142,15 @@ def _read_sources(job: PrepareJob) -> int:
             group_bytes = 0
         groups[-1].append(source)
         group_bytes += source.size
-    stage_tasks: list[dict[str, Any]] = [
-        {
-            "kind": "read",
-            "directory": str(job.beside),
-            "shard": number,
-            "sources": [dataclasses.asdict(source) for source in group],
-            "bytes": sum(source.size for source in group),
-            "text_field": job.config.text_field,
-            "normalise": job.config.normalise,
-            "characters": job.config.tokenizer == "chars",
-        }
+    stage_tasks = [
+        ReadTask(
+            directory=job.beside,
+            shard=number,
+            sources=tuple(group),
+            text_field=job.config.text_field,
+            normalise=job.config.normalise,
+            characters=job.config.tokenizer == "chars",
+        )
         for number, group in enumerate(groups)
     ]
     _run_tasks(job, "read", stage_tasks, sum(source.size for source in job.sources))
@@ -237,9 +235,9 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
         return
     if job.config.tokenizer == "bpe":
         # The tokenizer is trained by one task in a worker, whose threads end with it.
-        sample, size = _sample_spans(documents, train, job)
-        task = {"kind": "train", "directory": str(job.beside), "vocab_size": job.config.vocab_size, "bytes": size}
-        _run_tasks(job, "train", [task | {"pieces": sample}], size)
+        sample = _sample_spans(documents, train, job)
+        task = TrainTask(directory=job.beside, vocab_size=job.config.vocab_size, spans=tuple(sample))
+        _run_tasks(job, "train", [task], task.bytes)
         return
     if job.config.tokenizer == "chars":
         character_sets = (
@@ -251,10 +249,8 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
     tasks.write_tokenizer(job.beside, files)
 
 
-def _sample_spans(
-    documents: NDArray[np.void], train: list[TextSpan], job: PrepareJob
-) -> tuple[list[tuple[int, int, int, bool]], int]:
-    """Samples training documents in the order of their hashes up to `SAMPLE_BYTES`; returns spans and bytes."""
+def _sample_spans(documents: NDArray[np.void], train: list[TextSpan], job: PrepareJob) -> list[TextSpan]:
+    """Samples training documents in the order of their hashes up to `SAMPLE_BYTES`."""
     # Documents by hash are a random sample, and the same on any machine.
     order_hash = {
         (span.shard, span.start): int(row) for span, row in zip(_document_spans(job, documents), documents["order"])
@@ -263,11 +259,11 @@ def _sample_spans(
     for span in sorted(train, key=lambda span: order_hash[span.shard, span.start]):
         # The last document of the sample is truncated to the limit.
         stop = min(span.stop, span.start + SAMPLE_BYTES - sample_bytes)
-        sample_spans.append((span.shard, span.start, stop, False))
+        sample_spans.append(dataclasses.replace(span, stop=stop, ends_document=False))
         sample_bytes += stop - span.start
         if sample_bytes >= SAMPLE_BYTES:
             break
-    return sample_spans, sample_bytes
+    return sample_spans
 
 
 def _encode_units(
@@ -281,22 +277,20 @@ def _encode_units(
     unit_bytes = min(max(total_bytes // 256, UNIT_BYTES[0]), UNIT_BYTES[1])
     units: dict[str, int] = {}
 
-    def unit_tasks() -> Iterator[dict[str, Any]]:
+    def unit_tasks() -> Iterator[Task]:
         number = 0
         for name, spans in splits.items():
             first_unit = number
             for unit in _group_into_units(job.beside, spans, unit_bytes, may_split):
-                yield {
-                    "kind": "encode",
-                    "directory": str(job.beside),
-                    "unit": number,
-                    "pieces": [dataclasses.astuple(span) for span in unit],
-                    "bytes": sum(span.stop - span.start for span in unit),
-                    "dtype": dtype,
-                    "eos": eos_id,
-                    "characters": job.config.tokenizer == "chars",
-                    "literal": job.config.tokenizer == "bpe",
-                }
+                yield EncodeTask(
+                    directory=job.beside,
+                    unit=number,
+                    spans=tuple(unit),
+                    dtype=dtype,
+                    eos_id=eos_id,
+                    characters=job.config.tokenizer == "chars",
+                    literal=job.config.tokenizer == "bpe",
+                )
                 number += 1
             # Counted while tasks are drawn, so the count is known once the stage has run.
             units[name] = number - first_unit

@@ -10,19 +10,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
+from tokenizers import Tokenizer
 
 from meshwright.data.chunks import SUMS, ChunkSums
 from meshwright.data.files import sha256
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.errors import DataError
 from meshwright.names import plain_name
 from meshwright.records import parse_json
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 MANIFEST = "manifest.json"
 VERSION = 2
@@ -172,8 +171,6 @@ class TokenSet:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the tokenizer."""
-        from meshwright.data.tokenizer import load_tokenizer
-
         return load_tokenizer(self.path / "tokenizer.json")
 
 

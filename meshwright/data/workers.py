@@ -12,12 +12,12 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
-from meshwright.data.tasks import run_task
+from meshwright.data.tasks import CODEC, Counts, Task, TaskError, TrainTask
 from meshwright.errors import DataError
 
 SILENCE_S = 300.0
@@ -40,21 +40,21 @@ class Worker:
         )
         self._unread = b""
 
-    def run_task(self, task: dict[str, Any]) -> dict[str, Any]:
+    def run_task(self, task: Task) -> Counts:
         """Runs a task in the process and returns its counts.
 
         Raises:
             DataError: when the task raised one, or the process died or fell silent.
         """
         try:
-            self._send(json.dumps(task).encode() + b"\n")
-            answer = json.loads(self._read_answer())
+            self._send(CODEC.dumps(task) + b"\n")
+            answer = CODEC.loads(self._read_answer())
         except BrokenPipeError:
             raise DataError(self._describe_exit()) from None
-        if "error" in answer:
-            raise DataError(answer["error"])
-        counts: dict[str, Any] = answer["counts"]
-        return counts
+        if isinstance(answer, TaskError):
+            raise DataError(answer.message)
+        assert isinstance(answer, Counts)
+        return answer
 
     def _send(self, data: bytes) -> None:
         assert self._process.stdin is not None
@@ -129,7 +129,7 @@ class Pool:
             worker.close()
         self._workers.clear()
 
-    def run(self, tasks: Iterable[dict[str, Any]], on_done: Callable[[dict[str, Any]], None]) -> None:
+    def run(self, tasks: Iterable[Task], on_done: Callable[[Counts], None]) -> None:
         """Runs all tasks; the first error kills all workers.
 
         Args:
@@ -141,12 +141,12 @@ class Pool:
         """
         if self._inline:
             for task in tasks:
-                on_done(self._any_worker().run_task(task) if task["kind"] == "train" else run_task(task, batched=False))
+                on_done(self._any_worker().run_task(task) if isinstance(task, TrainTask) else task.run(batched=False))
             return
         task_iterator = iter(tasks)
         idle = list(self._workers)
         with ThreadPoolExecutor(self._processes) as threads:
-            pending: dict[Any, Worker] = {}
+            pending: dict[Future[Counts], Worker] = {}
             try:
                 while True:
                     # One task a worker at a time: drawing all at once would hold all of them in memory.
@@ -179,26 +179,22 @@ def serve() -> None:
     os.dup2(2, 1)  # a library's prints must not mix with the answers
     lock = threading.Lock()
     threading.Thread(target=_send_heartbeats, args=(answer_fd, lock), daemon=True).start()
-    for task in _read_tasks():
-        answer = json.dumps(_run_to_answer(task)).encode() + b"\n"
+    for line in sys.stdin.buffer:
+        answer = CODEC.dumps(_run_to_answer(line)) + b"\n"
         with lock:
             view = memoryview(answer)
             while view:
                 view = view[os.write(answer_fd, view) :]
 
 
-def _read_tasks() -> Iterator[dict[str, Any]]:
-    for line in sys.stdin.buffer:
-        yield json.loads(line)
-
-
-def _run_to_answer(task: dict[str, Any]) -> dict[str, Any]:
+def _run_to_answer(line: bytes) -> Counts | TaskError:
     try:
-        return {"counts": run_task(task, batched=True)}
+        task: Task = CODEC.loads(line)
+        return task.run(batched=True)
     except DataError as error:
-        return {"error": str(error)}
+        return TaskError(message=str(error))
     except Exception:
-        return {"error": f"a prepare worker failed:\n{traceback.format_exc()}"}
+        return TaskError(message=f"a prepare worker failed:\n{traceback.format_exc()}")
 
 
 def _send_heartbeats(answer_fd: int, lock: threading.Lock) -> None:

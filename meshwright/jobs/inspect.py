@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.explain_layer import LayerExplanation, explain_layer
 from meshwright.jobs.model_reading import model_parts
 from meshwright.jobs.module_stack import module_stacks
 from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
 from meshwright.models.analysis.experts import find_experts
-from meshwright.models.analysis.layer_graph import read_layer_graph
-from meshwright.models.analysis.table import sharding_table
+from meshwright.models.analysis.layer_graph import LayerGraphAnalysis, analyse_layer_graph
+from meshwright.models.analysis.objective_trial import try_forward
+from meshwright.models.analysis.table import ShardingAnalysis, analyse_sharding
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -24,8 +26,10 @@ from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_override import apply_overrides
-from meshwright.spec.sharding_table import LayerRows, ShardingTable
+from meshwright.spec.sharding_table import LayerRows
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+
+_Analysis = TypeVar("_Analysis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,15 +52,23 @@ class InspectResult:
     """Bytes of state by place for each layout that was named."""
     stacks: tuple[Mapping[str, Any], ...] = ()
     """For each layout ``layout``, ``rank`` and ``modules``: what a call of the module that was named goes through."""
+    explanations: tuple[LayerExplanation, ...] = ()
+    """The decisions on the layer that was named, weight by weight, with the evidence that the analysis used."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values under the names of the fields."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return values | {name: list(values[name]) for name in ("experts", "layouts", "stacks")}
+        values |= {name: list(values[name]) for name in ("experts", "layouts", "stacks")}
+        return values | {"explanations": [explanation.to_json() for explanation in self.explanations]}
 
 
 def inspect(
-    config: InspectConfig | None = None, /, *, model: str | ModelConfig | None = None, layout: Layouts | None = None
+    config: InspectConfig | None = None,
+    /,
+    *,
+    model: str | ModelConfig | None = None,
+    layout: Layouts | None = None,
+    explain: str | None = None,
 ) -> InspectResult:
     """Reads off a model what it is made of and how each axis can split it; nothing is allocated.
 
@@ -64,31 +76,68 @@ def inspect(
         config: what to look at; the arguments that follow go before its fields of the same names.
         model: a type such as ``"llama"``, a directory or ``module:function``; or a config with its sizes.
         layout: layouts whose bytes of state are priced.
+        explain: a layer such as ``"model.layers.0"``, or a module, whose decisions are explained with their evidence.
 
     Raises:
-        ConfigError: for a model that can't be built.
+        ConfigError: for a model that can't be built, or a layer to explain that it hasn't.
         PlanError: for a layout that can't be, or that the model doesn't allow.
     """
-    config = with_fields(config or InspectConfig(), model=model, layout=layout)
+    config = with_fields(config or InspectConfig(), model=model, layout=layout, explain=explain)
     layouts = [Layout.parse(text) for text in config.layout]
     built = build_meta(config.model)
-    table, sharding = _describe_sharding(built)
-    layer_graph, pipeline = _describe_pipeline(built)
+    # a training run reads the table and the layer graph with the model's own loss in its output
+    trial = try_forward(built) if config.explain else None
+    objective = trial.objective if trial is not None else None
+    degree = next((split for layout in layouts if (split := layout.degree(Mechanics.MATRICES)) > 1), 2)
+    sharding_analysis = _attempt(lambda: analyse_sharding(built, degree if config.explain else 2, objective))
+    if config.model.sharding and not isinstance(sharding_analysis, MeshwrightError):
+        sharding_analysis = _apply_user_rows(built, sharding_analysis)
+    graph_analysis = _attempt(lambda: analyse_layer_graph(built, objective))
     experts = tuple(
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
         for rows in find_experts(built.module)
     )
-    analysis = ModelAnalysis(table=table, layer_graph=layer_graph)
+    analysis = ModelAnalysis(
+        table=None if isinstance(sharding_analysis, MeshwrightError) else sharding_analysis.table,
+        layer_graph=None if isinstance(graph_analysis, MeshwrightError) else graph_analysis.layer_graph,
+        trial=trial,
+    )
+    explanations: tuple[LayerExplanation, ...] = ()
+    if trial is not None:
+        if isinstance(sharding_analysis, MeshwrightError):
+            raise sharding_analysis
+        explanations = (
+            explain_layer(built, config.explain, sharding_analysis, graph_analysis, trial, layouts, degree),
+        )
     return InspectResult(
         model=config.model.name,
         shape=measure_shape(built).to_json(),
         structure=_describe_structure(built),
         experts=experts,
-        sharding=sharding,
-        pipeline=pipeline,
+        sharding=_describe_sharding(sharding_analysis),
+        pipeline=_describe_pipeline(graph_analysis),
         layouts=tuple(_price_layout(built, layout, analysis) for layout in layouts),
         stacks=tuple(_read_stacks(config, layout) for layout in layouts) if config.stack else (),
+        explanations=explanations,
     )
+
+
+def _attempt(analyse: Callable[[], _Analysis]) -> _Analysis | MeshwrightError:
+    """Returns an analysis, or the refusal that says why the model has none."""
+    try:
+        return analyse()
+    except MeshwrightError as error:
+        return error
+
+
+def _apply_user_rows(built: BuiltModel, analysis: ShardingAnalysis) -> ShardingAnalysis:
+    """Returns the sharding table under the user's rows, as a run applies it.
+
+    Raises:
+        ConfigError: for rows of the user's that the table doesn't allow.
+    """
+    names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
+    return dataclasses.replace(analysis, table=apply_overrides(analysis.table, built.config.sharding, names))
 
 
 def _read_stacks(config: InspectConfig, layout: Layout) -> dict[str, Any]:
@@ -115,25 +164,17 @@ def _describe_structure(built: BuiltModel) -> dict[str, Any]:
     }
 
 
-def _describe_sharding(built: BuiltModel) -> tuple[ShardingTable | None, dict[str, Any]]:
-    """Returns the sharding table under the user's rows, and its rows by kind of layer as plain values.
-
-    Raises:
-        ConfigError: for rows of the user's that the table doesn't allow.
-    """
-    try:
-        table = sharding_table(built)
-    except MeshwrightError as error:
-        return None, {"refused": str(error)}
-    if built.config.sharding:
-        names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
-        table = apply_overrides(table, built.config.sharding, names)
+def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> dict[str, Any]:
+    """Returns the rows of the sharding table by kind of layer, as plain values."""
+    if isinstance(analysis, MeshwrightError):
+        return {"refused": str(analysis)}
+    table = analysis.table
     # Layers are of one kind when their rows of the table are equal.
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():
         layer_sharding = _layer_rows_json(rows)
         kinds.setdefault(json.dumps(layer_sharding), layer_sharding | {"layers": []})["layers"].append(name)
-    return table, {
+    return {
         "vocabulary": list(table.vocabulary),
         "whole": dict(table.refused),
         "kinds": list(kinds.values()),
@@ -161,13 +202,12 @@ def _layer_rows_json(rows: LayerRows) -> dict[str, Any]:
     }
 
 
-def _describe_pipeline(built: BuiltModel) -> tuple[Any, dict[str, Any]]:
-    """Returns the layer graph, and its possible cuts as plain values."""
-    try:
-        layer_graph = read_layer_graph(built)
-    except MeshwrightError as error:
-        return None, {"refused": str(error)}
-    return layer_graph, {
+def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> dict[str, Any]:
+    """Returns the possible cuts of the layer graph as plain values."""
+    if isinstance(analysis, MeshwrightError):
+        return {"refused": str(analysis)}
+    layer_graph = analysis.layer_graph
+    return {
         "layers": len(layer_graph.layers),
         "stages": len(layer_graph.layers) - len(layer_graph.blocked),
         "payload": sorted({len(tensors) for tensors in layer_graph.boundary_tensors[1:]}),

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import ConfigError
+from meshwright.launch.addresses import LOOPBACK, address_to, interface_of, listen_at
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
-from meshwright.launch.rendezvous import LOOPBACK, address_to, interface_of, listen_at
 from meshwright.train.run_config import RunConfig
 
 

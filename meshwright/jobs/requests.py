@@ -209,9 +209,14 @@ class InspectConfig(Config):
     and its own code (hooks, and wrappers of its forward, in the order in which they run), and so for all in it."""
     rank: int = 0
     """The rank of each layout whose stack is shown."""
+    explain: str = ""
+    """A layer, such as ``model.layers.0``, or a module such as ``lm_head``: the evidence for each decision on its
+    weights is shown, as the analysis used it; ranks are those of the first layout with tp, else of tp=2."""
 
     def check(self) -> None:
-        """Refuses a stack of no layout, and a rank without a stack."""
+        """Refuses a stack of no layout, a rank without a stack, and a stack beside an explanation."""
+        if self.stack and self.explain:
+            raise ConfigError("stack and explain can't be shown together; leave one of them out")
         if self.stack and not self.layout:
             raise ConfigError(f"stack = {self.stack}: modules are wrapped by a layout; name one, as --layout tp=2")
         if self.rank and not self.stack:

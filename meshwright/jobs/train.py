@@ -40,6 +40,7 @@ from meshwright.launch.torchrun import TorchrunLauncher
 from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
 from meshwright.resilience.agent import Agent, Seat
+from meshwright.resilience.controller import Planning
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
@@ -47,6 +48,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.hooks import Hook
 from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY
@@ -223,52 +225,52 @@ def _run_ranks(
     """Runs the job and returns its outcome; with recovery, failed ranks of this node are started again."""
     if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
         launcher.label = job.plan.layout.coordinates
-        result = launcher.run(run_rank, job)[0]
-        return result | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
-    devices = launcher.devices
-
-    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
-        return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
-
-    def announce(changed: TrainJob) -> TrainJob:
-        try:
-            write_run(job.run_dir, config, changed.plan)
-        except OSError as error:
-            # The run goes on without: the same command plans it again.
-            say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
-        return dataclasses.replace(changed, header=job.header | _layout_header_rows(changed.plan, devices.kind))
-
-    supervisor = Supervisor(job, devices, plans, announce)
+        outcome: TrainOutcome = launcher.run(run_rank, job)[0]
+        return outcome.to_json() | {"terminated": isinstance(launcher, ForkLauncher) and launcher.terminated}
+    supervisor = Supervisor(job, launcher.devices, _make_planning(config, model, job, launcher.devices, machines, say))
     try:
-        result = supervisor.run()
+        outcome = supervisor.run()
     except RankError as error:
         if OUT_OF_MEMORY not in str(error):
             raise
         # An out-of-memory error ends with the nearest layout that needs less.
         raise RankError(f"{error}\n{name_leaner_layout(config, model, machines, job.plan)}") from error
-    return result | {"terminated": supervisor.terminated}
+    return outcome.to_json() | {"terminated": supervisor.terminated}
 
 
 def _run_node(
     config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines, say: Say
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's ranks; returns the outcome, and whether this node was the leader at the end."""
+    key = run_key(job.run_dir, nodes.key_file)
+    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
+    agent = Agent(job, nodes.devices, seat, _make_planning(config, model, job, nodes.devices, machines, say))
+    outcome = agent.run()
+    return outcome.to_json() | {"terminated": agent.terminated}, agent.leads
+
+
+def _make_planning(
+    config: RunConfig, model: ReadModel, job: TrainJob, devices: Devices, machines: Machines, say: Say
+) -> Planning:
+    """Returns how a run gets plans and jobs for other numbers of ranks."""
 
     def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
-    def remake(plan: Plan) -> TrainJob:
-        analysis, rows = (
-            analyse_layout(config, model, plan.layout, nodes.devices),
-            _layout_header_rows(plan, nodes.devices.kind),
-        )
-        return dataclasses.replace(job, plan=plan, analysis=analysis, header=job.header | rows)
+    def remake(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
+        if analysis is None:
+            analysis = analyse_layout(config, model, plan.layout, devices)
+        header = job.header | _layout_header_rows(plan, devices.kind)
+        return dataclasses.replace(job, plan=plan, analysis=analysis, header=header)
 
-    key = run_key(job.run_dir, nodes.key_file)
-    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
-    agent = Agent(job, nodes.devices, seat, plans, remake, lambda plan: write_run(job.run_dir, config, plan))
-    result = agent.run()
-    return result | {"terminated": agent.terminated}, agent.leads
+    def announce(plan: Plan) -> None:
+        try:
+            write_run(job.run_dir, config, plan)
+        except OSError as error:
+            # The run goes on without: the same command plans it again.
+            say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
+
+    return Planning(plans=plans, remake=remake, announce=announce)
 
 
 def _check_before_start(

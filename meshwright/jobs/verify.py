@@ -16,10 +16,10 @@ from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.proof_reports import VerifyReport
 from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
 from meshwright.launch.devices import found_devices
-from meshwright.models.analysis.clone import shrink, with_every_kind
+from meshwright.models.analysis.clone import SMALL, make_clone
 from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.analysis.experts import find_experts
-from meshwright.models.analysis.table import SMALL, clone_of
+from meshwright.models.analysis.small_config import shrink_config, with_every_kind
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.compare import Verdict
@@ -126,9 +126,9 @@ def _model_to_prove(config: VerifyConfig, layers: int, max_split: int = 2) -> Mo
     model = config.model
     if config.full or model.kind == "function":
         return model
-    small = shrink(model, layers, parts=max_split)
+    small = shrink_config(model, layers, parts=max_split)
     if _reads_grown_clone(config):
-        small = shrink(model, layers, width=2 * NARROW * (small.heads or 8), parts=max_split)
+        small = shrink_config(model, layers, width=2 * NARROW * (small.heads or 8), parts=max_split)
     return with_every_kind(_build_for_proof(model, config.sequence), small)
 
 
@@ -156,7 +156,7 @@ def _longest_row(config: VerifyConfig) -> int:
         except ConfigError:
             continue  # rows longer than its positions
         elements = sum(item.numel() for item in built.module.parameters())
-        if config.model.kind != "function" or elements > SMALL or not clone_of(built).refuses(length):
+        if config.model.kind != "function" or elements > SMALL or not make_clone(built).refuses(length):
             return length
     return LENGTHS[-1]
 

@@ -13,7 +13,7 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.proof_reports import JobReport
 from meshwright.jobs.requests import Layouts
 from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.job import JobCase, JobVerdict, scaled_config
@@ -148,4 +148,4 @@ def case_of(
 
 
 def _small_clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:
-    return shrink(model, min_layers(layouts))
+    return shrink_config(model, min_layers(layouts))

@@ -23,13 +23,13 @@ from typing import Any
 
 from meshwright.errors import LaunchError
 from meshwright.forking import fork_obstacle, release_threads
+from meshwright.launch.addresses import open_store_socket
 from meshwright.launch.child import Birth, run_rank
 from meshwright.launch.config import LaunchConfig
 from meshwright.launch.contract import Entry, HostCommand, NodeRanks, RankContext
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.process import RankProcess
-from meshwright.launch.rendezvous import open_store_socket
 from meshwright.launch.signals import STOP_SIGNAL, interrupts_to
 
 _POLL_S = 0.1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.records import parse_json
+from meshwright.torch_compat.tensors import collective_dump
 from meshwright.units import format_bytes
 
 _COMPLETED, _STARTED = "completed", "started"
@@ -114,8 +115,6 @@ def read_dump(data: bytes) -> Mapping[str, Any]:
 
 def find_recorder() -> Callable[[], bytes] | None:
     """Returns a function that dumps this process's active collectives as JSON; None where torch has no recorder."""
-    from meshwright.torch_compat.tensors import collective_dump
-
     dump = collective_dump()
     # Arguments: include collectives (not just the state of groups), and of them only active ones.
     return (lambda: bytes(dump(True, True))) if dump is not None else None

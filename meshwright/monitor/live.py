@@ -6,15 +6,19 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+
+from rich.columns import Columns
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.display import Course, RunHeader
 from meshwright.monitor.progress import read_progress, waiting_sentences
 from meshwright.units import format_bytes, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 _REFRESH_S = 0.25
 _COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "red", "white")
@@ -40,9 +44,6 @@ class LiveDisplay:
             console: to draw on; standard error by default.
             failed: called once when drawing fails; the panel then stays closed and the run continues.
         """
-        from rich.console import Console
-        from rich.live import Live
-
         self._course, self._wait_s, self._failed = Course(header), wait_s, failed
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -107,11 +108,6 @@ def draw(course: Course, waits: Sequence[str], elapsed_s: float) -> RenderableTy
         waits: sentences about waiting ranks.
         elapsed_s: seconds since the display started.
     """
-    from rich.console import Group
-    from rich.panel import Panel
-    from rich.table import Table
-    from rich.text import Text
-
     rows: list[RenderableType] = []
     header_grid = Table.grid(padding=(0, 2))
     for name, value in course.header.rows.items():
@@ -129,10 +125,6 @@ def draw(course: Course, waits: Sequence[str], elapsed_s: float) -> RenderableTy
 
 def _progress(course: Course, elapsed_s: float) -> RenderableType:
     """Renders step count, progress bar and times."""
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-    from rich.text import Text
-
     steps_done, eta = (course.last_record.step if course.last_record else 0), course.eta_s()
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(no_wrap=True)
@@ -148,9 +140,6 @@ def _progress(course: Course, elapsed_s: float) -> RenderableType:
 
 def _metrics_grid(course: Course, record: StepRecord) -> RenderableType:
     """Renders loss, throughput and other metrics of the last step, in two rows."""
-    from rich.table import Table
-    from rich.text import Text
-
     pairs = [("loss", f"{record.loss:.4f}"), ("tok/s", format_count(record.tokens_per_s))]
     loss = course.evaluation.get("loss")
     if isinstance(loss, (int, float)):
@@ -168,9 +157,6 @@ def _metrics_grid(course: Course, record: StepRecord) -> RenderableType:
 
 def _loss_curve(losses: Sequence[float]) -> RenderableType:
     """Renders the loss curve with its highest and lowest value."""
-    from rich.table import Table
-    from rich.text import Text
-
     points = condensed(losses, 120)
     lines = braille(points, 60, 5)
     finite = [point for point in points if abs(point) < float("inf")] or [0.0]
@@ -185,11 +171,6 @@ def _loss_curve(losses: Sequence[float]) -> RenderableType:
 
 def _time_and_memory(record: StepRecord) -> list[RenderableType]:
     """Renders the parts of the last step's time as a bar, and the memory by part."""
-    from rich.columns import Columns
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
     grid, total = Table.grid(padding=(0, 2)), sum(record.parts.values())
     if total > 0:
         bar, legend_keys = Text(), []

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Self, TextIO
 
+from rich.console import Console
+
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.config import MonitorConfig
 from meshwright.monitor.display import PlainDisplay, RunHeader
@@ -30,7 +32,7 @@ class Monitor:
         self._displays: list[Sink] = []
         self._lock = threading.Lock()
         self._closed = False
-        self.goes_on = False
+        self.continues = False
         """Whether other ranks continue the run: only the rank that ends it writes the report."""
         self._supervisor_events = EventTail(run_dir / EVENTS) if rank == 0 else None
 
@@ -104,7 +106,7 @@ class Monitor:
             self._call_or_drop(sink, sink.close)
         self._displays.clear()
         try:
-            if self._rank == 0 and not self.goes_on:
+            if self._rank == 0 and not self.continues:
                 self._compare_and_report()
         finally:
             self._jsonl.close()
@@ -125,8 +127,6 @@ class Monitor:
 
     def _build_display(self, header: RunHeader, stream: TextIO) -> Sink:
         """Builds the panel on a capable terminal, else the plain display."""
-        from rich.console import Console
-
         console = Console(file=stream)
         can_draw = console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
         if self._config.display == "live" or (self._config.display == "auto" and can_draw):

@@ -19,8 +19,8 @@ from meshwright.errors import ConfigError, PlanError
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import count_cores, found_devices
 from meshwright.launch.fork import ForkLauncher
-from meshwright.models.analysis.clone import shrink, with_every_kind
-from meshwright.models.analysis.table import SMALL
+from meshwright.models.analysis.clone import SMALL
+from meshwright.models.analysis.small_config import shrink_config, with_every_kind
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.build import check
@@ -210,7 +210,7 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
     else:
         few_rank_layout = few_ranks(layout, rank_limit, None)
         split_degree = few_rank_layout.degree(Mechanics.MATRICES) * few_rank_layout.degree(Mechanics.TOKENS)
-        clone = with_every_kind(built, shrink(config, min_layers([few_rank_layout]), parts=split_degree))
+        clone = with_every_kind(built, shrink_config(config, min_layers([few_rank_layout]), parts=split_degree))
         differences.append("a small clone of the model")
         row_tokens = tokens
         if tokens > TOKENS:

@@ -7,32 +7,24 @@ a file in the run directory (`claims`); all other messages go over TCP (`peers`)
 from __future__ import annotations
 
 import math
-import signal
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
-from types import FrameType
-from typing import Any, cast
 
 from meshwright.errors import LaunchError, MeshwrightError
-from meshwright.events import Event
+from meshwright.launch.addresses import listen_at
 from meshwright.launch.devices import Devices
-from meshwright.launch.rendezvous import listen_at
-from meshwright.launch.signals import interrupts_to
-from meshwright.monitor.display import show_event
-from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.contact import STEADY_S, Contact
-from meshwright.resilience.descriptors import ensure, needed
-from meshwright.resilience.generation_ranks import GenerationRanks
-from meshwright.resilience.leader import Leader
-from meshwright.resilience.leader_context import LeaderContext, LeadershipLost, MinorityPartition
-from meshwright.resilience.local_node import GenerationAborted, LocalNode
-from meshwright.resilience.messages import Busy, End, Fence, NodeReport, Ready, Reconfigure, Said, Start
-from meshwright.resilience.peers import SILENCE_S, Hub, Message, PeerConnection
-from meshwright.spec.plan import Plan
-from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.resilience.controller import Controller, Planning
+from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
+from meshwright.resilience.local_node import LocalNode
+from meshwright.resilience.membership import LeadershipLost, MinorityPartition, PeerMembership
+from meshwright.resilience.messages import Busy, End, Fence, Message, Order, Ready, Reconfigure, Start
+from meshwright.resilience.peer_storage import PeerStorage
+from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection
+from meshwright.resilience.supervisor import Supervisor
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
@@ -75,47 +67,29 @@ class LeaderLost(GenerationAborted):
         return time.monotonic() - self._noticed_at
 
 
-class Agent:
+class Agent(Supervisor):
     """Runs a node's share of a job to its end, through failures of ranks and nodes.
 
     Args:
         job: of the run; its directory exists and is shared by all nodes.
         devices: of this node.
         seat: this node's number and address.
-        plans: returns a plan for a number of ranks, with its model analysis.
-        remake: returns the job of another plan.
-        announce: called with each later plan before its ranks start, on the leader.
+        planning: gives plans and jobs for other numbers of ranks.
 
     Raises:
         ConfigError: when this process may not open as many files as the ranks after a failure need.
     """
 
-    def __init__(
-        self,
-        job: TrainJob,
-        devices: Devices,
-        seat: Seat,
-        plans: Callable[[int], tuple[Plan, ModelAnalysis]],
-        remake: Callable[[Plan], TrainJob],
-        announce: Callable[[Plan], None],
-    ) -> None:
-        # Checked before any socket is opened: the limit must also suffice for the ranks after a failure.
-        peers = min(job.config.recovery.copies, seat.nodes - 1)
-        ensure(needed(job.plan.layout, devices.count, seat.nodes, peers, devices.kind == "cuda"))
-        self._seat, self._job = seat, job
-        self._session = uuid.uuid4().hex[:12]
-        self._sink = JsonlSink(job.run_dir, metrics=False)
+    def __init__(self, job: TrainJob, devices: Devices, seat: Seat, planning: Planning) -> None:
+        self._seat, self._session = seat, uuid.uuid4().hex[:12]
+        super().__init__(job, devices, planning, seat.nodes)
         listener = listen_at(seat.address, seat.port)
         self._port = listener.getsockname()[1]
-        self._hub, self._claims = Hub(listener, seat.key, self._event), Claims(job.run_dir)
+        self._hub, self._claims = Hub(listener, seat.key, self.event), Claims(job.run_dir)
         newest = self._claims.newest()
-        # An earlier command's generations don't count: their recorded result isn't this run's.
+        # An earlier command's generations don't count: their recorded outcome isn't this run's.
         self._newest_at_start = -1 if newest is None else newest.generation
-        self._local = LocalNode(job, devices, seat.node, seat.address, remake, self._event, seat.key)
-        self._context = LeaderContext(
-            local=self._local, hub=self._hub, claims=self._claims, plans=plans, announce=announce, event=self._event
-        )
-        self._order: Message | None = None
+        self._order: Order | None = None
         self._contact = Contact()
         self._lost_at: float | None = None
         self._yielded_at = -math.inf
@@ -124,52 +98,51 @@ class Agent:
         self.leads = False
         """Whether this node led when the run ended."""
 
-    def run(self) -> dict[str, Any]:
-        """Runs the job; returns rank 0's result on every node.
+    def _make_node(self) -> LocalNode:
+        seat = self._seat
+        storage = PeerStorage(seat.node, seat.address, seat.key, self.event)
+        return LocalNode(self._job, self._devices, self._planning.remake, self.event, storage, seat.node, self._session)
 
-        Raises:
-            MeshwrightError: when the run can't go on.
-            KeyboardInterrupt: at the second Ctrl-C.
-        """
-        try:
-            with interrupts_to(self._count_interrupt):
-                while True:
-                    # Each turn lasts as long as one leader does; then the node searches for the next one.
-                    result = self._lead_or_follow()
-                    if result is not None:
-                        return result
-                    self._search_started = time.monotonic()
-        finally:
-            self._local.clear()
-            self._hub.close()
-            self._sink.close()
+    def _lead_run(self) -> TrainOutcome:
+        while True:
+            # Each turn lasts as long as one leader does; then the node searches for the next one.
+            outcome = self._lead_or_follow()
+            if outcome is not None:
+                return outcome
+            self._search_started = time.monotonic()
 
-    def _lead_or_follow(self) -> dict[str, Any] | None:
-        """Leads or follows under one leader; returns the run's result, or None when another leader is needed."""
+    def _close(self) -> None:
+        self._hub.close()
+        super()._close()
+
+    def _lead_or_follow(self) -> TrainOutcome | None:
+        """Leads or follows under one leader; returns the run's outcome, or None when another leader is needed."""
         leader = self._find_leader()
         # The run ended while this node was searching.
-        if isinstance(leader, dict):
+        if isinstance(leader, TrainOutcome):
             return leader
         if isinstance(leader, Claim):
             return self._lead(leader)
         connection, claim = leader
+        # A leader that answers is of this run, even if it led before this process began.
+        self._newest_at_start = min(self._newest_at_start, claim.generation - 1)
         try:
             return self._follow(connection, claim)
         except GenerationAborted as error:
             # A leader that drops every call would otherwise fill the events: one loss, one event.
             if self._contact.lost(claim.session):
                 self._lost_at = time.monotonic()
-                self._event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
+                self.event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
             self._contact.failed()
             return None
         finally:
             self._hub.drop(connection)
 
-    def _find_leader(self) -> Claim | tuple[PeerConnection, Claim] | dict[str, Any]:
+    def _find_leader(self) -> Claim | tuple[PeerConnection, Claim] | TrainOutcome:
         """Finds the leader.
 
         Returns:
-            A connection to the leader with its claim; this node's claim when nobody led; or the run's result when it
+            A connection to the leader with its claim; this node's claim when nobody led; or the run's outcome when it
             has ended.
 
         Raises:
@@ -178,7 +151,7 @@ class Agent:
         deadline = time.monotonic() + max(_FIND_LEADER_S, self._job.config.launch.group_s)
         refused_at: float | None = None
         while True:
-            self._claims.be_present(self._seat.node)
+            self._claims.renew_presence(self._seat.node)
             newest = self._claims.newest()
             age_s = self._claims.age_s()
             ended = self._claims.ending(self._newest_at_start)
@@ -232,7 +205,7 @@ class Agent:
         now = time.monotonic()
         delay_s = self._seat.node * _STAGGER_S
         if self._order is not None:
-            members = [node for node in self._order["members"] if node != newest.node]
+            members = [node for node in self._order.members if node != newest.node]
             delay_s = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
         # This process led and gave way or was superseded: others go first.
         if newest.session == self._session:
@@ -242,40 +215,41 @@ class Agent:
             return now - self._search_started >= delay_s
         return refused_at is not None and now - refused_at >= delay_s
 
-    def _lead(self, claim: Claim) -> dict[str, Any] | None:
+    def _lead(self, claim: Claim) -> TrainOutcome | None:
         expected, limit_s = set(range(self._seat.nodes)), self._job.config.launch.group_s
         if self._order is not None:
-            survivors = [node for node in self._order["members"] if node != self._previous_leader]
+            survivors = [node for node in self._order.members if node != self._previous_leader]
             # After a leader's loss, wait only as long as its followers need to notice the loss.
             expected, limit_s = set(survivors), SILENCE_S + 1.0
         # A node that yielded once and leads again keeps the lead: the majority didn't claim it.
         yields = time.monotonic() - self._yielded_at > _YIELD_AGAIN_S
-        leader = Leader(self._context, claim, self._order, self._lost_at, yields)
-        self._event("leading", node=self._seat.node, generation=claim.generation)
+        members = PeerMembership(self._local, self._hub, self._claims, claim, self.event, yields)
+        controller = Controller(members, self._planning, self.event, self._order, self._lost_at)
+        self.event("leading", node=self._seat.node, generation=claim.generation)
         if self._order is not None:
-            self._event("node_lost", node=self._previous_leader, why="it led", generation=claim.generation - 1)
+            self.event("node_lost", node=self._previous_leader, why="it led", generation=claim.generation - 1)
         self.leads = True
         try:
-            result = leader.lead(expected, limit_s)
+            outcome = controller.run(expected, limit_s)
         except LeadershipLost as error:
-            self.leads, self._order, self._previous_leader = False, leader.order, -1
+            self.leads, self._order, self._previous_leader = False, controller.order, -1
             if isinstance(error, MinorityPartition):
                 self._yielded_at = time.monotonic()
-            self._event("deposed", node=self._seat.node, generation=leader.generation)
+            self.event("deposed", node=self._seat.node, generation=members.generation)
             # Followers reconnect to the new leader by its claim.
             self._hub.drop_all()
             return None
         except MeshwrightError as error:
-            self._hub.broadcast(End(result=None, error=str(error)))
+            self._hub.broadcast(End(outcome=None, error=str(error)))
             # The file serves nodes that aren't connected just now: they must not wait for this leader.
-            self._claims.end(leader.generation, None)
+            self._claims.end(members.generation, None)
             raise
-        self._hub.broadcast(End(result=result, error=""))
-        self._claims.end(leader.generation, result)
-        return result
+        self._hub.broadcast(End(outcome=outcome, error=""))
+        self._claims.end(members.generation, outcome)
+        return outcome
 
-    def _follow(self, connection: PeerConnection, claim: Claim) -> dict[str, Any] | None:
-        """Executes the leader's orders until the run ends; returns rank 0's result.
+    def _follow(self, connection: PeerConnection, claim: Claim) -> TrainOutcome | None:
+        """Executes the leader's orders until the run ends; returns its outcome.
 
         Raises:
             GenerationAborted: when the leader is lost, or another leads.
@@ -286,85 +260,68 @@ class Agent:
             for message in self._receive(connection, claim, 0.1):
                 self._contact.mark_stable()
                 if isinstance(message, End):
-                    if message.result is None:
+                    if message.outcome is None:
                         raise LaunchError(message.error)
-                    return dict(message.result)
+                    return message.outcome
                 if isinstance(message, Start):
-                    self._run_generation(connection, claim, dict(message.order))
+                    self._run_generation(connection, claim, message.order)
             if time.monotonic() - started > STEADY_S:
                 self._contact.mark_stable()
-            if self._local.interrupts and self._local.outcome["outcome"] != "finished":
+            if self._local.interrupts and self._local.end.outcome is None:
                 raise LaunchError("ended while waiting for the node that leads")
 
-    def _run_generation(self, connection: PeerConnection, claim: Claim, order: Message) -> None:
-        """Runs this node's ranks of a generation, and reports the outcome to the leader."""
+    def _run_generation(self, connection: PeerConnection, claim: Claim, order: Order) -> None:
+        """Runs this node's ranks of a generation, and reports the end to the leader."""
         self._order, self._previous_leader = order, claim.node
         # This node has no rank in this generation: it reports at once, and stays a member.
-        if str(self._seat.node) not in order["nodes"]:
-            self._local.outcome |= {"generation": order["generation"], "outcome": "fenced", "failure": None}
+        if self._seat.node not in order.nodes:
+            self._local.skip(order.generation)
             return
         # Forking the ranks blocks this thread for seconds; the leader must not take that for a loss.
         connection.send(Busy(_BUSY_S))
-        fence = self._claims.fence(order["generation"])
+        fence = self._claims.fence(order.generation)
 
         def watch(ranks: GenerationRanks) -> None:
             self._local.poll(ranks)
             for message in self._receive(connection, claim, 0.0):
-                if isinstance(message, Fence) and message.generation == order["generation"]:
+                if isinstance(message, Fence) and message.generation == order.generation:
                     # Only this generation's fence counts: one of an earlier generation may still be on its way.
                     raise _Fenced("the leader ends this generation")
                 if isinstance(message, Reconfigure) and not ranks.control.reconfiguration_requested:
                     ranks.control.request_reconfiguration()
 
         try:
-            self._local.run(order, watch, self._hub.fileno(), fence)
+            self._local.run(order, watch, wake=self._hub.fileno(), fence=fence)
         except _Fenced:
             pass
         except LeaderLost as error:
             # The ranks are gone by now: `LocalNode.run` killed them before this error left it.
-            self._event("fenced", node=self._seat.node, generation=order["generation"], seconds=error.age_s)
+            self.event("fenced", node=self._seat.node, generation=order.generation, seconds=error.age_s)
             raise
         self._send_ready(connection)
 
     def _send_ready(self, connection: PeerConnection) -> None:
-        connection.send(Ready(self._session, cast(NodeReport, self._local.report())))
+        connection.send(Ready(self._local.report()))
 
-    def _receive(self, connection: PeerConnection, claim: Claim, seconds: float) -> list[Said]:
+    def _receive(self, connection: PeerConnection, claim: Claim, seconds: float) -> list[Message]:
         """Returns the leader's messages, waiting up to ``seconds`` for one.
 
         Raises:
             LeaderLost: when it is lost, or another leads.
         """
         received, _ = self._hub.pump(seconds)
-        self._claims.be_present(self._seat.node)
+        self._claims.renew_presence(self._seat.node)
         # Called for its effect: the lease's age counts from the last change that was read.
         self._claims.age_s()
         newest = self._claims.newest()
         # Checked before the connection: a deposed leader may still be connected and send orders.
         if newest is not None and newest.session != claim.session:
             raise LeaderLost(f"node {newest.node} leads")
-        if not connection.open:
+        messages = [message for sender, message in received if sender is connection]
+        # The last messages of a leader that ends arrive together with the end of its connection.
+        if not connection.open and not messages:
             raise LeaderLost("it was silent" if connection.silent else "its connection ended")
-        return [message for sender, message in received if sender is connection]
-
-    def _event(self, kind: str, **data: Any) -> None:
-        """Records an event, and shows it while no ranks run, whose display would do so."""
-        event = Event(kind=kind, rank=SUPERVISOR, data=data)
-        self._sink.event(event)
-        if self._local.ranks is None:
-            show_event(event, self._job.config.monitor.display)
-
-    @property
-    def terminated(self) -> bool:
-        """Whether SIGTERM asked for the run's end here."""
-        return self._local.terminated
-
-    def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._local.interrupts += 1
-        self._local.terminated |= number == signal.SIGTERM
-        # The first interrupt lets ranks save a checkpoint; the second gives up at once.
-        if self._local.interrupts > 1:
-            raise KeyboardInterrupt
+        return messages
 
 
 class _Fenced(GenerationAborted):

@@ -14,13 +14,13 @@ import math
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import CheckpointError, LaunchError
 from meshwright.records import RecordCodec, RecordError
+from meshwright.train.outcome import TrainOutcome
 
 FOLDER = "generations"
 LEASE_S = 4.0
@@ -123,7 +123,7 @@ class Claims:
                 self._last_stamp, self._changed_at = stamp, now_s
         return now_s - self._changed_at
 
-    def be_present(self, node: int) -> None:
+    def renew_presence(self, node: int) -> None:
         """Renews a node's presence file, at most every `RENEW_S`; needs no connection to any node."""
         now_s = time.monotonic()
         if now_s - self._present_at >= RENEW_S:
@@ -144,16 +144,16 @@ class Claims:
         with contextlib.suppress(OSError):
             self._claim_path(generation, ".yielded").touch()
 
-    def end(self, generation: int, result: Mapping[str, Any] | None) -> None:
-        """Records the run's result, None for an error, so that no node waits for the leader."""
+    def end(self, generation: int, outcome: TrainOutcome | None) -> None:
+        """Records the run's outcome, None for an error, so that no node waits for the leader."""
         with contextlib.suppress(OSError):
             temporary = self._folder / f".{uuid.uuid4().hex}"
-            temporary.write_text(json.dumps(result), encoding="utf-8")
-            # Renamed into place: a reader sees no result or the whole one.
+            temporary.write_text(json.dumps(outcome.to_json() if outcome is not None else None), encoding="utf-8")
+            # Renamed into place: a reader sees no outcome or the whole one.
             temporary.replace(self._claim_path(generation, ".ended"))
 
-    def ending(self, after: int) -> dict[str, Any] | None:
-        """Returns the run's result as the newest generation's leader recorded it; None when it recorded none.
+    def ending(self, after: int) -> TrainOutcome | None:
+        """Returns the run's outcome as the newest generation's leader recorded it; None when it recorded none.
 
         Args:
             after: the newest generation when this process began.
@@ -162,16 +162,17 @@ class Claims:
             LaunchError: when it ended by an error.
         """
         path = self._claim_path(self._newest, ".ended")
-        # A result of a generation before this command's start belongs to an earlier command.
+        # An outcome of a generation before this command's start belongs to an earlier command.
         if self._newest <= after or not path.exists():
             return None
         try:
-            result = _CODEC.loads_as(dict | None, path.read_bytes())  # type: ignore[arg-type]
-        except RecordError as error:
+            values = _CODEC.loads_as(dict | None, path.read_bytes())  # type: ignore[arg-type]
+            outcome = TrainOutcome.from_json(values) if values is not None else None
+        except (RecordError, KeyError, TypeError, ValueError) as error:
             raise LaunchError(f"{path} doesn't say how the run ended ({error}); events.jsonl does") from None
-        if result is None:
+        if outcome is None:
             raise LaunchError("the run was ended by an error on the node that led")
-        return dict(result)
+        return outcome
 
     def superseded(self, generation: int) -> bool:
         """Whether a newer generation than this one was claimed."""

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
-import signal
 import socket
 import struct
 import threading
@@ -24,7 +22,7 @@ from dataclasses import dataclass
 from meshwright.checkpoint.remote import serve
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, read_step
 from meshwright.errors import CheckpointError
-from meshwright.forking import die_with_parent
+from meshwright.resilience.helper import Helper
 from meshwright.train.faults import Faults
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.connection import Connection, connect
@@ -40,38 +38,6 @@ STALL_S = 30.0
 """A transfer that stalls for so long is aborted, so that a restarted sender isn't blocked by its lock."""
 
 
-class Helper:
-    """A forked process that works for a supervisor, and dies with it."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        parent = os.getpid()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                # Its own process group: Ctrl-C in the terminal reaches the supervisor alone.
-                os.setpgid(0, 0)
-                die_with_parent(parent)
-                for number in (signal.SIGINT, signal.SIGTERM):
-                    signal.signal(number, signal.SIG_DFL)
-                work()
-            finally:
-                os._exit(0)
-
-    @property
-    def died(self) -> bool:
-        """Whether it has ended by itself."""
-        if self.pid and os.waitpid(self.pid, os.WNOHANG)[0]:
-            self.pid = 0
-        return not self.pid
-
-    def close(self) -> None:
-        """Ends it; a second call does nothing."""
-        if self.pid:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.pid = 0
-
-
 def start_shelf(
     listener: socket.socket, snapshots: Sequence[Snapshot], key: RunKey, refused: Refused | None = None
 ) -> Helper:
@@ -84,9 +50,9 @@ def start_shelf(
 class Inlet:
     """Where and under which limits a courier receives snapshots of the preceding nodes."""
 
-    others: Mapping[int, Sequence[Segment]]
+    segments: Mapping[int, Sequence[Segment]]
     """Segments for the snapshots of each of their ranks, by rank."""
-    most_bytes: int
+    max_bytes: int
     """Size of the largest snapshot that is accepted."""
     key: RunKey
     """The run's secret."""
@@ -200,7 +166,7 @@ def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults:
 def _receive_forever(listener: socket.socket, inlet: Inlet) -> None:
     """Receives snapshots over the oldest segment of each rank, so that a complete one exists at any moment."""
     # One lock for each rank: an old and a new connection may both deliver the same rank.
-    locks = {rank: threading.Lock() for rank in inlet.others}
+    locks = {rank: threading.Lock() for rank in inlet.segments}
     gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
     while True:
         for connection in gate.poll(1.0):
@@ -217,7 +183,7 @@ def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, thre
                 # The bytes of a courier that died may still be arriving when its successor sends the same rank.
                 with locks[rank]:
                     connection.limit(STALL_S)
-                    _receive_snapshot(connection, inlet.others[rank], size)
+                    _receive_snapshot(connection, inlet.segments[rank], size)
                 connection.send(_STORED)
         except (WireError, CheckpointError) as error:
             # An authenticated peer that sends garbage is a bug or an attack: reported, and disconnected.
@@ -236,10 +202,10 @@ def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, in
     if len(contents) != _ANNOUNCEMENT.size:
         raise WireError("not the beginning of a snapshot")
     rank, size = _ANNOUNCEMENT.unpack(contents)
-    if rank not in inlet.others:
+    if rank not in inlet.segments:
         raise WireError(f"a snapshot of rank {rank} came, which this node doesn't take in")
-    if not HEADER_BYTES <= size <= inlet.most_bytes:
-        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.most_bytes}")
+    if not HEADER_BYTES <= size <= inlet.max_bytes:
+        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.max_bytes}")
     return rank, size
 
 

@@ -11,7 +11,7 @@ import resource
 from pathlib import Path
 
 from meshwright.errors import ConfigError
-from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES, held_for_others
+from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES, peer_snapshots_per_rank
 from meshwright.spec.layout import Layout
 
 _SUPERVISOR = 7
@@ -26,7 +26,7 @@ _CUDA = 160
 """Descriptors that CUDA and NCCL open for each rank."""
 
 
-def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: bool = False) -> int:
+def count_descriptors(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: bool = False) -> int:
     """Returns the descriptors of the node's process with the most: a rank, which inherits its supervisor's.
 
     Args:
@@ -38,7 +38,7 @@ def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: boo
     """
     world = layout.world
     own_segments = ranks * ((NODE_COPIES if nodes > 1 else COPIES) + 1)
-    peer_segments = ranks * peers * held_for_others(peers) if peers else 0
+    peer_segments = ranks * peers * peer_snapshots_per_rank(peers) if peers else 0
     # The memory of these ranks, the state that those before left, and a pipe for each rank.
     supervisor = _open_descriptors() + 2 * (own_segments + peer_segments) + 2 + ranks + _SUPERVISOR
     if nodes > 1:
@@ -52,7 +52,7 @@ def needed(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0, cuda: boo
     return supervisor + sockets + own_segments // ranks + (_RANK if world > 1 else _ALONE) + (_CUDA if cuda else 0)
 
 
-def ensure(count: int) -> None:
+def raise_descriptor_limit(count: int) -> None:
     """Raises this process's soft limit of open files to ``count``.
 
     Raises:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +15,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, find_complete_states, read_snapshots, read_step
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import CheckpointError
-from meshwright.forking import die_with_parent
+from meshwright.resilience.helper import Helper
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
 from meshwright.train.memory import SupervisorRequests
@@ -66,8 +64,7 @@ class DiskWriter:
         self._last_written = (-1, -1)
         self._step = 0
         self._control: SupervisorRequests | None = None
-        self._pid, self._pipe = 0, -1
-        self._received = bytearray()
+        self._helper: Helper | None = None
         self.failed: str | None = None
         """Why the last checkpoint failed; None when it didn't."""
 
@@ -83,7 +80,7 @@ class DiskWriter:
         if self._collect() and control is not None and control is self._control:
             control.publish_written(self._step, self.failed is None)
         # One checkpoint at a time; a newer snapshot waits in its segment.
-        if self._pid or not segments or not all(segment.size for segment in segments):
+        if self.busy or not segments or not all(segment.size for segment in segments):
             return
         identities = {read_step(segment) for segment in segments}
         # All ranks must have left the same (generation, step): a mixture is a snapshot in progress.
@@ -96,38 +93,21 @@ class DiskWriter:
             self._start(segments, layout)
 
     def _start(self, segments: Sequence[Segment], layout: Layout) -> None:
-        self._pipe, report_fd = os.pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            self._write_in_child(segments, layout, report_fd, parent)
-        os.close(report_fd)
-        os.set_blocking(self._pipe, False)
+        # Writing must not slow down the ranks on the same cores.
+        self._helper = Helper(lambda: json.dumps(self._write(segments, layout)).encode(), nice=5)
 
-    def _write_in_child(self, segments: Sequence[Segment], layout: Layout, report_fd: int, parent: int) -> None:
-        """Writes the checkpoint, sends a report as JSON, and exits; runs in the forked process."""
-        report: dict[str, Any] = {}
+    def _write(self, segments: Sequence[Segment], layout: Layout) -> dict[str, Any]:
+        """Writes the checkpoint, and returns a report of it; runs in the forked process."""
         try:
-            die_with_parent(parent)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            # Ctrl-C reaches the whole terminal: the supervisor decides what becomes of the checkpoint.
-            for number in (signal.SIGINT, signal.SIGHUP):
-                signal.signal(number, signal.SIG_IGN)
-            # Writing must not slow down the ranks on the same cores.
-            os.nice(5)
             snapshots = read_snapshots(segments)
             state = State(self._step, snapshots) if self._share is not None else _complete_state(snapshots)
             origin = replace(self._origin, layout=layout)
-            saved = self._store(state.step).save_state(state.step, state, state.meta, origin)
-            report = saved.event_fields()
+            return self._store(state.step).save_state(state.step, state, state.meta, origin).event_fields()
         except CheckpointError as error:
-            report = {"error": str(error)}
+            return {"error": str(error)}
         # Any failure becomes a report: the child must never return into the supervisor's code.
         except BaseException as error:
-            report = {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            os.write(report_fd, json.dumps(report).encode())
-            os._exit(0)
+            return {"error": f"{type(error).__name__}: {error}"}
 
     def _store(self, step: int) -> CheckpointStore:
         share = self._share
@@ -146,37 +126,26 @@ class DiskWriter:
 
     def _collect(self) -> bool:
         """Reads the child's report; returns whether a checkpoint was finished now."""
-        while self._pid:
-            try:
-                chunk = os.read(self._pipe, 1 << 16)
-            except BlockingIOError:
-                return False
-            self._received += chunk
-            if chunk:
-                continue
-            os.close(self._pipe)
-            os.waitpid(self._pid, 0)
-            self._pid, self._pipe = 0, -1
-            # End of file: the child exited or was killed; without a report it was killed.
-            report = json.loads(self._received or '{"error": "its writer was killed"}')
-            self._received.clear()
-            self.failed = report.get("error")
-            if self._share is not None and not self._share.first:
-                if self.failed is not None:
-                    # The child may have died before it connected: the first node's writer would wait for it.
-                    self._share.agree(self._last_written).give_up()
-                return True
-            if self.failed is None:
-                self._event("checkpoint_saved", step=self._step, **report)
-            else:
-                self._event("checkpoint_failed", step=self._step, reason=self.failed)
-            return True
-        return False
+        if self._helper is None or not self._helper.died:
+            return False
+        # Without a report it was killed.
+        report = json.loads(self._helper.answer or '{"error": "its writer was killed"}')
+        self._helper = None
+        self.failed = report.get("error")
+        if self._share is not None and not self._share.first:
+            if self.failed is not None:
+                # The child may have died before it connected: the first node's writer would wait for it.
+                self._share.agree(self._last_written).give_up()
+        elif self.failed is None:
+            self._event("checkpoint_saved", step=self._step, **report)
+        else:
+            self._event("checkpoint_failed", step=self._step, reason=self.failed)
+        return True
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being written."""
-        return bool(self._pid)
+        return self._helper is not None
 
     def finish(self, limit_s: float) -> None:
         """Waits until the checkpoint under way is written.
@@ -185,7 +154,7 @@ class DiskWriter:
             CheckpointError: when that takes longer than ``limit_s`` seconds.
         """
         deadline = time.monotonic() + limit_s
-        while self._pid and not self._collect():
+        while self.busy and not self._collect():
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"the checkpoint of step {self._step} was not written within checkpoint.wait_s = {limit_s:g} s"
@@ -194,11 +163,26 @@ class DiskWriter:
 
     def close(self) -> None:
         """Kills the writing process, if any; what it wrote is never renamed to a checkpoint."""
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            os.close(self._pipe)
-            os.waitpid(self._pid, 0)
-            self._pid = 0
+        if self._helper is not None:
+            self._helper.close()
+            self._helper = None
+
+
+def save_newest_state(store: CheckpointStore, state: State, origin: Origin) -> dict[str, Any] | None:
+    """Writes a state to disk before a run ends by an error, unless the newest checkpoint is as new.
+
+    Returns:
+        The event's fields: ``kind``, step, and path and bytes or a reason; None when nothing was to be written.
+    """
+    latest = store.latest()
+    if latest is not None and latest.step >= state.step:
+        return None
+    store.resumed_after(state.step)
+    try:
+        saved = store.save_state(state.step, state, state.meta, origin)
+    except CheckpointError as failed:
+        return {"kind": "checkpoint_failed", "step": state.step, "reason": str(failed)}
+    return {"kind": "checkpoint_saved", "step": state.step, **saved.event_fields()}
 
 
 def _complete_state(snapshots: Sequence[Snapshot]) -> State:

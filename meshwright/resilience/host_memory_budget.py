@@ -48,7 +48,7 @@ def _replicas(plan: Plan) -> int:
     return math.prod(plan.layout.degree(name) for name in row_axes(Holds.COPY))
 
 
-def largest_snapshot(plan: Plan) -> int:
+def max_snapshot_bytes(plan: Plan) -> int:
     """Returns an upper bound of a rank's snapshot in bytes; larger ones from other nodes are refused.
 
     It is several times a rank's average, because tensors are stored undivided, and tables and buffers are added.
@@ -71,7 +71,7 @@ def available_bytes() -> int:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-def held_for_others(peers: int) -> int:
+def peer_snapshots_per_rank(peers: int) -> int:
     """Returns how many snapshots of a rank each of ``peers`` other nodes holds.
 
     A peer may be receiving a rank's next snapshot while another rank's last one is still in transit. With one peer the
@@ -80,7 +80,7 @@ def held_for_others(peers: int) -> int:
     return COPIES if peers == 1 else NODE_COPIES
 
 
-def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1) -> bool:
+def copies_fit(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1) -> bool:
     """Returns whether snapshots fit on every node of a ring, each holding its own and those of ``peers`` nodes before.
 
     Args:
@@ -98,7 +98,7 @@ def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], 
             return (disk + COPIES) * ranks[position]
         # The ring wraps around: negative indices are the last nodes.
         peer_ranks = sum(ranks[position - offset] for offset in range(1, peers + 1))
-        return (disk + NODE_COPIES) * ranks[position] + held_for_others(peers) * peer_ranks
+        return (disk + NODE_COPIES) * ranks[position] + peer_snapshots_per_rank(peers) * peer_ranks
 
     return all(
         state_bytes(plan, snapshots_on(position)) <= SHARE * _memory_after_offload(plan, rank_count, available_here)
@@ -106,7 +106,7 @@ def nodes_have_room(plan: Plan, ranks: Sequence[int], available: Sequence[int], 
     )
 
 
-def room_for(plan: Plan, ranks: int, available: int | None = None) -> HostMemoryBudget:
+def fit_local_copies(plan: Plan, ranks: int, available: int | None = None) -> HostMemoryBudget:
     """Returns which copies fit: the snapshots and the copy for the disk, the latter alone, or none.
 
     Args:

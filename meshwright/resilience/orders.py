@@ -1,147 +1,192 @@
-"""The leader's orders, composed from the nodes' reports: which node runs which ranks, and which state they restore."""
+"""A generation's order, composed from the nodes' reports: which node runs which ranks, and which state they restore."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from meshwright.checkpoint.remote import complete_steps
-from meshwright.resilience.generation_ranks import steps_between
-from meshwright.resilience.host_memory_budget import nodes_have_room, state_bytes
-from meshwright.resilience.peers import Message
+from meshwright.resilience.host_memory_budget import copies_fit, fit_local_copies, state_bytes
+from meshwright.resilience.messages import CopyPlan, Device, NodeReport, NodeShare, Order, StateLocation
 from meshwright.spec.plan import Plan
 from meshwright.train.config import RecoveryConfig
+from meshwright.train.copies import SHARE
 
 LINK_BYTES_S = 1.25e9
 """Assumed rate of a network interface that reports none: 10 Gbit/s."""
-Reports = Mapping[int, Message]
-"""The last report of each node (`LocalNode.report`), by node."""
+_COPY_BYTES_S = 2e9
+"""Bytes a second of a snapshot, copy and checksum, as the slowest machines give them."""
+_COMPARE_BYTES_S = 8e9
+"""Bytes a second of a checksum's sums: memory's own speed, of one core."""
+_STALL_SHARE = 0.01
+_MOST_STEPS = 100
+Reports = Mapping[int, NodeReport]
+"""The last report of each connected node, by node."""
+StateKey = tuple[int, int]
+"""Step and generation of a state in memory."""
 
 
-def compose(reports: Reports, devices: Sequence[tuple[int, int]]) -> Message:
-    """Returns the fields of an order that place the ranks and name the nodes' addresses.
-
-    Args:
-        reports: of the connected nodes.
-        devices: node and device of each rank.
-    """
-    nodes: dict[str, Message] = {}
-    for rank, (node, slot) in enumerate(devices):
-        report = reports[node]
-        ports = {"host": report["host"]} | {name: report["ports"][name] for name in ("courier", "disk")}
-        nodes.setdefault(str(node), {"first": rank, "slots": []} | ports)["slots"].append(slot)
-    # Rank 0's node serves the store.
-    head = reports[devices[0][0]]
-    return {
-        "world": len(devices),
-        "nodes": nodes,
-        "members": sorted(reports),
-        "store": [head["host"], head["ports"]["store"]],
-        "shelves": shelves(reports),
-    }
-
-
-def held_after(reports: Reports, step: int) -> tuple[set[tuple[int, int]], bool]:
-    """Returns (step, generation) of each held state after ``step``, and whether any older state is held."""
-    held_states = {(row[1], row[0]) for report in reports.values() for row in report["held"]}
-    later = {pair for pair in held_states if pair[0] > step}
-    return later, held_states > later
-
-
-def copies(plan: Plan, nodes: Mapping[str, Message], reports: Reports, config: RecoveryConfig) -> Message:
-    """Returns the fields of an order that set the copies of the state, the same on all nodes.
+def choose_snapshot_interval(plan: Plan, wanted: int | None, send_s: float = 0.0) -> int:
+    """Returns the steps between snapshots: as configured, or so that they cost about 1 % of the planned step time.
 
     Args:
         plan: of the run.
-        nodes: of an order.
+        wanted: the user's setting; None chooses by cost.
+        send_s: seconds to send a snapshot to another node; it should arrive before the next one.
+    """
+    if wanted is not None:
+        return wanted
+    step_s = plan.prediction.step_s
+    if not step_s:
+        return 10
+    # A snapshot blocks the step for its copy: amortise that over steps to `_STALL_SHARE`.
+    snapshot_s = state_bytes(plan, 1) / _COPY_BYTES_S
+    # State that several ranks hold is compared before each snapshot, at a share of its own (`train.copies.SHARE`).
+    compare_s = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer")) / _COMPARE_BYTES_S
+    steps = max(snapshot_s / _STALL_SHARE, compare_s / SHARE if plan.ranks > 1 else 0.0) / step_s
+    # The send time is no cost, but a snapshot should arrive before the next one is due.
+    return max(1, min(_MOST_STEPS, round(steps + 0.5)), math.ceil(send_s / step_s))
+
+
+def assign_ranks(reports: Reports, devices: Sequence[Device]) -> tuple[NodeShare, ...]:
+    """Returns each node's share of the ranks.
+
+    Args:
+        reports: of the connected nodes.
+        devices: node and device of each rank, ordered by node.
+    """
+    shares = []
+    for node in dict.fromkeys(node for node, _ in devices):
+        slots = tuple(slot for owner, slot in devices if owner == node)
+        first_rank = next(rank for rank, (owner, _) in enumerate(devices) if owner == node)
+        courier, disk = reports[node].address("courier"), reports[node].address("disk")
+        shares.append(NodeShare(node=node, first_rank=first_rank, slots=slots, courier=courier, disk=disk))
+    return tuple(shares)
+
+
+def complete_states(reports: Reports, refused: Collection[StateKey] = (), floor: int = -1) -> list[StateKey]:
+    """Returns the states in memory of which every rank's snapshot is on some node, newest first.
+
+    Args:
+        reports: of the connected nodes.
+        refused: states that turned out damaged.
+        floor: newest generation whose states don't count, because the run was rewound from them.
+    """
+    records = [record for report in reports.values() for record in report.snapshots]
+    return [key for key in complete_steps(records) if key not in refused and key[1] > floor]
+
+
+def states_after(reports: Reports, step: int) -> set[StateKey]:
+    """Returns the states after a step of which any node has a snapshot: missing nodes may complete them later."""
+    records = [record for report in reports.values() for record in report.snapshots]
+    return {(record.step, record.generation) for record in records if record.step > step}
+
+
+def choose_state(
+    reports: Reports, refused: Collection[StateKey], disk_step: int, floor: int = -1
+) -> StateLocation | None:
+    """Returns where the newest complete state lies; None where the checkpoint of ``disk_step`` is newer.
+
+    Args:
+        reports: of the connected nodes.
+        refused: states that turned out damaged.
+        disk_step: step of the newest checkpoint; -1 for none.
+        floor: newest generation whose states don't count.
+    """
+    complete = complete_states(reports, refused, floor)
+    if not complete or disk_step > complete[0][0]:
+        return None
+    step, generation = complete[0]
+    holders: dict[int, int] = {}
+    local_ranks: set[int] = set()
+    copies: Counter[int] = Counter()
+    for node in sorted(reports):
+        records = [record for record in reports[node].snapshots if (record.step, record.generation) == complete[0]]
+        local_ranks |= {record.rank for record in records if record.is_local}
+        for rank in {record.rank for record in records}:
+            holders.setdefault(rank, node)
+            copies[rank] += 1
+    # Event detail: every snapshot by its own node's ranks, or some from peers' copies.
+    return StateLocation(
+        step=step,
+        generation=generation,
+        holders=holders,
+        tier="memory" if len(local_ranks) == len(holders) else "peer",
+        single_copies=tuple(sorted(rank for rank, count in copies.items() if count == 1)),
+    )
+
+
+def plan_copies(plan: Plan, shares: Sequence[NodeShare], reports: Reports, config: RecoveryConfig) -> CopyPlan:
+    """Returns which copies of the state fit into the nodes' memory.
+
+    Args:
+        plan: of the run.
+        shares: of the nodes with ranks, in the order of the ring.
         reports: of the connected nodes.
         config: steps between snapshots (None chooses by cost) and the number of copies on other nodes.
-
-    Returns:
-        ``every``, the steps between snapshots, 0 where a node lacks memory for them; ``disk``, whether every node has
-        memory for a further copy, from which checkpoints are written beside the training; ``peers``, the number of
-        other nodes that hold each snapshot, at most ``config.copies``, limited by nodes and memory.
     """
-    nodes_in_ring = sorted(map(int, nodes))
-    ranks = [len(nodes[str(node)]["slots"]) for node in nodes_in_ring]
-    available = [reports[node]["available"] for node in nodes_in_ring]
-    link = min(reports[node]["link"] or LINK_BYTES_S for node in nodes_in_ring)
-    wanted_peers = min(config.copies, len(nodes_in_ring) - 1)
+    ranks = [len(share.slots) for share in shares]
+    available = [reports[share.node].available_bytes for share in shares]
+    wanted_peers = min(config.copies, len(shares) - 1)
     # Prefer as many copies as configured, then fewer, before giving up snapshots.
-    peers = next(
-        (number for number in range(wanted_peers, 0, -1) if nodes_have_room(plan, ranks, available, 0, number)), 0
-    )
+    peers = next((number for number in range(wanted_peers, 0, -1) if copies_fit(plan, ranks, available, 0, number)), 0)
     # Over several nodes a snapshot that no other node holds would be lost with its node.
-    fits = peers > 0 or (wanted_peers == 0 and nodes_have_room(plan, ranks, available))
-    every = steps_between(plan, config.snapshot_every, peers * state_bytes(plan, max(ranks)) / link) if fits else 0
-    disk = nodes_have_room(plan, ranks, available, 1, max(1, peers))
-    return {"every": every, "disk": disk, "peers": peers}
+    fits = peers > 0 or (wanted_peers == 0 and copies_fit(plan, ranks, available))
+    link = min(reports[share.node].link_bytes_s or LINK_BYTES_S for share in shares)
+    every = (
+        choose_snapshot_interval(plan, config.snapshot_every, peers * state_bytes(plan, max(ranks)) / link)
+        if fits
+        else 0
+    )
+    return CopyPlan(every=every, disk=copies_fit(plan, ranks, available, 1, max(1, peers)), peers=peers)
 
 
-def shortage(order: Message, config: RecoveryConfig) -> Message | None:
+def plan_local_copies(plan: Plan, report: NodeReport, config: RecoveryConfig) -> tuple[CopyPlan, dict[str, Any] | None]:
+    """Returns which copies fit on a run's only node, and the event that reports missing snapshots; None when they fit.
+
+    Args:
+        plan: of the run.
+        report: of the node.
+        config: steps between snapshots; None chooses by cost.
+    """
+    room = fit_local_copies(plan, plan.ranks, report.available_bytes)
+    if room.snapshots:
+        return CopyPlan(every=choose_snapshot_interval(plan, config.snapshot_every), disk=room.disk), None
+    sizes = {"state_bytes": room.state_bytes, "available_bytes": room.available_bytes}
+    return CopyPlan(every=0, disk=room.disk), {"kind": "snapshots_off", **sizes, "from_disk_only": True}
+
+
+def describe_shortage(order: Order, config: RecoveryConfig) -> dict[str, Any] | None:
     """Returns the event that reports snapshots or copies left out for lack of memory; None when all fit.
 
     Args:
-        order: with the fields of `copies`.
-        config: the run's settings, as for `copies`.
+        order: of a run over several nodes.
+        config: the run's settings, as for `plan_copies`.
     """
-    nodes = sorted(map(int, order["nodes"]))
-    if not order["every"]:
+    nodes = order.nodes
+    if not order.copies.every:
         return {"kind": "snapshots_off", "nodes": nodes, "from_disk_only": True} if config.snapshot_every != 0 else None
-    if order["peers"] < min(config.copies, len(nodes) - 1):
-        return {"kind": "copies_reduced", "nodes": nodes, "copies": order["peers"], "wanted": config.copies}
+    if order.copies.peers < min(config.copies, len(nodes) - 1):
+        return {"kind": "copies_reduced", "nodes": nodes, "copies": order.copies.peers, "wanted": config.copies}
     return None
 
 
-def shelves(reports: Reports) -> dict[str, list]:
-    """Returns the address of each node's shelf, [host, port] by node."""
-    return {str(node): [report["host"], report["ports"]["shelf"]] for node, report in reports.items()}
+def ranks_to_copy(order: Order, node: int) -> dict[int, int]:
+    """Returns the ranks of the old layout whose snapshots a node should copy, each with its only holder.
 
-
-def choose(
-    reports: Reports, refused: Collection[tuple[int, int]], on_disk: int, floor: int = -1
-) -> tuple[Message | None, float | None]:
-    """Returns the newest complete state in the nodes' memory, and a device's measured rate.
+    The nodes that follow the holder in the ring copy, as for regular snapshots.
 
     Args:
-        reports: of the connected nodes.
-        refused: (step, generation) of states that turned out damaged.
-        on_disk: step of the newest checkpoint, which is preferred when it is newer.
-        floor: newest generation whose states don't count, because the run was rewound from them.
-
-    Returns:
-        The state as `messages.StatePlaces`, None when the disk is newer; and the FLOP/s of a device, None if unknown.
+        order: the leader's.
+        node: the node that would copy.
     """
-    rows = [row for entry in reports.values() for row in entry["held"]]
-    peak = next((entry["peak"] for entry in reports.values() if entry["peak"]), None)
-    complete = [entry for entry in complete_steps(rows) if entry not in refused and entry[1] > floor]
-    if not complete or on_disk > complete[0][0]:
-        return None, peak
-    step, generation = complete[0]
-    holders_by_rank: dict[str, int] = {}
-    local_ranks: set[int] = set()
-    holders: Counter[int] = Counter()
-    for node in sorted(reports):
-        for row in reports[node]["held"]:
-            if (row[1], row[0]) == complete[0]:
-                holders_by_rank.setdefault(str(row[2]), node)
-                holders[row[2]] += 1
-                local_ranks |= {row[2]} if row[4] else set()
-    # Event detail: every snapshot by its own node's ranks, or some from peers' copies.
-    tier = "memory" if len(local_ranks) == len(holders_by_rank) else "peer"
-    alone = sorted(rank for rank, count in holders.items() if count == 1)
-    return {"step": step, "generation": generation, "places": holders_by_rank, "tier": tier, "alone": alone}, peak
-
-
-def root_failure(failures: Sequence[Message], nodes_lost: bool) -> Message | None:
-    """Returns the failure that caused the others; None without any, or where the loss of a node caused them.
-
-    Args:
-        failures: as `messages.Failure` describes them.
-        nodes_lost: whether nodes were lost in the same generation.
-    """
-    # An echo is the error of a rank whose peer had failed, a hang often that of one that waits for such a peer.
-    earliest = min(failures, key=lambda failure: (failure["echo"], failure["hang"], failure["at"]), default=None)
-    if earliest is not None and nodes_lost and (earliest["echo"] or earliest["hang"]):
-        return None
-    return earliest
+    if order.state is None or not order.peers:
+        return {}
+    holders = {rank: order.state.holders[rank] for rank in order.state.single_copies}
+    return {
+        rank: holder
+        for rank, holder in holders.items()
+        if node != holder and node in [share.node for share in order.neighbours(holder, 1, order.peers)]
+    }

@@ -11,10 +11,9 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Any
 
 from meshwright.records import RecordError
-from meshwright.resilience.messages import Beat, Busy, Said, decode, encode
+from meshwright.resilience.messages import Beat, Busy, Message, decode, encode
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
 from meshwright.transport.key import RunKey
@@ -26,13 +25,11 @@ SILENCE_S = 3.0
 """A node that is silent for so long counts as lost."""
 MESSAGE_BYTES = 1 << 26
 """Size of the longest message that is accepted: an order of some 100,000 ranks."""
-MOST_LINES = 4096
+MAX_CONNECTIONS = 4096
 """Most authenticated connections of a supervisor."""
 _CONNECT_S = 2.0
 _READ_BYTES = 1 << 22
 """Bytes read from one connection before the others get their turn."""
-Message = dict[str, Any]
-"""Plain values of an order or a report."""
 
 
 class PeerConnection:
@@ -51,7 +48,7 @@ class PeerConnection:
         self.fault = ""
         """Why the peer's data was rejected; empty while it wasn't."""
 
-    def send(self, message: Said) -> None:
+    def send(self, message: Message) -> None:
         """Queues a message and sends as much as the socket accepts now; `flush` sends the remainder."""
         contents = encode(message)
         header = frame_header(FrameKind.MESSAGE, len(contents))
@@ -75,7 +72,7 @@ class PeerConnection:
         except OSError:
             self.close()
 
-    def receive(self) -> list[Said]:
+    def receive(self) -> list[Message]:
         """Returns the received messages; `Beat` and `Busy` are handled here and left out."""
         initial_size = len(self._receive_buffer)
         try:
@@ -90,7 +87,7 @@ class PeerConnection:
             pass
         except OSError:
             self.close()
-        messages: list[Said] = []
+        messages: list[Message] = []
         try:
             while (message := self._next_message()) is not None:
                 messages.append(message)
@@ -105,7 +102,7 @@ class PeerConnection:
                 self._patience = message.seconds if isinstance(message, Busy) else SILENCE_S
         return [message for message in messages if not isinstance(message, (Beat, Busy))]
 
-    def _next_message(self) -> Said | None:
+    def _next_message(self) -> Message | None:
         """Removes the first complete frame from the receive buffer and decodes it; None without one."""
         if len(self._receive_buffer) < HEADER_BYTES:
             return None
@@ -205,19 +202,19 @@ class Hub:
         for connection in list(self._connections):
             self.drop(connection)
 
-    def pump(self, seconds: float = 0.0) -> tuple[list[tuple[PeerConnection, Said]], list[PeerConnection]]:
+    def pump(self, seconds: float = 0.0) -> tuple[list[tuple[PeerConnection, Message]], list[PeerConnection]]:
         """Waits up to ``seconds`` for data, reads messages, accepts peers and sends what is buffered.
 
         Returns:
             Messages with their connections, and the connections that were lost, which are dropped.
         """
-        received: list[tuple[PeerConnection, Said]] = []
+        received: list[tuple[PeerConnection, Message]] = []
         for key, _ in self._selector.select(seconds):
             if key.data is not None:
                 received += [(key.data, message) for message in key.data.receive()]
         # On every call: the gate also drops strangers that don't authenticate in time.
         for connection in self._gate.poll():
-            if len(self._connections) < MOST_LINES:
+            if len(self._connections) < MAX_CONNECTIONS:
                 self._add(connection)
             else:
                 connection.close()
@@ -237,7 +234,7 @@ class Hub:
                 lost_peers.append(peer)
         return received, lost_peers
 
-    def broadcast(self, message: Said) -> None:
+    def broadcast(self, message: Message) -> None:
         """Sends a message to all connected supervisors."""
         for connection in self._connections:
             connection.send(message)
@@ -252,7 +249,7 @@ class Hub:
         self._listener.close()
 
 
-def until(condition: Callable[[], bool], limit_s: float, pump: Callable[[float], None]) -> bool:
+def pump_until(condition: Callable[[], bool], limit_s: float, pump: Callable[[float], None]) -> bool:
     """Pumps messages until a condition holds, for a limited time; returns whether it holds."""
     deadline = time.monotonic() + limit_s
     while not condition():

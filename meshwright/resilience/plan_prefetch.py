@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
-import signal
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.forking import die_with_parent
+from meshwright.resilience.helper import Helper
 
 Planner = Callable[[int], Any]
 """Returns the plan and model analysis for a number of ranks; raises `MeshwrightError` without a layout."""
@@ -28,24 +26,29 @@ class PlanPrefetcher:
         self._plan = plan
         self._answers: dict[int, Any] = {}
         self._requested: set[int] = set()
-        self._pid, self._pipe = 0, -1
-        self._received = bytearray()
+        self._helper: Helper | None = None
 
     def start(self, counts: Sequence[int]) -> None:
         """Starts planning for numbers of ranks in the child; does nothing while it works, or when all are requested."""
         self._collect()
         new_counts = [count for count in counts if count not in self._requested]
-        if self._pid or not new_counts:
+        if self._helper is not None or not new_counts:
             return
         # Requested once, answered or not: a child that died isn't retried in the background.
         self._requested.update(new_counts)
-        self._pipe, result_fd = os.pipe()
-        parent = os.getpid()
-        self._pid = os.fork()
-        if self._pid == 0:
-            _plan_in_child(self._plan, new_counts, result_fd, parent)
-        os.close(result_fd)
-        os.set_blocking(self._pipe, False)
+        # Planning for a failure that may never come must not slow down training.
+        self._helper = Helper(lambda: self._plan_all(new_counts), nice=10)
+
+    def _plan_all(self, counts: Sequence[int]) -> bytes:
+        """Returns the pickled answers for numbers of ranks; runs in the forked process."""
+        warnings.simplefilter("ignore")
+        answers: dict[int, Any] = {}
+        for count in counts:
+            try:
+                answers[count] = self._plan(count)
+            except MeshwrightError as error:
+                answers[count] = error
+        return pickle.dumps(answers)
 
     def answer(self, count: int) -> tuple[Any, bool]:
         """Returns the planner's answer, and whether it was cached.
@@ -70,7 +73,7 @@ class PlanPrefetcher:
     def pending(self, count: int) -> bool:
         """Returns whether the child may still be computing an answer, so that `answer` would repeat its work."""
         self._collect()
-        return count not in self._answers and bool(self._pid)
+        return count not in self._answers and self._helper is not None
 
     def learn(self, count: int, answer: Any) -> None:
         """Adds an answer that was computed elsewhere."""
@@ -79,51 +82,16 @@ class PlanPrefetcher:
 
     def _collect(self) -> None:
         """Reads the child's answers; requests of a child that died are left to `answer`."""
-        while self._pid:
-            try:
-                chunk = os.read(self._pipe, 1 << 20)
-            except BlockingIOError:
-                return
-            self._received += chunk
-            if chunk:
-                continue
-            self._reap()
-            with contextlib.suppress(Exception), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                # A partial pickle of a killed child raises, and is ignored.
-                self._answers.update(pickle.loads(bytes(self._received)))
-            self._received.clear()
-
-    def _reap(self) -> None:
-        os.close(self._pipe)
-        os.waitpid(self._pid, 0)
-        self._pid, self._pipe = 0, -1
+        if self._helper is None or not self._helper.died:
+            return
+        with contextlib.suppress(Exception), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            # A partial pickle of a killed child raises, and is ignored.
+            self._answers.update(pickle.loads(self._helper.answer))
+        self._helper = None
 
     def close(self) -> None:
         """Kills the child, if it is still working."""
-        if self._pid:
-            os.kill(self._pid, signal.SIGKILL)
-            self._reap()
-
-
-def _plan_in_child(plan: Planner, counts: Sequence[int], result_fd: int, parent: int) -> None:
-    """Plans for each count, writes the pickled answers to the pipe, and exits; runs in the forked process."""
-    try:
-        warnings.simplefilter("ignore")
-        die_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        # Planning for a failure that may never come must not slow down training.
-        os.nice(10)
-        answers: dict[int, Any] = {}
-        for count in counts:
-            try:
-                answers[count] = plan(count)
-            except MeshwrightError as error:
-                answers[count] = error
-        # The pipe may be smaller than the answers: write until all is taken.
-        data = memoryview(pickle.dumps(answers))
-        while data:
-            data = data[os.write(result_fd, data) :]
-    finally:
-        os._exit(0)
+        if self._helper is not None:
+            self._helper.close()
+            self._helper = None

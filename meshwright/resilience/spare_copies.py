@@ -11,34 +11,10 @@ from collections.abc import Callable, Mapping
 from meshwright.checkpoint.remote import Key, Shelf
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, read_snapshots
 from meshwright.errors import CheckpointError
-from meshwright.resilience.courier import Helper
+from meshwright.resilience.helper import Helper
 from meshwright.resilience.host_memory_budget import available_bytes
-from meshwright.resilience.peers import Message
 
 _CHUNK_BYTES = 8 << 20
-
-
-def ranks_to_copy(order: Message, node: int) -> dict[int, int]:
-    """Returns the ranks of the old layout whose snapshots a node should copy, each with its only holder.
-
-    The ``peers`` next nodes of the ring after the holder copy, as for regular snapshots.
-
-    Args:
-        order: the leader's.
-        node: the node that would copy.
-    """
-    state = order["state"]
-    peers = order["peers"] if order["every"] else 0
-    if state is None or not peers:
-        return {}
-    ring = sorted(map(int, order["nodes"]))
-    holders = {}
-    for rank in state["alone"]:
-        holder = state["places"][str(rank)]
-        ring_index = ring.index(holder) if holder in ring else -1
-        if node != holder and node in [ring[(ring_index + offset) % len(ring)] for offset in range(1, peers + 1)]:
-            holders[rank] = holder
-    return holders
 
 
 class SpareCopies:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol, Self
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
@@ -46,19 +46,6 @@ class Damage:
     """The element whose copies differ most, for `COPIES`."""
     last: bool = False
     """Whether no older state exists: recurring numbers are the training's own."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Returns the damage of `to_json`'s values."""
-        fields: dict[str, Any] = {"ranks": tuple(values["ranks"]), "rows": tuple(map(tuple, values["rows"]))}
-        if (element := values["element"]) is not None:
-            ranks, number, index, values_held = (element[name] for name in ("ranks", "number", "index", "values"))
-            fields["element"] = Element(tuple(ranks), number, index, tuple(values_held))
-        return cls(**dict(values) | fields)
 
 
 class DamageHistory(Protocol):

@@ -30,7 +30,7 @@ RESTORING = "restoring from memory failed"
 
 
 class SupervisorRequests:
-    """Three shared int64 words that a supervisor writes and every rank reads: cut, written step, write succeeded."""
+    """Three shared int64 words, written by a supervisor: reconfiguration requested, written step, write succeeded."""
 
     def __init__(self) -> None:
         self._segment = Segment()
@@ -120,7 +120,7 @@ class RecoveryMemory:
     """The state to restore; None to restore from disk or start anew."""
     lost_at: float | None = None
     """time.monotonic() at which the failure of the previous ranks was noticed; None without one."""
-    sick_step: int = 0
+    anomalous_step: int = 0
     """Step up to whose batches the data is skipped; 0 for none."""
     damage: Damage | None = None
     """The damage that ended the previous ranks; None without one."""

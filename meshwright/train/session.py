@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,6 +50,7 @@ from meshwright.train.loss import cross_entropy_sums
 from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
@@ -190,7 +190,7 @@ def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
     return float(stepper.world_sum(local_rate))
 
 
-def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
+def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
     """Trains on this rank; the same call on every rank.
 
     Returns:
@@ -212,7 +212,7 @@ def run_rank(context: RankContext, job: TrainJob) -> dict[str, Any]:
             dist.destroy_process_group()
 
 
-def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> Any:
+def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout = job.config, job.plan.layout
     device = torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
@@ -261,7 +261,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
-        sick_step=job.memory.sick_step if job.memory is not None else 0,
+        anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))

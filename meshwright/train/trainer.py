@@ -27,6 +27,7 @@ from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
@@ -34,7 +35,7 @@ from meshwright.train.shortage import peak_bytes
 from meshwright.train.state import load_state, save_state
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
-SICK_STEPS = 5
+ANOMALOUS_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
 """First steps in which the bytes of the state are measured; they don't change later."""
@@ -63,7 +64,7 @@ class TrainerDeps:
     hooks: Sequence[Hook] = field(default_factory=tuple)
     memory: RankMemory | None = None
     """Shared memory for snapshots, when a supervisor watches the ranks."""
-    sick_step: int = 0
+    anomalous_step: int = 0
     """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
     """The injected faults, if any."""
@@ -76,7 +77,7 @@ class Trainer:
         self._deps = deps
         self.step = self.tokens = 0
         self.validation_loss: float | None = None
-        self._sick_steps = 0
+        self._anomalous_steps = 0
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
         state = (deps.program, deps.optimizer, deps.store.agreement)
         self._integrity = Integrity(self._health, *state, deps.memory, self._event)
@@ -123,46 +124,42 @@ class Trainer:
 
     def _skip_anomalous_rows(self) -> None:
         """Skips the batches up to the anomalous step from which the previous ranks were rewound."""
-        sick = self._deps.sick_step
-        if sick > self.step + self.passed_over:
-            self.passed_over = sick - self.step
-            self._event("rewound", step=self.step, sick=sick, passed_over=self.passed_over)
+        anomalous_step = self._deps.anomalous_step
+        if anomalous_step > self.step + self.passed_over:
+            self.passed_over = anomalous_step - self.step
+            self._event("rewound", step=self.step, sick=anomalous_step, passed_over=self.passed_over)
 
     def _counters(self) -> dict[str, Any]:
         """Returns the loop's own plain values for a checkpoint, beside step and tokens."""
-        counters = {"validation_loss": self.validation_loss, "sick": self._sick_steps, "passed_over": self.passed_over}
-        return counters | self._health.state()
+        counters = {"sick": self._anomalous_steps, "passed_over": self.passed_over}
+        return {"validation_loss": self.validation_loss} | counters | self._health.state()
 
     def _adopt(self, values: Mapping[str, Any]) -> None:
         """Restores tokens and `_counters` from a state's plain values."""
-        self.tokens, self._sick_steps = int(values["tokens"]), int(values.get("sick", 0))
+        self.tokens, self._anomalous_steps = int(values["tokens"]), int(values.get("sick", 0))
         self.validation_loss = values.get("validation_loss")
         self.passed_over = int(values.get("passed_over", 0))
         self._health.restore(values)
 
-    def run(self) -> dict[str, Any]:
-        """Trains to the last step or until asked to stop, and saves a checkpoint either way.
-
-        Returns:
-            ``finished``, step, loss, validation loss and bits per byte; with ``cut`` when other ranks continue.
-        """
+    def run(self) -> TrainOutcome:
+        """Trains to the last step or until asked to stop, and saves a checkpoint either way; returns how it ended."""
         deps, config = self._deps, self._deps.config
         steps = config.train.steps
         deps.program.step_timer.drain()
         self._integrity.start(self.step)
-        stopped = cut = False
+        stopped = reconfigures = False
         last: StepRecord | None = None
-        while self.step < steps and not stopped and not cut:
+        while self.step < steps and not stopped and not reconfigures:
             stepped = self._one_step(steps)
             if stepped is None:
-                return self._rewound_result(last)
+                return self._end_damaged(last)
             record, stop_count = stepped
             if last is None and deps.memory is not None and deps.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
             last = record
             requests = self._requests(record, steps)
             # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
-            cut = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
+            reconfigures = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
             if stop_count >= 1 or Request.STOP in requests:
                 stopped = self.step < steps
             if Request.EVALUATE in requests and self.step < steps:
@@ -171,28 +168,29 @@ class Trainer:
             if self._must_rewind and not stopped and self.step < steps:
                 break
             saves = (Request.CHECKPOINT in requests or stopped or self.step == steps) and self._saved_at != self.step
-            copies = deps.memory is not None and (cut or deps.memory.due(self.step))
+            copies = deps.memory is not None and (reconfigures or deps.memory.due(self.step))
             # Never save a state that some ranks hold differently: it would outlive the intact one.
             if (saves or copies or self._integrity.due(self.step)) and not self._agrees():
-                return self._rewound_result(last)
+                return self._end_damaged(last)
             if saves:
                 self.save()
             if copies and deps.memory is not None and deps.memory.snapshot_step < self.step:
                 self._copy()
-        result: dict[str, Any] = {"finished": not stopped, "step": self.step, "loss": last.loss if last else None}
-        if cut and not stopped:
-            sick = self.step + self.passed_over if self._must_rewind else 0
-            deps.monitor.goes_on = True
-            return result | {"finished": False, "cut": True, "sick": sick}
+        loss = last.loss if last is not None else None
+        if reconfigures and not stopped:
+            anomalous_step = self.step + self.passed_over if self._must_rewind else 0
+            deps.monitor.continues = True
+            return TrainOutcome(step=self.step, loss=loss, continues=True, anomalous_step=anomalous_step)
+        metrics: dict[str, float] = {}
         if stopped:
             self._event("interrupted", step=self.step)
         else:
             previous = self.validation_loss
-            result |= self.evaluate(None)
+            metrics = self.evaluate(None)
             if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, previous):
-                return self._rewound_result(last)
+                return self._end_damaged(last)
         self._phase("done", 0)
-        return result
+        return TrainOutcome(step=self.step, loss=loss, finished=not stopped, metrics=metrics)
 
     def _agrees(self) -> bool:
         """Returns whether the state's copies agree on all ranks, which is required to save it."""
@@ -201,13 +199,12 @@ class Trainer:
         self._deps.program.step_timer.lap("compare")
         return agrees
 
-    def _rewound_result(self, last: StepRecord | None) -> dict[str, Any]:
-        """Returns the result of ranks that end because of a damage, so that others continue from an older state."""
+    def _end_damaged(self, last: StepRecord | None) -> TrainOutcome:
+        """Returns the outcome of ranks that end because of a damage, so that others continue from an older state."""
         damage = self._integrity.damage
         assert damage is not None
-        self._deps.monitor.goes_on = True
-        fields = {"step": self.step, "loss": last.loss if last else None, "damage": damage.to_json()}
-        return {"finished": False, "cut": True, "sick": 0} | fields
+        self._deps.monitor.continues = True
+        return TrainOutcome(step=self.step, loss=last.loss if last else None, continues=True, damage=damage)
 
     def _copy(self) -> None:
         """Takes a snapshot of the state; writes a checkpoint instead where host memory doesn't allow snapshots."""
@@ -296,9 +293,9 @@ class Trainer:
         finite = math.isfinite(record.grad_norm)
         scaler.update(finite)
         if reason is None:
-            self._sick_steps = 0
+            self._anomalous_steps = 0
             return
-        self._sick_steps += 1
+        self._anomalous_steps += 1
         self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
         if scaler.active and scaler.scale > 1.0 and not finite:
             return
@@ -310,11 +307,11 @@ class Trainer:
         self._must_rewind = policy == "rewind"
         if finite or self._must_rewind:
             return
-        if self._sick_steps >= SICK_STEPS and (not scaler.active or scaler.scale <= 1.0):
+        if self._anomalous_steps >= ANOMALOUS_STEPS and (not scaler.active or scaler.scale <= 1.0):
             raise RankError(
                 f"loss {record.loss} and gradient norm {record.grad_norm} at step {record.step}: not finite for "
-                f"{self._sick_steps} steps in a row; lower optimizer.lr = {self._deps.config.optimizer.lr}, lengthen "
-                f"schedule.warmup, or look at the data; the last checkpoint stands"
+                f"{self._anomalous_steps} steps in a row; lower optimizer.lr = {self._deps.config.optimizer.lr}, "
+                f"lengthen schedule.warmup, or look at the data; the last checkpoint stands"
             )
 
     def _requests(self, record: StepRecord, steps: int) -> Request:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.models.analysis.clone import shrink
 from meshwright.models.analysis.experts import find_experts
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import data_parallel, expert, token_dispatch
@@ -25,7 +25,7 @@ SEQUENCE, VOCAB = 8, 61
 
 
 def config(name: str, layers: int = 2, experts: int | None = None) -> ModelConfig:
-    small = shrink(ModelConfig(name=name), layers=layers, width=16).to_dict()
+    small = shrink_config(ModelConfig(name=name), layers=layers, width=16).to_dict()
     return ModelConfig.from_dict(small | ({"experts": experts} if experts else {}))
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.cli.main import main
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.partial_grads import PartialGradReducer
@@ -27,9 +27,9 @@ from tests.tiers import cases
 
 SEQUENCE, VOCAB = 16, 61
 MODELS = {
-    "llama": shrink(ModelConfig(name="llama"), layers=2, width=32),
-    "gpt2": shrink(ModelConfig(name="gpt2"), layers=2, width=32),
-    "mixtral": shrink(ModelConfig(name="mixtral"), layers=2, width=32),
+    "llama": shrink_config(ModelConfig(name="llama"), layers=2, width=32),
+    "gpt2": shrink_config(ModelConfig(name="gpt2"), layers=2, width=32),
+    "mixtral": shrink_config(ModelConfig(name="mixtral"), layers=2, width=32),
     "gated": ModelConfig(name="tests.odd_models:gated"),
 }
 TWO = ("shard=2,zero=3,microbatches=2", "tp=2,sequence=true", "pp=2,microbatches=4")

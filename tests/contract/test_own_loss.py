@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.models.analysis.clone import shrink
 from meshwright.models.analysis.objective_trial import try_forward
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
@@ -40,7 +40,7 @@ def own(name: str) -> ModelConfig:
 
 
 def mixture(name: str) -> ModelConfig:
-    return shrink(ModelConfig(name=name, overrides=dict(MIXTURE)), layers=2, width=32)
+    return shrink_config(ModelConfig(name=name, overrides=dict(MIXTURE)), layers=2, width=32)
 
 
 def prove(config: ModelConfig, *texts: str) -> list[Verdict]:

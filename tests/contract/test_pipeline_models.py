@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.models.analysis.clone import shrink
 from meshwright.models.analysis.layer_graph import read_layer_graph
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import pipeline
@@ -29,7 +29,7 @@ SEQUENCE, VOCAB = 10, 61
 
 
 def config(name: str, layers: int = 4) -> ModelConfig:
-    return ModelConfig(name=name) if ":" in name else shrink(ModelConfig(name=name), layers=layers, width=32)
+    return ModelConfig(name=name) if ":" in name else shrink_config(ModelConfig(name=name), layers=layers, width=32)
 
 
 def case(name: str) -> Case:

@@ -12,9 +12,15 @@ import transformers
 from meshwright.cli.main import main
 from meshwright.errors import PlanError
 from meshwright.models.analysis import context, table
-from meshwright.models.analysis.clone import kinds_of, pairs, shrink, walk, with_every_kind
 from meshwright.models.analysis.context import trial_tokens
 from meshwright.models.analysis.rescale import rescale_group
+from meshwright.models.analysis.small_config import (
+    choose_layers,
+    kind_pairs,
+    kinds_of_layers,
+    shrink_config,
+    with_every_kind,
+)
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
@@ -116,7 +122,7 @@ def test_a_layout_that_crashes_is_one_verdict_and_the_others_stand(
 @pytest.mark.parametrize(("heads", "kv_heads", "parts"), [(32, 8, 2), (32, 8, 4), (8, 1, 2), (12, 4, 3), (6, 6, 2)])
 def test_a_clone_keeps_the_ratio_of_heads(heads: int, kv_heads: int, parts: int) -> None:
     config = ModelConfig(name="llama", layers=4, width=64 * heads, heads=heads, kv_heads=kv_heads)
-    small = shrink(config, parts=parts)
+    small = shrink_config(config, parts=parts)
     assert small.heads and small.kv_heads and small.heads * kv_heads == small.kv_heads * heads
     assert small.kv_heads >= min(kv_heads, parts)
     assert build_meta(small, 64, 16).hf_config.num_key_value_heads == small.kv_heads
@@ -125,20 +131,21 @@ def test_a_clone_keeps_the_ratio_of_heads(heads: int, kv_heads: int, parts: int)
 @pytest.mark.parametrize("name", ["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"])
 def test_a_clone_has_every_kind_of_layer_beside_its_neighbours(name: str) -> None:
     built = build_meta(ModelConfig(name=name, layers=16), 64, 32)
-    wanted = pairs(kinds_of(built))
+    wanted = kind_pairs(kinds_of_layers(built))
     assert len(wanted) > 1
-    small = build_meta(with_every_kind(built, shrink(built.config)), 64, 32)
-    assert wanted <= pairs(kinds_of(small))
+    small = build_meta(with_every_kind(built, shrink_config(built.config)), 64, 32)
+    assert wanted <= kind_pairs(kinds_of_layers(small))
     assert len(small.structure.layers) < 16
 
 
 def test_few_layers_hold_every_pair() -> None:
     kinds = "sssssf" * 5
-    chosen = walk(kinds, 2)
-    assert pairs([kinds[place] for place in chosen]) == pairs(kinds) and len(chosen) == 4
-    assert len(walk("aaaaaaaa", 3)) == 3
+    chosen = choose_layers(kinds, 2)
+    assert kind_pairs([kinds[place] for place in chosen]) == kind_pairs(kinds) and len(chosen) == 4
+    assert len(choose_layers("aaaaaaaa", 3)) == 3
     odd = "a" + "b" * 9 + "c" + "b" * 9
-    assert pairs([odd[place] for place in walk(odd, 2)]) == pairs(odd) and len(walk(odd, 2)) < 8
+    chosen = choose_layers(odd, 2)
+    assert kind_pairs([odd[place] for place in chosen]) == kind_pairs(odd) and len(chosen) < 8
 
 
 def test_streams_that_are_permuted_views_pass_through_a_split_backward() -> None:

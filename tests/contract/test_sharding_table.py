@@ -124,7 +124,7 @@ def test_one_head_stays_whole_and_says_why():
 def test_a_narrow_clone_gives_the_rows_of_the_full_size(monkeypatch):
     sizes = {"layers": 2, "width": 128, "heads": 4, "kv_heads": 2, "ffn": 320}
     full = read("llama", **sizes)
-    monkeypatch.setattr("meshwright.models.analysis.table.SMALL", 1)
+    monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
     carried = read("llama", **sizes)
     assert rows_by_split(carried, "model.layers.1") == rows_by_split(full, "model.layers.1")
     assert carried.vocabulary == full.vocabulary and carried.vocab == full.vocab
@@ -139,7 +139,7 @@ def test_a_narrow_clone_gives_the_rows_of_the_full_size(monkeypatch):
 )
 def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):
     full = read(**sizes, layers=1)
-    monkeypatch.setattr("meshwright.models.analysis.table.SMALL", 1)
+    monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
     carried = read(**sizes, layers=1)
     (name,) = full.layers
     groups, wanted = carried.layers[name].groups, full.layers[name].groups
@@ -150,7 +150,7 @@ def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):
 
 @pytest.mark.parametrize("name", ["mamba", "mamba2"])
 def test_a_clone_without_heads_covers_the_model_or_is_refused(name, monkeypatch):
-    monkeypatch.setattr("meshwright.models.analysis.table.SMALL", 1)
+    monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
     built = build_meta(ModelConfig(name=name, layers=1, width=128), 64, 32)
     ((layer, rows),) = sharding_table(built).layers.items()
     for group in rows.groups:

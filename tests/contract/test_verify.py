@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.cli.main import main
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.axis_group import AxisGroup
@@ -28,8 +28,8 @@ from tests.plain_model import PlainModel
 from tests.tiers import cases
 
 MODELS = {
-    "gpt2": shrink(ModelConfig(name="gpt2"), layers=3, width=32),
-    "llama": shrink(ModelConfig(name="llama"), layers=3, width=32),
+    "gpt2": shrink_config(ModelConfig(name="gpt2"), layers=3, width=32),
+    "llama": shrink_config(ModelConfig(name="llama"), layers=3, width=32),
     "plain": ModelConfig(name="tests.plain_model:build"),
 }
 SEQUENCE, VOCAB = 10, 61

@@ -48,6 +48,7 @@ from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
+from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import run_key
 from tests.fuzz.mutations import changed, mutations
@@ -289,7 +290,7 @@ def test_keys_claims_and_digests(tmp_path: Path) -> None:
     assert claims.try_claim(Claim(generation=0, node=0, session="s", host="127.0.0.1", port=1))
     attack(tmp_path / "generations" / "000000", lambda: Claims(tmp_path).newest())
     claims.newest()
-    claims.end(0, {"finished": True, "step": 5})
+    claims.end(0, TrainOutcome(step=5, finished=True))
 
     def ending() -> None:
         later = Claims(tmp_path)

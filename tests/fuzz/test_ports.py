@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -19,6 +20,7 @@ import pytest
 
 from meshwright.resilience.claims import Claims
 from meshwright.resilience.local_node import LocalNode
+from meshwright.resilience.messages import NodeReport
 from meshwright.train import faults
 from meshwright.transport.connection import connect
 from meshwright.transport.key import RunKey
@@ -56,10 +58,10 @@ def report_ports(path: Path) -> Callable[[], None]:
         plain = LocalNode.report
         faults.time = types.SimpleNamespace(sleep=sleep, time_ns=time.time_ns)  # type: ignore[assignment]
 
-        def report(self: LocalNode) -> dict:
+        def report(self: LocalNode) -> NodeReport:
             found = plain(self)
             with path.open("a") as file:
-                file.write(json.dumps(found["ports"]) + "\n")
+                file.write(json.dumps(dataclasses.asdict(found.ports)) + "\n")
             return found
 
         LocalNode.report = report  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.house.source import modules, place
+from tests.house.source import inner_imports, modules, place
 
 _STRICT = (
     "found held kept told one asked given taken made left seen said got done gone known thing things at most way ways"
@@ -59,13 +59,12 @@ def figures() -> dict[str, Any]:
     """Returns the package's figures by name; shares are of 1."""
     names = [name.strip("_") for module in modules().values() for name in defined_names(module)]
     names = [name for name in names if name not in ("", "self", "cls")]
-    lines = comments = any_types = inner_imports = 0
+    lines = comments = any_types = 0
     for path, module in modules().items():
         text = path.read_text(encoding="utf-8")
         lines += text.count("\n")
         comments += _comment_lines(path)
         any_types += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(module))
-        inner_imports += len(_inner_imports(module))
     everyday = [name for name in names if name in WIDE]
     return {
         "files": len(modules()),
@@ -77,7 +76,7 @@ def figures() -> dict[str, Any]:
         "mean length of a name": sum(map(len, names)) / len(names),
         "comment lines": comments / lines,
         "Any per 1,000 lines": 1000 * any_types / lines,
-        "imports inside functions": inner_imports,
+        "imports inside functions": len(list(inner_imports(lazy_rooms=()))),
         "type names with several meanings": len(shared_type_names()),
     }
 
@@ -85,12 +84,6 @@ def figures() -> dict[str, Any]:
 def _comment_lines(path: Path) -> int:
     tokens = tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline)
     return sum(token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip() for token in tokens)
-
-
-def _inner_imports(module: ast.Module) -> list[ast.stmt]:
-    functions = [node for node in ast.walk(module) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    inside = {node for function in functions for node in ast.walk(function)}
-    return [node for node in inside if isinstance(node, (ast.Import, ast.ImportFrom))]
 
 
 def main(words: list[str]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -12,16 +12,21 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 FILE_LINES = 400
 FUNCTION_LINES = 60
-EAGER_ROOMS = ("spec", "parallel", "models", "jobs", "cli")
-"""Rooms without imports inside functions: what a module needs stands at its head."""
+LAZY_ROOMS = ("checkpoint", "schedules")
+"""Rooms that still have imports inside functions; elsewhere what a module needs stands at its head."""
 TYPED_ROOMS = ("spec", "parallel", "models")
 """Rooms without imports for types alone: these hide circles."""
 TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
 """Rooms that a plan from sizes alone reads, which starts without torch."""
 INNER_IMPORTS = {
     ("arguments.py", "tyro"): "a third of a second, which a command without flags needn't wait for",
+    ("documents.py", "pyarrow"): "a third of a second and 53 MB of each worker, for parquet files alone",
+    ("documents.py", "pyarrow.parquet"): "the same",
+    ("tokenizer.py", "transformers"): "seconds, for a tokenizer without a tokenizer.json alone",
+    ("tensorboard.py", "tensorboard.compat.proto"): "a second of protocol buffers, on rank 0 alone and after the fork",
+    ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
 }
-"""Imports inside functions in those rooms that may stay, each with its reason."""
+"""Packages that may be imported inside of a function, each with its reason; never a module of ours."""
 PRIVATE_OF_TENSORS = ("_local_tensor", "_is_view", "_get_fsdp_state", "_unsharded_param")
 """Private attributes of torch's own objects."""
 PRIVATE_ELSEWHERE: dict[str, str] = {}
@@ -103,10 +108,10 @@ def environment_reads() -> Iterator[str]:
                 yield from (f"{place(path, node)} imports os.{a.name}" for a in node.names if a.name in names)
 
 
-def inner_imports() -> Iterator[str]:
+def inner_imports(lazy_rooms: Sequence[str] = LAZY_ROOMS) -> Iterator[str]:
     """Imports inside functions, where they hide what a module needs: who starts a job loads it by name."""
     for path, module in modules().items():
-        if path.relative_to(PACKAGE).parts[0] not in EAGER_ROOMS:
+        if path.relative_to(PACKAGE).parts[0] in lazy_rooms:
             continue
         functions = [node for node in ast.walk(module) if isinstance(node, Function)]
         inside = {id(node): node for function in functions for node in ast.walk(function)}.values()

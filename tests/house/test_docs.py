@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
+import typing
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
+import meshwright
+from meshwright.cli.arguments import SHORT
+from meshwright.cli.main import VERBS
+from meshwright.config import Config
 from meshwright.spec.groups import coordinates, loss_axes, members, reader, state_axes
 from meshwright.spec.layout import Layout
-from tests.house.source import PACKAGE, ROOT, modules
+from tests.house.source import PACKAGE, ROOT
 
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 """Everything that people read first."""
@@ -46,9 +53,20 @@ def test_a_file_that_is_gone_is_seen() -> None:
     assert missing(text) == ["axes/tp.py", "chance.py"]
 
 
-def definitions(path: Path) -> Iterator[str]:
+@cache
+def package_text() -> str:
+    """The package's source, all files in one."""
+    return "".join(path.read_text(encoding="utf-8") for path in sorted(PACKAGE.rglob("*.py")))
+
+
+@cache
+def definitions(path: Path) -> frozenset[str]:
     """Names that a module defines: functions, classes, ``Class.method``, constants."""
-    for node in modules()[path].body:
+    return frozenset(_defined(ast.parse(path.read_text(encoding="utf-8")))) if path.exists() else frozenset()
+
+
+def _defined(module: ast.Module) -> Iterator[str]:
+    for node in module.body:
         if isinstance(node, ast.ClassDef):
             yield from (f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef))
         if isinstance(node, ast.ClassDef | ast.FunctionDef):
@@ -65,7 +83,7 @@ def test_definitions_that_the_docs_name_are_there() -> None:
 
 
 def test_events_that_a_diagram_names_are_recorded() -> None:
-    text = "".join(path.read_text(encoding="utf-8") for path in modules())
+    text = package_text()
     named = {kind for page in PAGES for kind in re.findall(r"event: (\w+)", page.read_text(encoding="utf-8"))}
     assert len(named) >= 8
     assert [kind for kind in sorted(named) if f'"{kind}"' not in text] == []
@@ -107,3 +125,60 @@ def test_the_readme_fits_two_screens() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 110
     assert max(map(len, lines)) <= 120
+
+
+PROGRAM = re.compile(r"python (-m (?!meshwright |pytest)[\w.]+|(?!-)[\w/]+\.py)((?: (?:\\\n *)?[^`\n|#]*)?)")
+"""A command of this repository: its module or file, and the words that follow."""
+COMMAND = re.compile(r"(?<![\w.])meshwright ([a-z]+)((?:(?!\n\n|```|`|  +#).)*?)(?=[`#\n]|  +#|$)")
+"""``meshwright VERB ...`` up to the end of its line, of its code, or a comment."""
+FLAG = re.compile(r"(?<=\s)--([a-z][\w.-]*)")
+
+
+def source_of(program: str) -> str:
+    """The source behind ``-m tests.mutants`` or ``benchmarks/claims.py``; empty when there is none."""
+    path = ROOT / program.removeprefix("-m ").replace(".", "/") if program.startswith("-m ") else ROOT / program
+    files = [path] if path.suffix == ".py" else [path.with_suffix(".py"), *path.glob("*.py")]
+    return "".join(file.read_text(encoding="utf-8") for file in files if file.is_file())
+
+
+def test_programs_that_the_docs_name_take_the_options_that_they_name() -> None:
+    pages = [*PAGES, ROOT / "benchmarks" / "README.md"]
+    found = [match for page in pages for match in PROGRAM.findall(page.read_text(encoding="utf-8"))]
+    assert len(found) > 15
+    assert sorted({program for program, _ in found if not source_of(program)}) == []
+    wrong = {f"{program} --{flag}" for program, words in found for flag in FLAG.findall(words)}
+    unknown = [item for item in wrong if not _takes(*item.rsplit(" --", 1))]
+    assert sorted(unknown) == []
+
+
+def _takes(program: str, flag: str) -> bool:
+    source = source_of(program)
+    return f"--{flag}" in source or re.search(rf"\b{flag.replace('-', '_')}: ", source) is not None
+
+
+def flags_of(kind: type[Config], prefix: str = "") -> Iterator[str]:
+    """The flags of a config and of those in it, without dashes."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        name = prefix + field.name.replace("_", "-")
+        yield from (name, f"{prefix}no-{field.name.replace('_', '-')}")
+        if isinstance(hints[field.name], type) and issubclass(hints[field.name], Config):
+            yield from flags_of(hints[field.name], f"{name}.")
+
+
+def test_commands_that_the_docs_name_are_there() -> None:
+    kinds = [getattr(meshwright, name) for name in meshwright.__all__ if name.endswith("Config")]
+    known = {flag for kind in kinds for flag in flags_of(kind)} | {flag.removeprefix("--") for flag in SHORT}
+    spelled = package_text()
+    for page in PAGES:
+        for verb, words in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+            if not words.strip().startswith(("-", "RUN", "recipe", "...")) and verb not in VERBS:
+                continue  # a sentence about meshwright
+            assert verb in VERBS, (page.name, verb)
+            for flag in FLAG.findall(f" {words}"):
+                option = flag.rstrip(".").replace("_", "-")
+                if option in known or option.startswith("model.overrides.") or f"--{option}" in spelled:
+                    continue
+                # Generate and export have settings of their own, in the file of the verb.
+                own = (PACKAGE / "cli" / f"{verb}.py").read_text(encoding="utf-8")
+                assert f"    {option.replace('-', '_')}: " in own, (page.name, verb, flag)

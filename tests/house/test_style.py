@@ -83,7 +83,7 @@ def plan():
 
 
 def test_imports_inside_functions_of_jobs_are_seen(monkeypatch):
-    names = ("jobs/made_up.py", "cli/arguments.py", "data/made_up.py")
+    names = ("jobs/made_up.py", "cli/arguments.py", "checkpoint/made_up.py")
     monkeypatch.setattr(source, "modules", lambda: {source.PACKAGE / name: ast.parse(LAZY) for name in names})
     assert sorted(f"{line.partition(':')[0]} {line.split()[2]}" for line in source.inner_imports()) == [
         "meshwright/cli/arguments.py meshwright.jobs",
@@ -144,9 +144,12 @@ def test_the_language_is_measured_by_names_comments_and_imports(monkeypatch, tmp
     )
     for name in ("one.py", "two.py"):
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(
-        language, "modules", lambda: {p: ast.parse(p.read_text()) for p in sorted(tmp_path.glob("*.py"))}
-    )
+    for module in (language, source):
+        monkeypatch.setattr(
+            module, "modules", lambda: {p: ast.parse(p.read_text()) for p in sorted(tmp_path.iterdir())}
+        )
+        monkeypatch.setattr(module, "PACKAGE", tmp_path, raising=False)
+    monkeypatch.setattr(source, "ROOT", tmp_path)
     monkeypatch.setattr(language, "place", lambda path, node: path.name)
     assert language.shared_type_names() == ["Found: one.py, two.py"]
     measured = language.figures()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshwright.errors import PlanError
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.random_draws import may_draw
@@ -37,8 +37,8 @@ from tests.plain_model import Block, PlainModel
 from tests.ranks.group import run_ranks
 
 MODELS = {
-    "gpt2": shrink(ModelConfig(name="gpt2", dropout=0.3), layers=2, width=32),
-    "opt": shrink(ModelConfig(name="opt", dropout=0.3), layers=2, width=32),
+    "gpt2": shrink_config(ModelConfig(name="gpt2", dropout=0.3), layers=2, width=32),
+    "opt": shrink_config(ModelConfig(name="opt", dropout=0.3), layers=2, width=32),
     "dropped": ModelConfig(name=f"{__name__}:dropped"),
     "deeper": ModelConfig(name=f"{__name__}:deeper"),
 }
@@ -277,9 +277,8 @@ def test_a_draw_without_a_place_names_its_module() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt", "mixtral"])
 def test_models_without_dropout_are_left_alone(name: str) -> None:
-    still, drawn = (
-        build_meta(dataclasses.replace(shrink(ModelConfig(name=name), width=32), dropout=p), VOCAB) for p in (0.0, 0.1)
-    )
+    small = shrink_config(ModelConfig(name=name), width=32)
+    still, drawn = (build_meta(dataclasses.replace(small, dropout=p), VOCAB) for p in (0.0, 0.1))
     assert not may_draw(still)
     assert may_draw(drawn)
 

@@ -15,7 +15,7 @@ import torch
 from meshwright import autograd_helper, forking
 from meshwright.autograd_helper import computed_by_helper, run_in_helper
 from meshwright.errors import ConfigError, PlanError
-from meshwright.models.analysis.trial import ThreadGroup, in_threads
+from meshwright.models.analysis.thread_group import ThreadGroup, run_in_threads
 
 
 class _Demanding(Exception):
@@ -101,7 +101,7 @@ def test_threads_of_a_helper_find_torch_s_thread_pool() -> None:
     torch.set_num_threads(2)  # makes the pool that a fork spoils
     try:
         for _ in range(12):
-            assert run_in_helper(lambda: in_threads(8, multiply)) == [float(index) for index in range(8)]
+            assert run_in_helper(lambda: run_in_threads(8, multiply)) == [float(index) for index in range(8)]
     finally:
         torch.set_num_threads(threads)
 

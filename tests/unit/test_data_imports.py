@@ -11,7 +11,7 @@ import pytest
     [
         ("meshwright.data.config", ("numpy", "tokenizers", "torch", "transformers")),
         ("meshwright.data.prepare", ("torch", "transformers", "pyarrow")),
-        ("meshwright.data.prefetch", ("torch", "transformers", "pyarrow")),
+        ("meshwright.data.loader", ("torch", "transformers", "pyarrow")),
     ],
 )
 def test_a_module_imports_nothing_heavier_than_it_needs(module: str, heavy: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 
@@ -65,7 +65,7 @@ def test_a_row_longer_than_learned_positions_is_refused():
 
 
 def test_shrink_keeps_the_family():
-    small = shrink(ModelConfig(name="llama", layers=40, width=4096, heads=32, kv_heads=8, tie=True))
+    small = shrink_config(ModelConfig(name="llama", layers=40, width=4096, heads=32, kv_heads=8, tie=True))
     assert (small.name, small.layers, small.width, small.tie) == ("llama", 2, 64, True)
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis import table as tables
+from meshwright.models.analysis.evidence import ModelTrial, SplitTrial
 from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.analysis.units import blocks_of, finest_units, parameter_blocks, unit_masks
 from meshwright.parallel.context import refusal
@@ -46,13 +47,16 @@ def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkey
     table = ShardingTable(layers={"a.0": good, "a.1": bad, "a.2": good, "a.3": plain})
     tried: list[set[str]] = []
 
-    def rehearse(_: object, table: ShardingTable, ranks: int) -> str:
+    def rehearse(_: object, table: ShardingTable, ranks: int) -> SplitTrial:
         tried.append({name for name, rows in table.layers.items() if rows.groups})
-        return "its logits are off by 2.0e-01" if table.layers["a.1"].groups else ""
+        return SplitTrial(degree=ranks, failure="its logits are off by 2.0e-01" if table.layers["a.1"].groups else "")
 
     monkeypatch.setattr(tables, "rehearse_model", rehearse)
     clone = tables.Clone(module=nn.Module(), structure=None, vocab=7, full_size=True)  # type: ignore[arg-type]
-    found = tables._keep_working_layers(clone, table, "all of it is off")
+    trials: list[ModelTrial] = []
+    found = tables._keep_working_layers(clone, table, "all of it is off", trials)
+    assert [trial.layers for trial in trials] == [("a.0", "a.2"), ("a.1",)]
+    assert [bool(trial.trial.failure) for trial in trials] == [False, True]
     assert tried == [{"a.0", "a.2"}, {"a.0", "a.1", "a.2"}]
     assert [bool(rows.groups) for rows in found.layers.values()] == [True, False, True, False]
     assert "with a.1 split over 2 ranks its logits are off" in found.layers["a.1"].refused[""]

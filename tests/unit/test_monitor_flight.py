@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.torch_version import TorchVersion
 
 from meshwright.forking import release_threads
-from meshwright.launch.rendezvous import LOOPBACK_INTERFACE
+from meshwright.launch.addresses import LOOPBACK_INTERFACE
 from meshwright.monitor.flight import Unfinished, find_recorder, read_dump, unfinished
 from meshwright.monitor.progress import ProgressWriter, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch

@@ -10,14 +10,16 @@ from types import SimpleNamespace
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.resilience import contact as contact_module
 from meshwright.resilience.agent import Agent, Seat
 from meshwright.resilience.claims import Claim, Claims
 from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
+from meshwright.resilience.messages import End
 from meshwright.resilience.peers import Hub
 from meshwright.spec.layout import Layout
 from meshwright.train.config import RecoveryConfig
+from meshwright.train.outcome import TrainOutcome
 from meshwright.transport.key import RunKey
 from tests.runs import events
 
@@ -50,6 +52,48 @@ def test_a_loss_is_told_once_until_a_connection_has_stood() -> None:
     assert contact.lost("b")
 
 
+def follower(path: Path, key: RunKey) -> Agent:
+    """Returns node 1 of two, which has one device."""
+    config = SimpleNamespace(
+        recovery=RecoveryConfig(), launch=SimpleNamespace(group_s=60.0), monitor=SimpleNamespace(display="none")
+    )
+    job = SimpleNamespace(run_dir=path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
+    devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
+    seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
+    return Agent(job, devices, seat, SimpleNamespace(remake=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("says_so", [True, False])
+def test_the_end_of_a_run_counts_though_the_connection_ends_with_it(says_so: bool, tmp_path: Path) -> None:
+    """Also of a leader that was there first, and where its last message is lost and only its file says so."""
+    key, listener, outcome = RunKey.fresh(), listen_at("127.0.0.1"), TrainOutcome(step=5)
+    hub, claims, over = Hub(listener, key), Claims(tmp_path), threading.Event()
+    claims.try_claim(Claim(generation=0, node=0, session="leads", host="127.0.0.1", port=listener.getsockname()[1]))
+
+    def lead() -> None:
+        while not over.is_set():
+            claims.renew(0)
+            for connection, _ in hub.pump(0.01)[0]:
+                if says_so:
+                    connection.send(End(outcome=outcome, error=""))
+                claims.end(0, outcome)
+                hub.drop(connection)
+
+    leader = threading.Thread(target=lead)
+    agent = follower(tmp_path, key)
+    leader.start()
+    try:
+        found = None
+        for _ in range(3):
+            found = found or agent._lead_or_follow()
+    finally:
+        over.set()
+        leader.join()
+        agent._close()
+        hub.close()
+    assert found == outcome and not agent.leads
+
+
 def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(tmp_path: Path) -> None:
     """A second of it: without pauses there were thousands of calls and events."""
     key, listener = RunKey.fresh(), listen_at("127.0.0.1")
@@ -65,13 +109,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
             dropped += len(hub._connections)
             hub.drop_all()
 
-    config = SimpleNamespace(
-        recovery=RecoveryConfig(), launch=SimpleNamespace(group_s=60.0), monitor=SimpleNamespace(display="none")
-    )
-    job = SimpleNamespace(run_dir=tmp_path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
-    devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
-    seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
-    agent = Agent(job, devices, seat, None, None, None)  # type: ignore[arg-type]
+    agent = follower(tmp_path, key)
     timer = threading.Timer(1.0, lambda: setattr(agent._local, "interrupts", 1))
     leader = threading.Thread(target=lead)
     leader.start()
@@ -83,9 +121,7 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
     finally:
         over.set()
         leader.join()
-        agent._local.clear()
-        agent._hub.close()
-        agent._sink.close()
+        agent._close()
         hub.close()
     assert 1 <= dropped <= 12
     assert len(events(tmp_path, "leader_lost")) == 1

@@ -12,7 +12,7 @@ from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
 from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.resilience.courier import Inlet, start_courier, start_shelf
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
@@ -21,7 +21,7 @@ KEY = RunKey.fresh()
 
 
 def inlet(others: Mapping[int, Sequence[Segment]]) -> Inlet:
-    return Inlet(others=others, most_bytes=1 << 20, key=KEY)
+    return Inlet(segments=others, max_bytes=1 << 20, key=KEY)
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:

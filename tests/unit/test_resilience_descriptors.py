@@ -9,7 +9,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.resilience import descriptors
 from meshwright.resilience.agent import Agent
-from meshwright.resilience.descriptors import ensure, needed
+from meshwright.resilience.descriptors import count_descriptors, raise_descriptor_limit
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.layout import Layout
 
@@ -24,12 +24,12 @@ def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def test_the_limit_is_raised_as_far_as_it_may_be_and_else_refused_with_the_number(limits: list) -> None:
-    ensure(64)
+    raise_descriptor_limit(64)
     assert limits == [(64, 256)]
-    ensure(65)
+    raise_descriptor_limit(65)
     assert limits[1:] == [(256, 256)]
     with pytest.raises(ConfigError, match=r"need 257 open files .* the limit is 256: .*ulimit -Hn 257"):
-        ensure(257)
+        raise_descriptor_limit(257)
 
 
 @pytest.mark.parametrize(
@@ -45,14 +45,14 @@ def test_what_is_counted_is_what_runs_had_open_after_a_failure(
     """
     monkeypatch.setattr(descriptors, "_open_descriptors", lambda: 9)
     found = Layout.parse(layout)
-    assert most <= needed(found, found.world) <= most * 1.3 + 2
+    assert most <= count_descriptors(found, found.world) <= most * 1.3 + 2
 
 
 def test_nodes_and_devices_take_more() -> None:
     layout = Layout.parse("replicate=4")
-    alone = needed(layout, 4)
-    assert needed(layout, 4, cuda=True) > alone
-    assert needed(layout, 2, nodes=2, peers=1) < needed(layout, 2, nodes=2, peers=2)
+    alone = count_descriptors(layout, 4)
+    assert count_descriptors(layout, 4, cuda=True) > alone
+    assert count_descriptors(layout, 2, nodes=2, peers=1) < count_descriptors(layout, 2, nodes=2, peers=2)
 
 
 def test_a_run_whose_ranks_could_not_be_replaced_is_refused_before_the_first_one(limits: list) -> None:
@@ -62,8 +62,8 @@ def test_a_run_whose_ranks_could_not_be_replaced_is_refused_before_the_first_one
     )
     devices = SimpleNamespace(count=2, kind="cpu")
     for begin in (
-        lambda: Supervisor(job, devices, None, None),  # type: ignore[arg-type]
-        lambda: Agent(job, devices, SimpleNamespace(nodes=2), None, None, None),  # type: ignore[arg-type]
+        lambda: Supervisor(job, devices, None),  # type: ignore[arg-type]
+        lambda: Agent(job, devices, SimpleNamespace(nodes=2), None),  # type: ignore[arg-type]
     ):
         with pytest.raises(ConfigError, match="the limit is 16") as caught:
             begin()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,18 +19,36 @@ from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, digest
 from meshwright.errors import CheckpointError, ConfigError, LaunchError
-from meshwright.launch.rendezvous import address_to, interface_of, listen_at
+from meshwright.launch.addresses import address_to, interface_of, listen_at
 from meshwright.resilience import claims as claims_module
 from meshwright.resilience import peers as wire_module
 from meshwright.resilience.claims import Claim, Claims
-from meshwright.resilience.generation_ranks import Patience
-from meshwright.resilience.messages import End, Reconfigure
-from meshwright.resilience.orders import choose, compose, copies, shortage
-from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, until
-from meshwright.resilience.spare_copies import ranks_to_copy
+from meshwright.resilience.messages import (
+    Address,
+    CopyPlan,
+    End,
+    GenerationEnd,
+    NodeReport,
+    NodeShare,
+    Order,
+    Ports,
+    Reconfigure,
+    SnapshotRecord,
+    StateLocation,
+)
+from meshwright.resilience.orders import (
+    assign_ranks,
+    choose_state,
+    describe_shortage,
+    plan_copies,
+    plan_local_copies,
+    ranks_to_copy,
+)
+from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection, pump_until
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
+from meshwright.train.outcome import TrainOutcome
 from meshwright.transport.key import RunKey
 
 KEY = RunKey.fresh()
@@ -39,7 +58,7 @@ def called(server: Hub, client: Hub, port: int) -> PeerConnection:
     """A line from one hub to another, which both belong to this process."""
     with ThreadPoolExecutor(1) as pool:
         line = pool.submit(client.call, "127.0.0.1", port)
-        assert until(line.done, 20.0, server.pump)
+        assert pump_until(line.done, 20.0, server.pump)
         found = line.result()
     assert found is not None
     return found
@@ -77,9 +96,10 @@ def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pyte
     leader.renew(0)
     clock.now += 1.0
     assert other.age_s() == 0.0
-    leader.end(0, {"finished": True})
+    outcome = TrainOutcome(step=9, loss=2.5, finished=True, metrics={"validation_loss": 2.75})
+    leader.end(0, outcome)
     assert other.age_s() == float("inf")
-    assert other.ending(0) is None and other.ending(-1) == {"finished": True}
+    assert other.ending(0) is None and other.ending(-1) == outcome
     leader.end(0, None)
     with pytest.raises(LaunchError, match="ended by an error"):
         other.ending(-1)
@@ -102,18 +122,18 @@ def test_lines_carry_messages_and_tell_of_their_end() -> None:
     server, client = Hub(listener, KEY), Hub(listen_at("127.0.0.1"), KEY)
     try:
         line = called(server, client, port)
-        line.send(End(result=None, error="x" * 300_000))
+        line.send(End(outcome=None, error="x" * 300_000))
         heard: list = []
 
         def pump(seconds: float) -> None:
             client.pump(0.0)
             heard.extend(message for _, message in server.pump(seconds)[0])
 
-        assert until(lambda: bool(heard), 100.0, pump)
+        assert pump_until(lambda: bool(heard), 100.0, pump)
         assert isinstance(heard[0], End) and len(heard[0].error) == 300_000
         client.drop(line)
         lost: list = []
-        assert until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
+        assert pump_until(lambda: bool(lost), 100.0, lambda seconds: lost.extend(server.pump(seconds)[1]))
     finally:
         server.close()
         with pytest.raises(ConnectionRefusedError):
@@ -129,7 +149,7 @@ def test_who_slept_gives_others_time_to_speak(monkeypatch: pytest.MonkeyPatch) -
         line = called(server, client, port)
         line.send(Reconfigure(0))
         heard: list = []
-        assert until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
+        assert pump_until(lambda: bool(heard), 100.0, lambda seconds: heard.extend(server.pump(seconds)[0]))
         clock = SimpleNamespace(now=time.monotonic())
         monkeypatch.setattr(wire_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
         clock.now += 10 * SILENCE_S
@@ -151,75 +171,117 @@ def test_addresses_of_this_machine() -> None:
         listen_at("192.0.2.1")
 
 
-def report(node: int, held: list, slots: int = 2) -> dict:
-    ports = {"store": 10 + node, "shelf": 20 + node, "courier": 30 + node, "disk": 40 + node}
-    return {"node": node, "host": f"h{node}", "slots": list(range(slots)), "ports": ports, "held": held, "peak": None}
+def report(
+    node: int,
+    snapshots: Sequence[tuple[int, int, int, int, bool]] = (),
+    slots: int = 2,
+    available: int = 0,
+    link: float | None = None,
+) -> NodeReport:
+    ports = Ports(store=10 + node, shelf=20 + node, courier=30 + node, disk=40 + node)
+    return NodeReport(
+        node=node, session=f"s{node}", slots=tuple(range(slots)), host=f"h{node}", ports=ports,
+        snapshots=tuple(SnapshotRecord(*fields) for fields in snapshots), peak_flops=None, available_bytes=available,
+        link_bytes_s=link, end=GenerationEnd(),
+    )  # fmt: skip
+
+
+def order_of(plan: Plan, shares: tuple[NodeShare, ...], copies: CopyPlan, state: StateLocation | None = None) -> Order:
+    shelves = {node: Address(f"h{node}", 20 + node) for node in range(10)}
+    members, store = tuple(share.node for share in shares), Address("h0", 10)
+    return Order(
+        generation=2,
+        plan=plan,
+        shares=shares,
+        members=members,
+        store=store,
+        shelves=shelves,
+        state=state,
+        copies=copies,
+    )
+
+
+def plan_of(layout: str, memory: dict[str, int] | None = None, step_s: float | None = None) -> Plan:
+    parsed = Layout.parse(layout)
+    return Plan(layout=parsed, prediction=Prediction(memory=memory or {}, step_s=step_s), ranks=parsed.world, reason="")
 
 
 def test_the_newest_state_that_is_whole_anywhere_is_chosen() -> None:
     # Generation, step, rank, ranks, own: rank 1's node has gone; node 2 has its copy of step 4, not of step 5.
     held = {
-        0: [[0, 4, 0, 3, True], [0, 5, 0, 3, True], [0, 4, 2, 3, False]],
-        2: [[0, 4, 2, 3, True], [0, 5, 2, 3, True], [0, 4, 1, 3, False]],
+        0: [(0, 4, 0, 3, True), (0, 5, 0, 3, True), (0, 4, 2, 3, False)],
+        2: [(0, 4, 2, 3, True), (0, 5, 2, 3, True), (0, 4, 1, 3, False)],
     }
     assert complete_steps([row for rows in held.values() for row in rows]) == [(4, 0)]
     reports = {node: report(node, rows) for node, rows in held.items()}
-    state, _ = choose(reports, set(), -1)
-    places = {"0": 0, "1": 2, "2": 0}
-    assert state == {"step": 4, "generation": 0, "tier": "peer", "places": places, "alone": [0, 1]}
-    assert choose(reports, {(4, 0)}, -1)[0] is None, "it turned out damaged"
-    assert choose(reports, set(), 6)[0] is None, "the disk is newer"
-    assert choose(reports, set(), -1, floor=0)[0] is None, "the run turned back from it"
-    order = compose(reports, [(0, 0), (0, 1), (2, 1)])
-    assert order["world"] == 3 and order["store"] == ["h0", 10]
-    assert order["nodes"]["2"] == {"first": 2, "slots": [1], "host": "h2", "courier": 32, "disk": 42}
+    expected = StateLocation(step=4, generation=0, holders={0: 0, 1: 2, 2: 0}, tier="peer", single_copies=(0, 1))
+    assert choose_state(reports, set(), -1) == expected
+    assert choose_state(reports, {(4, 0)}, -1) is None, "it turned out damaged"
+    assert choose_state(reports, set(), 6) is None, "the disk is newer"
+    assert choose_state(reports, set(), -1, floor=0) is None, "the run turned back from it"
+    first, second = assign_ranks(reports, [(0, 0), (0, 1), (2, 1)])
+    assert (first.node, first.first_rank, first.slots) == (0, 0, (0, 1))
+    assert second == NodeShare(node=2, first_rank=2, slots=(1,), courier=Address("h2", 32), disk=Address("h2", 42))
 
 
 def test_snapshots_over_nodes_need_room_on_each_and_time_on_the_way() -> None:
-    prediction = Prediction(memory={"parameters": 10**9, "optimizer": 2 * 10**9}, step_s=0.1)
-    plan = Plan(layout=Layout.parse("shard=3,zero=3"), prediction=prediction, ranks=3, reason="")
-    reports = {node: report(node, [], slots=2 - node) for node in (0, 1)}
-    nodes = compose(reports, [(0, 0), (0, 1), (1, 0)])["nodes"]
-    # Node 0 holds 3 of each of its own two and 2 of the other's: 8 times 3 GB, of half of what it has; node 1 holds 7.
-    reports[0] |= {"available": 2 * 24 * 10**9, "link": None}
-    reports[1] |= {"available": 2 * 21 * 10**9, "link": None}
+    plan = plan_of("shard=3,zero=3", {"parameters": 10**9, "optimizer": 2 * 10**9}, 0.1)
     four, learned = RecoveryConfig(snapshot_every=4), RecoveryConfig()
-    assert copies(plan, nodes, reports, four) == {"every": 4, "disk": False, "peers": 1}
-    assert copies(plan, nodes, reports, learned)["every"] > 15
-    assert copies(plan, nodes, reports, RecoveryConfig(snapshot_every=0))["every"] == 0
-    reports[1]["link"] = 1e7
-    assert copies(plan, nodes, reports, learned)["every"] == 6000, "node 0 sends 2 times 3 GB, 600 s, in steps of 0.1 s"
-    reports[1]["available"] -= 2
-    assert copies(plan, nodes, reports, four)["every"] == 0
-    alone = compose(reports, [(1, 0)])["nodes"]
-    assert copies(plan, alone, reports, four) == {"every": 4, "disk": True, "peers": 0}, "its own rank's alone"
+    devices = [(0, 0), (0, 1), (1, 0)]
+
+    def copies(config: RecoveryConfig, available: int, link: float | None = None) -> CopyPlan:
+        # Node 0 holds 3 of each of its own two and 2 of the other's: 8 times 3 GB, of half of what it has; node 1, 7.
+        reports = {0: report(0, available=2 * 24 * 10**9), 1: report(1, slots=1, available=available, link=link)}
+        return plan_copies(plan, assign_ranks(reports, devices), reports, config)
+
+    room = 2 * 21 * 10**9
+    assert copies(four, room) == CopyPlan(every=4, disk=False, peers=1)
+    assert copies(learned, room).every > 15
+    assert copies(RecoveryConfig(snapshot_every=0), room).every == 0
+    assert copies(learned, room, 1e7).every == 6000, "node 0 sends 2 times 3 GB, 600 s, in steps of 0.1 s"
+    assert copies(four, room - 2).every == 0
+    reports = {1: report(1, slots=1, available=room - 2)}
+    alone = plan_copies(plan, assign_ranks(reports, [(1, 0)]), reports, four)
+    assert alone == CopyPlan(every=4, disk=True, peers=0), "its own rank's alone"
+
+
+def test_on_a_run_of_one_node_a_shortage_is_told_with_its_bytes() -> None:
+    plan = plan_of("replicate=2", {"parameters": 400, "optimizer": 600})
+    assert plan_local_copies(plan, report(0, available=6000), RecoveryConfig(snapshot_every=4)) == (
+        CopyPlan(every=4, disk=True),
+        None,
+    )
+    copies, told = plan_local_copies(plan, report(0, available=5998), RecoveryConfig(snapshot_every=4))
+    assert copies == CopyPlan(every=0, disk=True)
+    assert told == {"kind": "snapshots_off", "state_bytes": 1000, "available_bytes": 5998, "from_disk_only": True}
 
 
 def test_more_copies_take_more_room_and_fewer_are_held_where_it_is_short() -> None:
-    prediction = Prediction(memory={"parameters": 10**9, "optimizer": 2 * 10**9}, step_s=0.1)
-    plan = Plan(layout=Layout.parse("shard=4,zero=3"), prediction=prediction, ranks=4, reason="")
-    reports = {node: report(node, [], slots=1) for node in range(4)}
-    nodes = compose(reports, [(node, 0) for node in range(4)])["nodes"]
+    plan = plan_of("shard=4,zero=3", {"parameters": 10**9, "optimizer": 2 * 10**9}, 0.1)
     two = RecoveryConfig(snapshot_every=4, copies=2)
 
-    def held(available: int) -> dict:
-        for one in reports.values():
-            one.update(available=available, link=1e9)
-        return copies(plan, nodes, reports, two)
+    def held(available: int, nodes: int = 4) -> CopyPlan:
+        reports = {node: report(node, slots=1, available=available, link=1e9) for node in range(4)}
+        shares = assign_ranks(reports, [(node, 0) for node in range(nodes)])
+        return plan_copies(plan, shares, reports, two)
+
+    def told(copies: CopyPlan, nodes: int = 4) -> dict | None:
+        reports = {node: report(node, slots=4 // nodes) for node in range(nodes)}
+        devices = [(node, slot) for node in range(nodes) for slot in range(4 // nodes)]
+        return describe_shortage(order_of(plan, assign_ranks(reports, devices), copies), two)
 
     # Three of its own and three of each of two others, of 3 GB, of half of what a node has; three more to the disk.
     room = 2 * 3 * 10**9
-    assert held(12 * room) == {"every": 4, "disk": True, "peers": 2} and held(9 * room)["peers"] == 2
-    assert held(9 * room - 2) == {"every": 4, "disk": True, "peers": 1}, "three of its own and two of the one before"
-    assert held(5 * room)["peers"] == 1 and held(5 * room - 2) == {"every": 0, "disk": False, "peers": 0}
-    told = shortage({"nodes": nodes} | held(5 * room), two)
-    assert told == {"kind": "copies_reduced", "nodes": [0, 1, 2, 3], "copies": 1, "wanted": 2}
-    off = shortage({"nodes": nodes} | held(room), two)
+    assert held(12 * room) == CopyPlan(every=4, disk=True, peers=2) and held(9 * room).peers == 2
+    assert held(9 * room - 2) == CopyPlan(every=4, disk=True, peers=1), "three of its own and two of the one before"
+    assert held(5 * room).peers == 1 and held(5 * room - 2) == CopyPlan(every=0, disk=False, peers=0)
+    assert told(held(5 * room)) == {"kind": "copies_reduced", "nodes": [0, 1, 2, 3], "copies": 1, "wanted": 2}
+    off = told(held(room))
     assert off is not None and off["kind"] == "snapshots_off"
-    assert shortage({"nodes": nodes} | held(12 * room), two) is None
-    left = dict(list(nodes.items())[:2])
-    assert copies(plan, left, reports, two)["peers"] == 1, "there is one other node"
-    assert shortage({"nodes": left} | copies(plan, left, reports, two), two) is None
+    assert told(held(12 * room)) is None
+    left = held(12 * room, nodes=2)
+    assert left.peers == 1, "there is one other node"
+    assert told(left, nodes=2) is None
     with pytest.raises(ConfigError, match=r"recovery.copies = 3 .* takes 4 nodes .* there are 3; .*copies = 2"):
         RecoveryConfig(copies=3).check_nodes(3)
     RecoveryConfig(copies=2).check_nodes(3)
@@ -231,29 +293,18 @@ def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> N
     leaders, others = Claims(tmp_path), [Claims(tmp_path) for _ in (1, 2)]
     assert leaders.try_claim(claim(0, 0)) and leaders.stamps([1, 2]) == {}
     for node, one in enumerate(others, 1):
-        one.be_present(node)
+        one.renew_presence(node)
     first = leaders.stamps([1, 2])
     assert sorted(first) == [1, 2]
     others[0]._present_at = 0.0
     time.sleep(0.02)
-    others[0].be_present(1)
+    others[0].renew_presence(1)
     now = leaders.stamps([1, 2])
     assert now[1] > first[1] and now[2] == first[2]
     others[1].newest()
     assert others[1].age_s() < float("inf")
     leaders.give_way(0)
     assert others[1].age_s() == float("inf"), "anybody may lead"
-
-
-def test_a_failure_that_returns_ends_the_run() -> None:
-    patience = Patience(attempts=2)
-    error = LaunchError("gone")
-    assert not patience.ends(error, 5, raised=None) and not patience.ends(error, 5, raised=None)
-    assert patience.ends(error, 5, raised=None), "three times the same step"
-    assert Patience(attempts=3).ends(CheckpointError("disk full"), 5, raised=5)
-    patience = Patience(attempts=3)
-    assert not patience.ends(error, 5, raised=5) and not patience.ends(error, 7, raised=6), "another step than before"
-    assert patience.ends(error, 8, raised=6), "the same, however far others had come this time"
 
 
 def test_writers_of_several_nodes_make_one_checkpoint_or_none(tmp_path: Path) -> None:
@@ -328,15 +379,21 @@ def test_two_neighbours_of_three_may_go_where_the_third_holds_both() -> None:
     # Generation, step, rank, ranks, own. Rank 1 has begun step 6, which node 2 takes in over the oldest of three; of
     # rank 0 step 5 is still on its way there.
     whole = {0: (3, 4), 1: (4, 5), 2: (4, 5)}
-    rows = [[0, step, rank, 3, rank == 2] for rank, steps in whole.items() for step in steps]
-    state, _ = choose({2: report(2, rows)}, set(), -1)
-    assert state is not None and state["step"] == 4 and state["tier"] == "peer"
-    assert state["places"] == {"0": 2, "1": 2, "2": 2}
+    rows = [(0, step, rank, 3, rank == 2) for rank, steps in whole.items() for step in steps]
+    state = choose_state({2: report(2, rows)}, set(), -1)
+    assert state is not None and state.step == 4 and state.tier == "peer"
+    assert state.holders == {0: 2, 1: 2, 2: 2}
 
 
 def test_what_one_node_alone_holds_is_copied_by_the_next_of_the_ring() -> None:
-    state = {"step": 4, "generation": 1, "places": {"0": 0, "1": 0, "2": 7}, "tier": "memory", "alone": [1, 2]}
-    order = {"state": state, "nodes": {"0": {}, "2": {}, "3": {}}, "every": 1, "peers": 1}
-    assert {node: ranks_to_copy(order, node) for node in (0, 2, 3)} == {0: {2: 7}, 2: {1: 0}, 3: {}}
-    assert ranks_to_copy(order | {"peers": 2}, 3) == {1: 0}
-    assert not ranks_to_copy(order | {"every": 0}, 2) and not ranks_to_copy(order | {"state": None}, 2)
+    state = StateLocation(step=4, generation=1, holders={0: 0, 1: 0, 2: 7}, tier="memory", single_copies=(1, 2))
+    reports = {node: report(node, slots=1) for node in (0, 2, 3)}
+    shares = assign_ranks(reports, [(node, 0) for node in reports])
+
+    def copied(node: int, state: StateLocation | None = state, every: int = 1, peers: int = 1) -> dict[int, int]:
+        copies = CopyPlan(every=every, disk=False, peers=peers)
+        return ranks_to_copy(order_of(plan_of("replicate=3"), shares, copies, state), node)
+
+    assert {node: copied(node) for node in (0, 2, 3)} == {0: {2: 7}, 2: {1: 0}, 3: {}}
+    assert copied(3, peers=2) == {1: 0}
+    assert not copied(2, every=0) and not copied(2, None)

@@ -24,9 +24,9 @@ from meshwright.resilience import devices as devices_module
 from meshwright.resilience import hang_watch as hang_module
 from meshwright.resilience.devices import Roster
 from meshwright.resilience.disk import DiskWriter
-from meshwright.resilience.generation_ranks import steps_between
 from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, HangWatch
-from meshwright.resilience.host_memory_budget import room_for, state_bytes
+from meshwright.resilience.host_memory_budget import fit_local_copies, state_bytes
+from meshwright.resilience.orders import choose_snapshot_interval
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
 from meshwright.spec.layout import Layout
@@ -208,7 +208,7 @@ def test_plans_are_made_ahead_by_another_process() -> None:
     ahead.learn(8, "the first")
     ahead.start([7, 5])
     end = time.monotonic() + 20
-    while ahead._pid and time.monotonic() < end:
+    while ahead._helper and time.monotonic() < end:
         ahead._collect()
         time.sleep(0.01)
     assert ahead.answer(8) == ("the first", True) and ahead.answer(7) == ("layout of 7", True)
@@ -224,12 +224,12 @@ def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
         prediction = Prediction(memory={"parameters": size}, step_s=step_s)
         return Plan(layout=Layout(), prediction=prediction, ranks=1, reason="")
 
-    assert steps_between(plan(1.0, 1000), None) == 1
-    assert steps_between(plan(1.0, 2 * 10**8), None) in (10, 11)
-    assert steps_between(plan(0.001, 10**12), None) == 100
-    assert steps_between(plan(None, 1), None) == 10
-    assert steps_between(plan(1.0, 10**12), 3) == 3
-    assert steps_between(plan(0.5, 1000), None, send_s=2.1) == 5, "the next one waits until it has arrived"
+    assert choose_snapshot_interval(plan(1.0, 1000), None) == 1
+    assert choose_snapshot_interval(plan(1.0, 2 * 10**8), None) in (10, 11)
+    assert choose_snapshot_interval(plan(0.001, 10**12), None) == 100
+    assert choose_snapshot_interval(plan(None, 1), None) == 10
+    assert choose_snapshot_interval(plan(1.0, 10**12), 3) == 3
+    assert choose_snapshot_interval(plan(0.5, 1000), None, send_s=2.1) == 5, "the next one waits until it has arrived"
 
 
 @pytest.mark.parametrize(
@@ -319,10 +319,10 @@ def test_copies_are_left_out_where_memory_is_short(available: int, found: tuple[
     prediction = Prediction(memory={"parameters": 400, "optimizer": 600, "activations": 10**9})
     plan = Plan(layout=Layout.parse("replicate=2,shard=2"), prediction=prediction, ranks=4, reason="")
     assert state_bytes(plan, 4) == 2000 and state_bytes(plan, 2) == 1000
-    room = room_for(plan, 2, available)
+    room = fit_local_copies(plan, 2, available)
     assert (room.snapshots, room.disk) == found
     there = dataclasses.replace(prediction, host=3000)  # of each rank, before the copies
-    less = room_for(dataclasses.replace(plan, prediction=there), 2, available + 6000)
+    less = fit_local_copies(dataclasses.replace(plan, prediction=there), 2, available + 6000)
     assert (less.snapshots, less.disk) == found
 
 
@@ -362,12 +362,12 @@ def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path
 
     leave(0, [(0, part)])
     writer.poll(segments, Layout(), control)
-    assert not writer._pid, "rank 1 has not even opened its own"
+    assert not writer.busy, "rank 1 has not even opened its own"
     leave(1, [])
     checksum = os.pread(segments[1].fd, 4, 56)
     os.pwrite(segments[1].fd, bytes(4), 56)
     writer.poll(segments, Layout(), control)
-    assert not writer._pid, "rank 1 was preempted in the middle of its header"
+    assert not writer.busy, "rank 1 was preempted in the middle of its header"
     os.pwrite(segments[1].fd, checksum, 56)
     writer.poll(segments, Layout(), control)
     other = SupervisorRequests()

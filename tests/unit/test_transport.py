@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from meshwright.errors import LaunchError
-from meshwright.launch.rendezvous import listen_at
+from meshwright.launch.addresses import listen_at
 from meshwright.records import RecordError
 from meshwright.resilience.messages import VERSION, End, Ready, Reconfigure, decode, encode
-from meshwright.resilience.peers import Hub, until
+from meshwright.resilience.peers import Hub, pump_until
+from meshwright.train.outcome import TrainOutcome
 from meshwright.transport.connection import Connection, connect, notify
 from meshwright.transport.gate import MOST_STRANGERS, Gate
 from meshwright.transport.key import RunKey, read_key, run_key
@@ -55,9 +56,9 @@ def refused_by(listener: socket.socket, attack: Callable[[tuple[str, int]], None
     try:
         with ThreadPoolExecutor(1) as pool:
             done = pool.submit(attack, listener.getsockname())
-            assert until(done.done, 20.0, lambda seconds: assert_nobody(hub.pump(seconds)))
+            assert pump_until(done.done, 20.0, lambda seconds: assert_nobody(hub.pump(seconds)))
             done.result()
-            assert until(lambda: bool(told), 10.0, lambda seconds: assert_nobody(hub.pump(seconds)))
+            assert pump_until(lambda: bool(told), 10.0, lambda seconds: assert_nobody(hub.pump(seconds)))
     finally:
         hub.close()
     return told
@@ -131,7 +132,7 @@ def test_a_proof_can_be_neither_reflected_nor_replayed(listener: socket.socket) 
 def test_silent_connections_are_few_and_short_lived_and_keep_nobody_out(listener: socket.socket) -> None:
     gate = Gate(listener, KEY, Channel.COURIER)
     silent = [socket.create_connection(listener.getsockname(), 5.0) for _ in range(100)]
-    until(lambda: gate.strangers >= MOST_STRANGERS, 10.0, lambda seconds: gate.poll(seconds) and None)
+    pump_until(lambda: gate.strangers >= MOST_STRANGERS, 10.0, lambda seconds: gate.poll(seconds) and None)
     assert gate.strangers == MOST_STRANGERS
     with ThreadPoolExecutor(1) as pool:
         began = time.monotonic()
@@ -202,7 +203,7 @@ def test_a_message_that_is_none_ends_the_line_and_not_the_process(listener: sock
             hub = Hub(place, KEY, teller(told))
             with ThreadPoolExecutor(1) as pool:
                 calling = pool.submit(connect, place.getsockname(), KEY, Channel.SUPERVISORS)
-                until(calling.done, 10.0, lambda seconds, hub=hub: hub.pump(seconds) and None)
+                pump_until(calling.done, 10.0, lambda seconds, hub=hub: hub.pump(seconds) and None)
                 line = calling.result()
             line.send(bad)
             lost: list = []
@@ -215,10 +216,11 @@ def test_a_message_that_is_none_ends_the_line_and_not_the_process(listener: sock
 
 
 def test_messages_come_back_as_they_were_and_are_checked_field_by_field() -> None:
-    for message in (Reconfigure(3), End(result={"step": 5, "loss": 1.5}, error=""), End(result=None, error="gone")):
+    outcome = TrainOutcome(step=5, loss=1.5, finished=True, metrics={"accuracy": 0.5})
+    for message in (Reconfigure(3), End(outcome=outcome, error=""), End(outcome=None, error="gone")):
         assert decode(encode(message)) == message
     with pytest.raises(RecordError, match=r"Ready\.report is a dict unlike NodeReport"):
-        decode(encode(Ready("s", {"node": 1})))  # type: ignore[typeddict-item]
+        decode(encode(Ready({"node": 1})))  # type: ignore[arg-type]
     with pytest.raises(RecordError, match="version"):
         of_another = encode(Reconfigure(1)).replace(b"[%d," % VERSION, b"[%d," % (VERSION + 1), 1)
         assert of_another != encode(Reconfigure(1))
@@ -233,7 +235,7 @@ def test_a_notice_needs_no_listener_at_work_but_the_key(listener: socket.socket)
     notify(address, KEY, Channel.SHELF, b"o" * 24, 5.0)
     notify(address, KEY, Channel.WRITERS, b"n" * 24, 5.0)
     gate = Gate(listener, KEY, Channel.WRITERS)
-    until(lambda: bool(gate.notices), 10.0, lambda seconds: gate.poll(seconds) and None)
+    pump_until(lambda: bool(gate.notices), 10.0, lambda seconds: gate.poll(seconds) and None)
     gate.poll(0.1)
     assert gate.notices == [b"n" * 24]
     gate.close()

@@ -1,245 +1,240 @@
-"""Builds small models of the same architecture, for trials and proofs of a model that is too large to be tried itself.
-
-A clone keeps the properties on which layouts depend: the number of query heads for each key head, every kind of layer
-beside its neighbours, experts where routing counts them, and attention windows shorter than short rows.
-"""
+"""Makes the clone: a small real model of the same architecture, in float64 on the CPU, on which every trial runs."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Hashable, Mapping, Sequence
-from itertools import pairwise
-from typing import Any
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 
-from meshwright.errors import ConfigError
-from meshwright.models.analysis.experts import find_experts
-from meshwright.models.build import BuiltModel, build_meta
+from meshwright.errors import PlanError
+from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
+from meshwright.models.analysis.small_config import limit_windows, narrow_config, shrink_config
+from meshwright.models.build import BuiltModel, build_meta, use_float64
 from meshwright.models.config import ModelConfig
-from meshwright.models.family import directory_config, family_config
-from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS, WINDOWS, layer_count, size_of
+from meshwright.models.deferred import retie
+from meshwright.models.forward import model_output
+from meshwright.models.sizes import layer_count
+from meshwright.models.structure import ModelStructure
+from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.stage import copied
 
-CLONE_LAYERS = 8
-"""Layers of a smaller clone, unless its kinds of layers need more."""
-CLONE_EXPERTS = 8
-"""Experts of a smaller clone, unless its tokens visit more than half as many or routing groups them."""
-CLONE_WINDOW = 11
-"""Largest attention window of a clone in tokens: shorter than any row that is proven, and no multiple of a degree."""
-MOST_LAYERS = 64
-"""Largest number of layers of a clone that is extended to include every kind of layer."""
-
-
-def shrink(config: ModelConfig, layers: int = 2, width: int = 64, parts: int = 2) -> ModelConfig:
-    """Returns a config of the same architecture with fewer, narrower layers, for proofs and probes.
-
-    Args:
-        config: of the model.
-        layers: of the clone.
-        width: least width of the clone; more where its heads need it.
-        parts: largest degree into which its heads are split.
-
-    Raises:
-        ConfigError: for a model built by a function, whose sizes can't be set.
-    """
-    if config.kind == "function":
-        raise ConfigError(f"model '{config.name}' is a function: it can't be shrunk; run it as it is (--full)")
-    config_of = directory_config if config.kind == "directory" else family_config
-    family_values = config_of(config, None, None).get_text_config(decoder=True).to_dict()
-    values = config.to_dict() | {"layers": layers, "width": width, "fresh": config.kind == "directory"}
-    for key in ("heads", "kv_heads", "ffn", "experts"):
-        values.pop(key, None)
-    # the user's overrides of sizes would undo the shrinking
-    size_attributes = {name for key, names in SYNONYMS.items() if key not in ("vocab", "context") for name in names}
-    overrides = {key: value for key, value in config.overrides.items() if key not in size_attributes}
-    heads, kv_heads = size_of(family_values, "heads"), size_of(family_values, "kv_heads")
-    if heads:
-        values |= _shrink_heads(heads, kv_heads or heads, width, parts)
-        # the family has no separate number of key heads
-        if not family_values.keys() & set(SYNONYMS["kv_heads"]):
-            values.pop("kv_heads", None)
-    if (experts := size_of(family_values, "experts")) is not None:
-        values["experts"] = _shrink_experts(experts, family_values)
-    values["overrides"] = overrides | _long_windows(family_values, CLONE_WINDOW)
-    return ModelConfig.from_dict(values)
+SMALL = 1 << 24
+"""Parameters up to which a model is its own clone."""
+SMALL_FOR_STAGES = 1 << 23
+"""The same where stages are rehearsed, which hold several copies."""
+LARGEST_FUNCTION = 1 << 28
+"""Parameters beyond which a function's model isn't tried, for it can't be shrunk."""
+ROWS = 32
+"""Rows of the traced batch."""
+CONTEXT = 64
+"""Longest sequence of a smaller clone in tokens."""
+TOKENS = 8
+"""Tokens of a short row."""
+_VOCAB = 128
+"""Vocabulary of a smaller clone: the head's width doesn't matter to the layers' groups."""
+_STAGES_VOCAB, _STAGES_CONTEXT = 64, 40
+"""The same of one whose stages are rehearsed, and its longest sequence."""
 
 
-def _shrink_heads(heads: int, kv_heads: int, width: int, degree: int) -> dict[str, int]:
-    """Returns fewer heads in the same ratio, still enough for a split by ``degree``, and a width that they divide."""
-    # no common ratio: keep all heads and make each narrow
-    if heads % kv_heads:
-        return {"heads": heads, "width": heads * max(4, width // heads)}
-    ratio = heads // kv_heads
-    # with grouped queries two key heads suffice to show sharing; without, four heads
-    least_kv_heads = max(1, min(kv_heads, max(2, degree) if ratio > 1 else max(4, degree)))
-    clone_kv_heads = next(size for size in range(least_kv_heads, kv_heads + 1) if kv_heads % size == 0)
-    count = ratio * clone_kv_heads
-    # An even number of elements a head, at least four: rotary positions turn halves.
-    return {"heads": count, "kv_heads": clone_kv_heads, "width": count * 2 * max(2, -(-width // (2 * count)))}
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """A small real model in float64, of the same architecture: what traces and rehearsals run."""
 
+    module: nn.Module
+    structure: ModelStructure
+    vocab: int
+    full_size: bool
+    """Whether its sizes are the model's."""
+    objective: Objective = field(default_factory=Objective)
+    """The model's own loss, where it is more than the cross-entropy of the logits."""
 
-def _shrink_experts(experts: int, plain: Mapping[str, Any]) -> int:
-    """Returns fewer experts where routing scores each alone; all of them where it chooses among groups."""
-    active = max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=0)
-    groups = max((value for key in _GROUPS if isinstance(value := plain.get(key), int)), default=1)
-    if groups > 1:
-        return experts
-    least = min(experts, max(CLONE_EXPERTS, 2 * active))
-    return next(size for size in range(least, experts + 1) if experts % size == 0)
+    def run(
+        self,
+        rows: int = ROWS,
+        module: nn.Module | None = None,
+        documents: bool = False,
+        tokens: int = TOKENS,
+        parts: int = 1,
+    ) -> torch.Tensor:
+        """Runs a forward on random tokens and returns its logits, or its loss where the model returns no logits.
 
+        Args:
+            rows: B.
+            module: to run instead of the clone itself.
+            documents: packs two documents into each row where the model takes position ids, so that attention uses a
+                mask.
+            tokens: S.
+            parts: number of shards into which ``module`` splits the rows' tokens.
 
-_GROUPS = ("n_group", "num_expert_group")
+        Returns:
+            (B, S / parts, V) float64 logits, or a float64 scalar.
+        """
+        ids = torch.randint(self.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
+        position_ids = None
+        # positions restart at the middle of a row: two packed documents
+        if documents and self.structure.takes_positions and self.structure.transformers:
+            position_ids = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens)
+        return self.output_of(module or self.module, ids, ids, position_ids, parts)
 
+    def output_of(
+        self,
+        module: nn.Module,
+        tokens: torch.Tensor,
+        targets: torch.Tensor,
+        positions: torch.Tensor | None = None,
+        token_parts: int = 1,
+    ) -> torch.Tensor:
+        """Returns the tensor that a rehearsal compares, of the clone or of a split copy of it.
 
-def _long_windows(plain: Mapping[str, Any], window_limit: int) -> dict[str, int]:
-    """Returns the family's window attributes that exceed a limit, set to it."""
-    return {key: window_limit for key in WINDOWS if isinstance(size := plain.get(key), int) and size > window_limit}
+        Args:
+            module: the clone's module, a copy, or a stage of it.
+            tokens: (B, S) int64.
+            targets: (B, S) int64.
+            positions: (B, S) int64, restarting at each document; None for one document a row.
+            token_parts: number of shards into which ``module`` splits the rows' tokens.
 
+        Returns:
+            Logits (B, S / token_parts, V) float64 with the terms of the model's own loss in them, or the scalar loss of
+            a model without logits.
+        """
+        masked, plain = positions is not None, self.objective.plain
+        with Float64Ops(), contextlib.nullcontext() if plain else nothing_dropped():
+            if not plain:
+                return trial_output(module, self.structure, self.objective, tokens, targets, positions)
+            output = model_output(module, self.structure, tokens, targets, positions, masked, token_parts=token_parts)
+        output_tensor = output.logits if output.logits is not None else output.loss
+        assert output_tensor is not None
+        return output_tensor
 
-def with_windows(built: BuiltModel, window_limit: int) -> ModelConfig | None:
-    """Returns the model's config with attention windows of at most so many tokens; None where none is longer.
-
-    Args:
-        built: the model.
-        window_limit: in tokens; 0 for no limit.
-    """
-    if not window_limit or built.hf_config is None:
-        return None
-    shortened = _long_windows(built.hf_config.get_text_config(decoder=True).to_dict(), window_limit)
-    if not shortened:
-        return None
-    values = built.config.to_dict()
-    return ModelConfig.from_dict(values | {"overrides": {**built.config.overrides, **shortened}})
-
-
-def narrowed(built: BuiltModel, width: int = 8, layers: int = CLONE_LAYERS) -> ModelConfig:
-    """Returns a config of the same architecture and number of heads in a small width and few layers.
-
-    Experts that are rows of one weight become fewer too; the names of others depend on their number.
-
-    Args:
-        built: the model, on meta.
-        width: elements of each head.
-        layers: of the clone; more where its kinds of layers need them.
-    """
-    hf = built.hf_config
-    assert hf is not None
-    family_values = hf.get_text_config(decoder=True).to_dict()
-    heads = size_of(family_values, "heads") or 4
-    count = min(len(built.structure.layers), layers)
-    values = shrink(built.config, count, width * heads).to_dict() | {"width": width * heads}
-    for key in ("heads", "kv_heads", "experts"):
-        values.pop(key, None)
-        if (size := size_of(family_values, key)) is not None:
-            values[key] = size
-    # the user's sizes would make the clone as large as the model
-    for key in ("vocab", "context"):
-        values.pop(key, None)
-    if "experts" in values:
-        # Eight layers of all experts in full would outgrow a host; no other size of the clone is five times its heads.
-        values["ffn"] = 5 * heads
-        if find_experts(built.module):
-            values["experts"] = _shrink_experts(values["experts"], family_values)
-    return with_every_kind(built, ModelConfig.from_dict(values))
-
-
-def with_every_kind(built: BuiltModel, small: ModelConfig) -> ModelConfig:
-    """Returns a clone's config whose layers include every kind of layer beside each of its neighbours.
-
-    Lists that have one entry a layer are cut down to the chosen layers. Where the family's own rule assigns the kinds,
-    the clone gets more layers until all are present; if that needs too many, it stays as it was.
-
-    Args:
-        built: the model, on meta.
-        small: config of the clone, with the least number of layers that it must have.
-    """
-    hf = built.hf_config
-    least_layers = small.layers or 0
-    if hf is None or not built.structure.layers:
-        return small
-    layer_kinds = kinds_of(built)
-    if pairs(layer_kinds) <= pairs(kinds_of(build_meta(small, 128, 32))):
-        return small
-    family_values = hf.get_text_config(decoder=True).to_dict()
-    chosen_layers = walk(layer_kinds, least_layers)
-    # a config that lists the kind of each layer: cut the lists to the chosen layers
-    per_layer_lists = {
-        key: json.dumps([item[layer_index] for layer_index in chosen_layers])
-        for key, item in family_values.items()
-        if isinstance(item, list)
-        and len(item) == layer_count(family_values) == len(layer_kinds)
-        and _is_flat_list(item)
-    }
-    lengths = dict.fromkeys([*range(max(least_layers, 2), min(len(layer_kinds), MOST_LAYERS) + 1)])
-    attempts = [(len(chosen_layers), per_layer_lists)] if per_layer_lists else []
-    for count, listed in (*attempts, *((length, {}) for length in lengths)):
-        values = small.to_dict() | {"layers": count, "overrides": {**small.overrides, **listed}}
+    def refuses(self, tokens: int) -> bool:
+        """Returns whether its forward fails on rows of so many tokens: a position table may be shorter."""
         try:
-            candidate = ModelConfig.from_dict(values)
-            if pairs(layer_kinds) <= pairs(kinds_of(build_meta(candidate, 128, 32))):
-                return candidate
-        except ConfigError:
-            continue
-    return small
+            # a copy, since forward may change buffers before it fails
+            with torch.no_grad():
+                self.run(1, duplicate_module(self.module), tokens=tokens)
+        except Exception:
+            return True
+        return False
 
 
-def _is_flat_list(item: list[Any]) -> bool:
-    """Returns whether a list contains only plain values."""
-    return all(isinstance(entry, str | int | float | bool) for entry in item)
+def duplicate_module(module: nn.Module) -> nn.Module:
+    """Copies a module; tensors that its forward stored for a later call are detached, since a graph can't be copied."""
+    for child in module.modules():
+        for key, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                setattr(child, key, value.detach())
+    return copy.deepcopy(module)
 
 
-def kinds_of(built: BuiltModel) -> tuple[Hashable, ...]:
-    """Returns a key for each layer that is equal for layers of one kind: code, flags, and the config's name for it."""
-    hf = built.hf_config
-    listed = hf.get_text_config(decoder=True).to_dict().get("layer_types") if hf is not None else None
-    kinds = []
-    for layer_index, name in enumerate(built.structure.layers):
-        label = listed[layer_index] if isinstance(listed, list) and layer_index < len(listed) else ""
-        layer = built.module.get_submodule(name)
-        kinds.append((label, *(_module_kind(path, part) for path, part in layer.named_modules())))
-    return tuple(kinds)
-
-
-def _module_kind(path: str, module: nn.Module) -> Hashable:
-    """Returns a module's share of its layer's kind: class, ranks of its parameters, flags and windows."""
-    parameter_ranks = tuple((key, parameter.dim()) for key, parameter in module.named_parameters(recurse=False))
-    flags = tuple(sorted((key, str(value)) for key, value in vars(module).items() if isinstance(value, str | bool)))
-    windows = tuple(key for key in WINDOWS if vars(module).get(key) is not None)
-    # Experts of one list are as many as the clone has; the first stands for all.
-    return (path, type(module).__name__, parameter_ranks, flags, windows) if not _is_later_item(path) else ()
-
-
-def _is_later_item(path: str) -> bool:
-    """Returns whether a path leads through an item of a list other than the first."""
-    return any(key.isdigit() and int(key) > 0 for key in path.split("."))
-
-
-def pairs(kinds: Sequence[Hashable]) -> set[Any]:
-    """Returns the kinds, and which of them follow one another."""
-    return {*kinds, *pairwise(kinds)}
-
-
-def walk(kinds: Sequence[Hashable], least: int) -> list[int]:
-    """Returns few layer indices, in order, that keep every pair of kinds which follow one another somewhere.
+def realise_model(
+    source: BuiltModel, value_of: Callable[[str, nn.Parameter], torch.Tensor], apart: bool = False
+) -> nn.Module:
+    """Makes a real float64 copy of a meta model on the CPU; the one place where a clone's tensors come from.
 
     Args:
-        kinds: of all layers.
-        least: least number of indices, where there are as many layers.
+        source: on meta; it stays unchanged.
+        value_of: returns a parameter's values, of its shape, by its name; floating ones become float64.
+        apart: gives each name of a tied weight its own parameter, and trains frozen ones, so that autograd shows every
+            use of a weight.
     """
-    all_pairs = pairs(kinds)
-    # a run of consecutive layers, where one of the wanted length has every pair
-    for size in range(min(least, len(kinds)), min(len(kinds), max(least, CLONE_LAYERS)) + 1):
-        for start in range(len(kinds) - size + 1):
-            if pairs(kinds[start : start + size]) == all_pairs:
-                return list(range(start, start + size))
-    layer_indices = list(range(len(kinds)))
-    # drop runs whose ends fit together, the longest first
-    for run_length in range(len(kinds) // 2, 0, -1):
-        start = 1
-        while start + run_length <= len(layer_indices):
-            remaining = layer_indices[:start] + layer_indices[start + run_length :]
-            if len(remaining) >= least and pairs([kinds[layer_index] for layer_index in remaining]) == all_pairs:
-                layer_indices = remaining
-            else:
-                start += 1
-    return layer_indices
+    module = copied(source.module)
+    # kernels without float64, such as grouped products of experts, are switched to plain ones
+    use_float64(module)
+    module = module.to_empty(device="cpu")
+    if not apart:
+        retie(module, source.recipe.ties)
+    for name, parameter in module.named_parameters(remove_duplicate=not apart):
+        value = value_of(name, parameter)
+        parameter.data = value.double() if value.is_floating_point() else value
+        parameter.requires_grad = parameter.requires_grad or (apart and value.is_floating_point())
+    source.fill_buffers(module, "cpu")
+    return module
+
+
+def make_clone(built: BuiltModel, context: int = CONTEXT, window: int = 0, narrow: int = 0) -> Clone:
+    """Builds the clone: the model itself where it is small, else one with as many heads and experts but narrower.
+
+    Args:
+        built: the model, on meta.
+        context: longest sequence of a clone that is built anew, in tokens.
+        window: upper limit of attention windows in tokens, so that a window matters in rows of the clone's length; 0
+            for no limit.
+        narrow: elements of a head of a clone that is narrower than the model even where that is small; 0 for the
+            model itself there.
+    """
+    is_small = not narrow and sum(parameter.numel() for parameter in built.module.parameters()) <= SMALL
+    full_size = is_small or built.config.kind == "function"
+    if full_size:
+        # a window longer than the clone's rows would never mask anything
+        windowed = limit_windows(built, window)
+        source = built if windowed is None else build_meta(windowed, built.vocab, context)
+    else:
+        source = build_meta(narrow_config(built, narrow) if narrow else narrow_config(built), _VOCAB, context)
+    generator = torch.Generator().manual_seed(11)
+
+    def draw_value(_: str, parameter: nn.Parameter) -> torch.Tensor:
+        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        # Around one for scales of norms; small for matrices, so that no activation saturates.
+        scale = 0.2 if parameter.dim() < 2 else 0.5 / max(1, parameter.shape[-1]) ** 0.5
+        return values * scale + (1.0 if parameter.dim() < 2 else 0.0)
+
+    module = realise_model(source, draw_value).eval()
+    return Clone(module, source.structure, source.vocab or _VOCAB, full_size)
+
+
+def make_clone_for_stages(built: BuiltModel, objective: Objective | None = None) -> Clone:
+    """Builds a clone with all layers of the model, narrow, and tied weights apart: each use has its own name.
+
+    Args:
+        built: the model, on meta.
+        objective: the model's own loss.
+    """
+    elements = sum(parameter.numel() for parameter in built.module.parameters())
+    fits = elements <= SMALL_FOR_STAGES and not built.config.dropout
+    source = built if fits else _narrow_all_layers(built, elements)
+    generator = torch.Generator().manual_seed(0)
+
+    def disturb_value(name: str, _: nn.Parameter) -> torch.Tensor:
+        value = source.tensor(name)
+        if not value.is_floating_point():
+            return value
+        # Fresh weights contain zeros, behind which a path could hide.
+        return value.double() + 0.02 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
+
+    module = realise_model(source, disturb_value, apart=True)
+    module = module.eval() if built.config.kind == "function" else module.train()
+    vocab = min(_STAGES_VOCAB, built.structure.vocab or _STAGES_VOCAB)
+    return with_objective(Clone(module, source.structure, vocab, source is built), objective)
+
+
+def _narrow_all_layers(built: BuiltModel, elements: int) -> BuiltModel:
+    """Builds a narrow model with the same layers; a model built by a function keeps its sizes."""
+    if built.config.kind == "function":
+        if elements > LARGEST_FUNCTION:
+            raise PlanError(
+                f"pp: a pipeline is tried out on a copy, and '{built.config.name}' with {elements} weights "
+                "is too large for that; give its function smaller sizes"
+            )
+        return built
+    assert built.hf_config is not None
+    layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
+    config_fields = shrink_config(built.config, layers=layers).to_dict() | {"dropout": 0.0}
+    # the user's sizes would make the copy as large as the model
+    for key in ("vocab", "context"):
+        config_fields.pop(key, None)
+    small_model = build_meta(ModelConfig.from_dict(config_fields), _STAGES_VOCAB, _STAGES_CONTEXT)
+    if small_model.structure.layers != built.structure.layers:
+        raise PlanError(f"pp: a small copy of '{built.config.name}' hasn't the same layers; use another axis")
+    return small_model
+
+
+def with_objective(clone: Clone, objective: Objective | None) -> Clone:
+    """Returns a clone in training mode with the model's own loss in its output; some terms exist in training alone."""
+    if objective is None or objective.plain:
+        return clone
+    return dataclasses.replace(clone, module=clone.module.train(), objective=objective)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.models.analysis.clone import narrowed
-from meshwright.models.analysis.table import CONTEXT, SMALL, Clone, clone_of, sharding_table
-from meshwright.models.analysis.trial import LONG_PATIENCE_S, TOKENS, TOLERANCE, in_threads, reason_of, rehearse_model
+from meshwright.models.analysis.clone import CONTEXT, SMALL, TOKENS, Clone, duplicate_module, make_clone
+from meshwright.models.analysis.rehearsal import (
+    PassComparison,
+    PassResult,
+    random_output_grad,
+    rehearse_model,
+    run_passes,
+)
+from meshwright.models.analysis.small_config import narrow_config
+from meshwright.models.analysis.table import sharding_table
+from meshwright.models.analysis.thread_group import LONG_PATIENCE_S, ThreadGroup, describe_error, run_in_threads
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.parallel import context
 from meshwright.spec.sharding_table import ShardingTable
@@ -59,11 +65,13 @@ def read_context(
         tokens, elements if built.config.kind == "function" else min(elements, SMALL)
     )
     # windows shorter than a rank's share of a row, so that attention must cross ranks
-    clone = clone_of(built, max(CONTEXT, longest_row, 2 * degree), window=max(2, longest_row // (2 * degree)))
+    clone = make_clone(built, max(CONTEXT, longest_row, 2 * degree), window=max(2, longest_row // (2 * degree)))
     if not tokens and clone.refuses(longest_row):
         longest_row, shortened_because = TOKENS, f"the model doesn't run on {longest_row}"
     clone_table = (
-        table if clone.full_size else sharding_table(build_meta(narrowed(built), 128, CONTEXT), max(degree, tensor))
+        table
+        if clone.full_size
+        else sharding_table(build_meta(narrow_config(built), 128, CONTEXT), max(degree, tensor))
     )
     refused: dict[str, str] = {}
     for attention_mode in (attention,) if attention else ("heads", "gather"):
@@ -104,11 +112,11 @@ def read_sequence(built: BuiltModel, table: ShardingTable, degree: int, tokens: 
     longest_row, _ = trial_tokens(tokens, elements if built.config.kind == "function" else min(elements, SMALL))
     # every rank needs the same number of tokens
     length = degree * max(1, longest_row // degree)
-    clone = clone_of(built, max(CONTEXT, length), window=max(2, length // (2 * degree)))
+    clone = make_clone(built, max(CONTEXT, length), window=max(2, length // (2 * degree)))
     if not tokens and clone.refuses(length):
         return ""
-    clone_table = table if clone.full_size else sharding_table(build_meta(narrowed(built), 128, CONTEXT), degree)
-    reason = rehearse_model(clone, clone_table, degree, rows=1, tokens=length, sequence=True)
+    clone_table = table if clone.full_size else sharding_table(build_meta(narrow_config(built), 128, CONTEXT), degree)
+    reason = rehearse_model(clone, clone_table, degree, rows=1, tokens=length, sequence=True).failure
     return f"with rows of {length} tokens {reason}" if reason else ""
 
 
@@ -151,71 +159,41 @@ def _rehearse_attention(
     Returns:
         The difference in words; "" when they agree.
     """
-    trained = {name: parameter for name, parameter in clone.module.named_parameters() if parameter.requires_grad}
-    full_logits = clone.run(rows, tokens=tokens)
+    expected = run_passes(lambda: clone.run(rows, tokens=tokens), clone.module, random_output_grad)
+    full_logits = expected.output
     if full_logits.dim() != 3:
         return "its forward gives a loss over all tokens, and no logits"
     # one output gradient for the full clone; each rank gets its tokens of it
-    output_grad = torch.randn(full_logits.shape, generator=torch.Generator().manual_seed(5), dtype=full_logits.dtype)
-    full_grads = _grads_or_zeros(full_logits, trained, output_grad)
+    output_grad, gathers = random_output_grad(full_logits), attention_mode == "gather"
 
-    def run_rank(axis_group: Any) -> Any:
-        module = copy.deepcopy(clone.module)
-        context.wrap_model(module, table, axis_group, attention=attention_mode)
-        local_logits = clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, full_logits.shape[-1])
-        local_parameters = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        local_output_grad = context.local_tokens(
-            output_grad, axis_group.index, axis_group.size, attention_mode == "gather"
+    def run_rank(axis_group: ThreadGroup) -> PassResult:
+        module = duplicate_module(clone.module)
+        # the runtime's group of processes has the same collectives
+        context.wrap_model(module, table, axis_group, attention=attention_mode)  # type: ignore[arg-type]
+        return run_passes(
+            lambda: clone.run(rows, module, tokens=tokens, parts=degree).reshape(rows, -1, full_logits.shape[-1]),
+            module,
+            lambda _: context.local_tokens(output_grad, axis_group.index, axis_group.size, gathers),
         )
-        return local_logits.detach(), _grads_or_zeros(local_logits, local_parameters, local_output_grad)
 
+    comparison = PassComparison()
     try:
-        rank_results = in_threads(degree, run_rank, patience_s=LONG_PATIENCE_S)
-        for index, (local_logits, _) in enumerate(rank_results):
-            expected = context.local_tokens(full_logits.detach(), index, degree, attention_mode == "gather")
-            if local_logits.shape != expected.shape or _exceeds_tolerance(local_logits, expected, 0.0):
+        rank_results = run_in_threads(degree, run_rank, patience_s=LONG_PATIENCE_S)
+        for index, rank in enumerate(rank_results):
+            if comparison.differs(rank.output, context.local_tokens(full_logits, index, degree, gathers)):
                 return (
                     f"with rows of {tokens} tokens, of which each rank has some, its logits are off by "
-                    f"{_relative_error(local_logits, expected, 0.0):.1e}, so some layer mixes tokens, or uses their "
-                    "number, elsewhere than in attention"
+                    f"{comparison.error:.1e}, so some layer mixes tokens, or uses their number, elsewhere than in "
+                    "attention"
                 )
         # weights are replicated: each rank's gradient is a term of the sum over its tokens
-        scale = max(float(grad.abs().max()) for grad in full_grads.values())
-        for name, expected in full_grads.items():
-            total = torch.stack([grads[name] for _, grads in rank_results]).sum(0)
-            if _exceeds_tolerance(total, expected, scale):
+        scale = max(float(grad.abs().max()) for grad in expected.grads.values())
+        for name, full_grad in expected.grads.items():
+            if comparison.differs(torch.stack([rank.grads[name] for rank in rank_results]).sum(0), full_grad, scale):
                 return (
                     f"with rows of {tokens} tokens, of which each rank has some, the gradient of '{name}' is off by "
-                    f"{_relative_error(total, expected, scale):.1e}, though the logits agree"
+                    f"{comparison.error:.1e}, though the logits agree"
                 )
     except (RuntimeError, ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
-        return f"its code needs all tokens of a row elsewhere ({reason_of(error)[:120]})"
+        return f"its code needs all tokens of a row elsewhere ({describe_error(error)[:120]})"
     return ""
-
-
-def _grads_or_zeros(
-    output: torch.Tensor, parameters: dict[str, Any], output_grad: torch.Tensor
-) -> dict[str, torch.Tensor]:
-    """Returns the gradients of named parameters, of the parameters' shapes; zeros where the output is independent.
-
-    Args:
-        output: (B, S, V) float64, in the graph.
-        parameters: by name.
-        output_grad: (B, S, V) float64.
-    """
-    grads = torch.autograd.grad(output, list(parameters.values()), output_grad, allow_unused=True)
-    return {
-        name: torch.zeros_like(item) if grad is None else grad for (name, item), grad in zip(parameters.items(), grads)
-    }
-
-
-def _exceeds_tolerance(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> bool:
-    """Returns whether two tensors of one shape differ by more than the tolerance."""
-    return not _relative_error(actual, expected, scale) <= TOLERANCE
-
-
-def _relative_error(actual: torch.Tensor, expected: torch.Tensor, scale: float) -> float:
-    """Returns the largest difference relative to the largest expected entry; infinite for other shapes."""
-    if actual.shape != expected.shape:
-        return float("inf")
-    return float((actual - expected).abs().max()) / max(float(expected.abs().max()), 1e-3 * scale, 1e-12)

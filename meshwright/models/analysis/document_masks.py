@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from meshwright.errors import ConfigError
-from meshwright.models.analysis.clone import shrink
-from meshwright.models.build import BuiltModel, build_meta, use_float64
+from meshwright.models.analysis.clone import realise_model
+from meshwright.models.analysis.small_config import shrink_config
+from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
 
 _VOCAB, _ROW, _WALL = 64, 24, 11
@@ -38,9 +38,8 @@ def document_leak(config: ModelConfig) -> float:
     Args:
         config: a model type or directory.
     """
-    built = build_meta(shrink(config), _VOCAB, 2 * _ROW)
-    use_float64(built.module)
-    module = materialise(built.module.double(), built.recipe, config.seed).eval()
+    built = build_meta(shrink_config(config), _VOCAB, 2 * _ROW)
+    module = realise_model(built, lambda name, _: built.tensor(name)).eval()
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(_VOCAB, (2, _ROW), generator=generator)
     changed_tokens = tokens.clone()

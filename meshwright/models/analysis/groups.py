@@ -2,23 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from meshwright.models.analysis.evidence import Dependence, GroupEvidence, MatrixReads
 from meshwright.models.analysis.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
 from meshwright.models.analysis.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
 from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
 
-ROUNDS = 4
+DRAWS = 4
 """Largest number of random draws by which dependences are read: a unit that is zero depends on nothing."""
 MEET = "everything that it reads meets before it"
 
 
 class SplitRefusal(Exception):
-    """A reason for which a matrix can't be split."""
+    """A reason for which a matrix can't be split, with the dependence that shows it."""
+
+    def __init__(self, reason: str, dependence: Dependence | None = None) -> None:
+        super().__init__(reason)
+        self.dependence = dependence
+
+
+@dataclass(frozen=True, slots=True)
+class TracedGroups:
+    """What a trace says of a layer's matrices."""
+
+    matrices: tuple[MatrixReads, ...]
+    """In order of their calls."""
+    candidates: tuple[GroupEvidence, ...]
+    """A record for each row linear and module of experts: a group without shape attributes, or its refusal."""
+    refused: dict[str, str]
+    """The reason for each matrix that is in no group."""
 
 
 @dataclass(slots=True)
@@ -34,7 +52,7 @@ class Graph:
     """Whether it reads something that comes from no matrix of the layer."""
 
 
-def find_groups(trace: LayerTrace, rows: int) -> tuple[list[ShardingGroup], dict[str, str]]:
+def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
     """Returns the groups of a layer, without shape attributes, and the reason for each matrix that can't be split.
 
     Args:
@@ -44,20 +62,41 @@ def find_groups(trace: LayerTrace, rows: int) -> tuple[list[ShardingGroup], dict
     graph = _build_graph(trace, rows)
     # a matrix may belong to a group although it was refused as the row of another
     refused = {name: "it is called several times in a step" for name, matrix in trace.cuts.items() if matrix.calls > 1}
-    groups: list[ShardingGroup] = []
+    candidates: list[GroupEvidence] = []
     for name, matrix in graph.cuts.items():
         if matrix.experts:
-            groups.extend(expert_groups(matrix))
+            candidates += [GroupEvidence(row_linear=name, group=group) for group in expert_groups(matrix)]
         elif graph.needs[name] and not graph.outside[name]:
             try:
-                groups.append(_group_of_row(graph, name))
+                group, dependence = _group_of_row(graph, name)
+                candidates.append(GroupEvidence(row_linear=name, group=group, dependence=dependence))
             except SplitRefusal as refusal:
                 refused[name] = str(refusal)
-    grouped = {name for group in groups for name in (*group.column_linears, *group.inner_row_linears, group.row_linear)}
+                candidates.append(GroupEvidence(row_linear=name, refusal=str(refusal), dependence=refusal.dependence))
+    grouped = {name for candidate in candidates if candidate.group for name in matrix_names(candidate.group)}
     for name in graph.cuts:
         if name not in grouped:
             refused.setdefault(name, "what it reads and gives isn't shared out by heads or channels")
-    return groups, {name: reason for name, reason in refused.items() if name not in grouped}
+    ungrouped = {name: reason for name, reason in refused.items() if name not in grouped}
+    return TracedGroups(tuple(_reads_of_matrices(graph)), tuple(candidates), ungrouped)
+
+
+def matrix_names(group: ShardingGroup) -> tuple[str, ...]:
+    """Returns the dotted names of a group's linears, column-parallel first."""
+    return (*group.column_linears, *group.inner_row_linears, group.row_linear)
+
+
+def _reads_of_matrices(graph: Graph) -> Iterator[MatrixReads]:
+    """Yields what the graph says of each matrix, those that are called several times too."""
+    for name, matrix in graph.trace.cuts.items():
+        yield MatrixReads(
+            name=name,
+            calls=matrix.calls,
+            experts=matrix.experts,
+            reads=tuple(source for source in graph.cuts if source in graph.needs.get(name, ())),
+            reads_layer_input=graph.outside.get(name, False),
+            read_by=tuple(reader for reader in (*graph.cuts, "") if name in graph.needs.get(reader, ())),
+        )
 
 
 def _build_graph(trace: LayerTrace, rows: int) -> Graph:
@@ -77,18 +116,20 @@ def _build_graph(trace: LayerTrace, rows: int) -> Graph:
     return Graph(trace, rows, cuts, needs, outside)
 
 
-def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
-    """Builds the group of the row-parallel linear ``row``: all from its column-parallel sources to its input."""
+def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
+    """Builds the group of the row-parallel linear ``row``, all from its columns to its input, and what shows its units.
+
+    Raises:
+        SplitRefusal: the trace shows no units, or readers outside of the group.
+    """
     matrices, needs = graph.cuts, graph.needs
     target = matrices[row].input
     sources = [name for name in matrices if name in needs[row]]
     if any(matrices[name].experts for name in sources):
         raise SplitRefusal("it reads experts' outputs")
     global_norms = _global_norms_between(graph, target, sources)
-    units, source_blocks = _find_units(
-        target, [matrices[name].output for name in sources] + list(global_norms.values()), graph.rows
-    )
-    blocks_by_source = dict(zip([*sources, *global_norms], source_blocks))
+    dependence = _find_units(target, {name: matrices[name].output for name in sources} | global_norms, graph.rows)
+    units, blocks_by_source = dependence.units, dependence.sources
     # sources with blocks are split by unit; the others feed every unit and stay replicated
     blocks = {name: source_block for name in sources if (source_block := blocks_by_source[name]) is not None}
     replicated = [name for name in sources if name not in blocks]
@@ -101,7 +142,7 @@ def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
     columns = tuple(name for name in blocks if name not in inner_rows)
     replicated = [name for name in dict.fromkeys(replicated) if name not in inner_rows]
     if not columns:
-        raise SplitRefusal("nothing that it reads is split")
+        raise SplitRefusal("nothing that it reads is split", dependence)
     column_inputs = _input_columns(graph, columns, {*replicated, *inner_rows})
     _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
     # the row's own split is first; others may refer to it by position
@@ -118,7 +159,7 @@ def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
     for name in global_norms:
         if blocks_by_source[name] is not None:
             cuttings.append(Cutting(kind="global_norm", module=name, dim=-1, blocks=blocks_by_source[name] or ()))
-    return ShardingGroup(
+    group = ShardingGroup(
         module=_common_module([*columns, *replicated, *inner_rows]),
         column_linears=columns,
         column_inputs=column_inputs,
@@ -131,38 +172,41 @@ def _group_of_row(graph: Graph, row: str) -> ShardingGroup:
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
+    loose = dict.fromkeys(graph.trace.loose(), "untouched") | dict.fromkeys(shared, "shared")
+    loose |= {split.name: "units" for split in loose_splits}
+    return group, dataclasses.replace(dependence, mixes_tokens=group.heads, loose=loose)
 
 
-def _find_units(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int) -> tuple[int, list[Blocks | None]]:
+def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows: int) -> Dependence:
     """Finds the finest units of a row linear's input features.
 
     Args:
         target: (B, S, F) or (B S, F) input of the row linear, in the graph.
-        sources: (B, S, F') or (B S, F') leaves.
+        sources: (B, S, F') or (B S, F') leaves by name.
         rows: B.
-
-    Returns:
-        The number of units, and for each source its blocks, None for one that every unit reads.
 
     Raises:
         SplitRefusal: when every feature depends on all others.
     """
+    features = target.shape[-1]
     matrices: list[torch.Tensor] = []
-    for round_index in range(ROUNDS):
+    for draw in range(DRAWS):
         # A unit whose activation is zero shows no dependence, so the union over several random draws is used.
-        new_matrices = dependence(target, sources, rows, round_index)
+        new_matrices = dependence(target, list(sources.values()), rows, draw)
         previous, matrices = (
             matrices,
             [previous_matrix | new_matrix for previous_matrix, new_matrix in zip(matrices, new_matrices)]
             or new_matrices,
         )
-        if (units_and_blocks := finest_units(target.shape[-1], matrices)) is not None:
-            return units_and_blocks
+        if (units_and_blocks := finest_units(features, matrices)) is not None:
+            units, source_blocks = units_and_blocks
+            return Dependence(features=features, units=units, draws=draw + 1, sources=dict(zip(sources, source_blocks)))
         # no new dependence, or everything depends on everything: more draws can't help
         unchanged = bool(previous) and all(torch.equal(*pair) for pair in zip(previous, matrices))
         if unchanged or all(bool(matrix.all()) for matrix in matrices):
             break
-    raise SplitRefusal(MEET)
+    mixed = Dependence(features=features, units=0, draws=draw + 1, sources=dict.fromkeys(sources))
+    raise SplitRefusal(MEET, mixed)
 
 
 def _global_norms_between(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:

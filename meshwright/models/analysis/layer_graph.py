@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,28 +20,35 @@ from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import MeshwrightError, PlanError
-from meshwright.models.analysis.clone import shrink
+from meshwright.models.analysis.clone import Clone, make_clone_for_stages
+from meshwright.models.analysis.evidence import LayerGraphEvidence, TensorUse
 from meshwright.models.analysis.objective import Objective
-from meshwright.models.analysis.stage_rehearsal import Tokens, output_of, rehearse
-from meshwright.models.build import BuiltModel, build_meta, use_float64
-from meshwright.models.config import ModelConfig
-from meshwright.models.sizes import layer_count
-from meshwright.models.structure import ModelStructure
+from meshwright.models.analysis.stage_rehearsal import Tokens, rehearse_stages
+from meshwright.models.build import BuiltModel
 from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.stage import copied
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
-_VOCAB, _ROWS, _TOKENS = 64, 2, 10
-_SMALL = 1 << 23
-"""Elements up to which a model is its own clone."""
-_LARGE = 1 << 28
-"""Elements beyond which a function's model is refused, for it can't be shrunk."""
+_ROWS, _TOKENS = 2, 10
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGraphAnalysis:
+    """A model's layer graph, and the evidence by which it was decided."""
+
+    layer_graph: LayerGraph
+    evidence: LayerGraphEvidence
+
+
+def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> LayerGraph:
+    """Reads the layer graph of a model; arguments and errors are those of `analyse_layer_graph`."""
+    return analyse_layer_graph(built, objective).layer_graph
 
 
 @computed_by_helper
-def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> LayerGraph:
-    """Returns the layer graph of a model, proven on a small clone.
+def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -> LayerGraphAnalysis:
+    """Reads the layer graph of a model, proven on a small clone, and keeps what it was decided by.
 
     Args:
         built: on meta.
@@ -50,24 +57,18 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
     Raises:
         PlanError: when the model can't be cut anywhere, with the reason.
     """
-    module, structure = _build_clone(built)
-    if objective is not None and not objective.plain:
-        # some terms are of training alone
-        module.train()
-    arguments = _sample_tokens(built)
+    clone = make_clone_for_stages(built, objective)
+    arguments = _sample_tokens(clone)
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
-            output_a, output_b = (
-                output_of(copied(module, share=True), structure, arguments, objective) for _ in range(2)
-            )
+            output_a, output_b = (clone.output_of(copied(clone.module, share=True), *arguments) for _ in range(2))
         # forward draws random numbers: compare in evaluation mode, where it draws none
         if not torch.equal(output_a, output_b):
-            module.eval()
-        layer_graph = _Probe(copied(module, share=True), structure, objective).run(arguments)
-        layer_graph = dataclasses.replace(
-            layer_graph, whole_backward=rehearse(module, structure, layer_graph, arguments, objective)
-        )
+            clone.module.eval()
+        probe = _Probe(copied(clone.module, share=True), clone)
+        layer_graph = probe.run(arguments)
+        trial = rehearse_stages(clone, layer_graph, arguments)
     except PlanError as error:
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: {error}") from error
     except MeshwrightError:
@@ -77,54 +78,15 @@ def read_layer_graph(built: BuiltModel, objective: Objective | None = None) -> L
         raise PlanError(
             f"pp: the model '{built.config.name}' can't be cut into stages: a trial gave {reason}"
         ) from error
-    return layer_graph
+    return LayerGraphAnalysis(
+        dataclasses.replace(layer_graph, whole_backward=trial.whole_backward),
+        LayerGraphEvidence(inputs=tuple(probe.tensor_uses()), trial=trial),
+    )
 
 
-def _build_clone(built: BuiltModel) -> tuple[nn.Module, ModelStructure]:
-    """Builds a small float64 copy on the CPU with tied weights apart: each use of a weight has its own name."""
-    elements = sum(parameter.numel() for parameter in built.module.parameters())
-    source_model = built if elements <= _SMALL and not built.config.dropout else _shrink_layers(built, elements)
-    module = copied(source_model.module)
-    use_float64(module)
-    module = module.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        value = source_model.tensor(name)
-        if value.is_floating_point():
-            # Fresh weights contain zeros, behind which a path could hide.
-            value = value.double() + 0.02 * torch.randn(value.shape, generator=generator, dtype=torch.float64)
-            parameter.data, parameter.requires_grad = value, True
-        else:
-            parameter.data = value
-    source_model.fill_buffers(module, "cpu")
-    return (module.eval() if built.config.kind == "function" else module.train()), source_model.structure
-
-
-def _shrink_layers(built: BuiltModel, elements: int) -> BuiltModel:
-    """Builds a narrow model with the same layers; a model built by a function keeps its sizes."""
-    if built.config.kind == "function":
-        if elements > _LARGE:
-            raise PlanError(
-                f"pp: a pipeline is tried out on a copy, and '{built.config.name}' with {elements} weights "
-                "is too large for that; give its function smaller sizes"
-            )
-        return built
-    assert built.hf_config is not None
-    layers = layer_count(built.hf_config.get_text_config(decoder=True).to_dict()) or len(built.structure.layers)
-    config_fields = shrink(built.config, layers=layers).to_dict() | {"dropout": 0.0}
-    # the user's sizes would make the copy as large as the model
-    for key in ("vocab", "context"):
-        config_fields.pop(key, None)
-    small_model = build_meta(ModelConfig.from_dict(config_fields), _VOCAB, 4 * _TOKENS)
-    if small_model.structure.layers != built.structure.layers:
-        raise PlanError(f"pp: a small copy of '{built.config.name}' hasn't the same layers; use another axis")
-    return small_model
-
-
-def _sample_tokens(built: BuiltModel) -> Tokens:
+def _sample_tokens(clone: Clone) -> Tokens:
     """Returns random inputs and targets: two (2, 10) int64 tensors."""
-    vocab = min(_VOCAB, built.structure.vocab or _VOCAB)
-    tokens = torch.randint(vocab, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(clone.vocab, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
@@ -137,13 +99,14 @@ class _LayerInputs:
     """Inputs of one call of a layer: the sources of each tensor among its arguments."""
 
     marks: dict[Path, set[Mark]] = field(default_factory=dict)
+    shapes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
 
 
 class _Probe:
     """One forward of the clone with a marker on everything that enters or leaves a layer."""
 
-    def __init__(self, module: nn.Module, structure: ModelStructure, objective: Objective | None = None) -> None:
-        self._module, self._structure, self._objective = module, structure, objective
+    def __init__(self, module: nn.Module, clone: Clone) -> None:
+        self._module, self._clone = module, clone
         self._called_layers: list[str] = []
         self._inputs_by_call: list[_LayerInputs] = []
         self._outputs_by_call: list[Any] = []
@@ -154,6 +117,7 @@ class _Probe:
         """Marks of layers' outputs without a gradient, by id."""
         self._alive: list[Any] = []
         self._input_markers: list[list[torch.Tensor]] = []
+        self._output = _LayerInputs()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._marks_of_leaf.setdefault(id(parameter), set()).add(("weight", len(self._weight_names)))
             self._weight_names.append(name)
@@ -164,20 +128,34 @@ class _Probe:
         with contextlib.ExitStack() as stack:
             # a checkpoint would hide the graph of its inside
             stack.enter_context(without_checkpoints())
-            for name in self._structure.layers:
+            for name in self._clone.structure.layers:
                 layer = self._module.get_submodule(name)
                 for hook in (
                     layer.register_forward_pre_hook(self._mark_inputs(name), with_kwargs=True),
                     layer.register_forward_hook(self._mark_outputs(), with_kwargs=False),
                 ):
                     stack.callback(hook.remove)
-            output = output_of(self._module, self._structure, arguments, self._objective)
+            output = self._clone.output_of(self._module, *arguments)
         for name, buffer in self._module.named_buffers():
             # stages can't share a buffer that forward writes
             if name not in buffers_before or not torch.equal(buffer, buffers_before[name]):
                 raise PlanError(f"its forward changes the buffer '{name}', of which each stage would have its own")
         self._check_calls()
-        return self._assemble(self._marks(output))
+        self._output = _LayerInputs({("tail",): self._marks(output)}, {("tail",): tuple(output.shape)})
+        return self._assemble()
+
+    def tensor_uses(self) -> Iterator[tuple[TensorUse, ...]]:
+        """Yields for each layer, and at last for the model's output, the tensors that it reads with their sources."""
+        for entry in (*self._inputs_by_call, self._output):
+            yield tuple(
+                TensorUse(
+                    path=path,
+                    shape=entry.shapes.get(path, ()),
+                    layers=tuple(sorted(index for kind, index in marks if kind == "layer")),
+                    weights=tuple(self._weight_names[index] for kind, index in sorted(marks) if kind == "weight"),
+                )
+                for path, marks in entry.marks.items()
+            )
 
     def _check_calls(self) -> None:
         """Refuses a model that calls a layer twice, or fewer than two layers."""
@@ -191,10 +169,10 @@ class _Probe:
         if len(self._called_layers) < 2:
             raise PlanError(f"its forward calls {len(self._called_layers)} repeated layers, and a stage needs one")
 
-    def _mark_inputs(self, name: str) -> Any:
+    def _mark_inputs(self, name: str) -> Callable[..., object]:
         """Returns a pre-hook that notes the sources of a layer's arguments and puts markers in their place."""
 
-        def hook(_layer: nn.Module, args: Any, kwargs: Any) -> Any:
+        def hook(_layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
             layer_index = len(self._called_layers)
             self._called_layers.append(name)
             entry, markers = _LayerInputs(), []
@@ -205,6 +183,7 @@ class _Probe:
                     marks = self._marks(leaf)
                     if marks:
                         entry.marks[_tensor_path(keys)] = marks
+                        entry.shapes[_tensor_path(keys)] = tuple(leaf.shape)
                     # a fresh leaf: what is computed from here on has this layer as its source, and nothing before it
                     if leaf.requires_grad:
                         leaf = self._replace_by_marker(leaf, {("layer", layer_index)})
@@ -216,10 +195,10 @@ class _Probe:
 
         return hook
 
-    def _mark_outputs(self) -> Any:
+    def _mark_outputs(self) -> Callable[..., object]:
         """Returns a hook that notes foreign sources of a layer's outputs and puts markers in their place."""
 
-        def hook(_layer: nn.Module, _args: Any, output: Any) -> Any:
+        def hook(_layer: nn.Module, _args: object, output: object) -> object:
             layer_index = len(self._outputs_by_call)
             # the version of a marker counts in-place writes by the layer into its inputs
             self._writes |= any(item._version for item in self._input_markers[layer_index])
@@ -265,20 +244,16 @@ class _Probe:
             marks |= self._marks_of_leaf.get(id(leaf), set())
         return marks
 
-    def _assemble(self, tail: set[Mark]) -> LayerGraph:
-        """Builds the layer graph from the noted sources.
-
-        Args:
-            tail: sources of the model's output.
-        """
+    def _assemble(self) -> LayerGraph:
+        """Builds the layer graph from the noted sources of the layers' inputs and of the model's output."""
         layer_count_, input_weights, output_weights, boundary_tensors = len(self._called_layers), [], [], []
         blocked: dict[int, str] = {}
         inside = tuple(f"{name}." for name in self._called_layers)
-        for layer_index, marks in enumerate([*(entry.marks for entry in self._inputs_by_call), {("tail",): tail}]):
+        for layer_index, entry in enumerate([*self._inputs_by_call, self._output]):
             used_inside: set[str] = set()
             used_between: set[str] = set()
             paths: list[Path] = []
-            for path, path_marks in marks.items():
+            for path, path_marks in entry.marks.items():
                 sources = {index for source_kind, index in path_marks if source_kind == "layer"}
                 weights = {self._weight_names[index] for source_kind, index in path_marks if source_kind == "weight"}
                 # made from a layer's output: that layer's stage computes it and sends the result

@@ -11,14 +11,12 @@ import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
-from meshwright.models.analysis.table import Clone, clone_of
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
 
-LARGE = 1 << 28
-"""Elements beyond which a function's model isn't tried, for it can't be shrunk."""
 ROWS = 4
 """Rows of a trial; means are tested on its first row and the others."""
 SAMPLES = 6
@@ -62,10 +60,10 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
             returns.
     """
     elements = sum(parameter.numel() for parameter in built.module.parameters())
-    if built.config.kind == "function" and elements > LARGE:
+    if built.config.kind == "function" and elements > LARGEST_FUNCTION:
         return ForwardTrial()
     try:
-        clone = clone_of(built)
+        clone = make_clone(built)
         for child in clone.module.modules():
             for key, item in child._buffers.items():
                 if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:

@@ -26,7 +26,7 @@ TRIALS = 60
 _NOT_COUNTS = ("head_dim", "head_size", "layer_idx", "layer_id", "top_k", "layer_number", "eps", "seed", "training")
 
 
-def find_numbers(
+def fit_shape_attributes(
     traced: LayerTrace, group: ShardingGroup, works: Callable[[ShardingGroup], str]
 ) -> tuple[ShardingGroup | None, str]:
     """Returns the group with the shape attributes and cuttings under which it works, or None with its first failure.

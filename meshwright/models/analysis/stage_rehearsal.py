@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
-from meshwright.models.forward import model_output
-from meshwright.models.structure import ModelStructure
-from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.models.analysis.clone import Clone
+from meshwright.models.analysis.evidence import StageTrial
+from meshwright.models.analysis.rehearsal import PassComparison, run_passes
 from meshwright.parallel.stage import Stage, copied
 from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
@@ -20,94 +19,92 @@ from meshwright.torch_compat.pipelining import stage_backward_input, stage_backw
 _STAGES = 16
 """Largest number of stages of a rehearsal."""
 _BOUND = 1e-6
-"""Largest relative difference between stages and whole: the same operations on the same numbers, in float64."""
+"""Largest relative difference between stages and full model: the same operations on the same numbers, in float64."""
 Tokens = tuple[torch.Tensor, torch.Tensor]
 """(B, S) tokens and their targets."""
 
 
-def output_of(
-    module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None = None
-) -> torch.Tensor:
-    """Returns a model's logits (B, S, V) with the terms of its own loss in them, or the loss of one without logits."""
-    if objective is not None and not objective.plain:
-        with Float64Ops(), nothing_dropped():
-            return trial_output(module, structure, objective, *arguments)
-    result = model_output(module, structure, *arguments)
-    output = result.logits if result.logits is not None else result.loss
-    assert output is not None
-    return output
-
-
-def rehearse(
-    module: nn.Module,
-    structure: ModelStructure,
-    layer_graph: LayerGraph,
-    arguments: Tokens,
-    objective: Objective | None = None,
-) -> str:
+def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) -> StageTrial:
     """Cuts a model into stages and compares output and gradients with the full model.
 
     Args:
-        module: real, small, in float64; it stays unchanged.
-        structure: of the module.
+        clone: tied weights apart; it stays unchanged.
         layer_graph: to be proven.
         arguments: tokens and targets.
-        objective: the model's own loss.
 
     Returns:
-        The reason for which its backward can't be split into input and weight gradients, as some schedules need; ""
-        when it can.
+        The trial; it names the reason for which backward can't be split into input and weight gradients, as some
+        schedules need.
 
     Raises:
         PlanError: it can't be cut anywhere, or stages compute something else than the full model.
     """
-    # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
-    full_output = output_of(copied(module, share=True), structure, arguments, objective)
-    generator = torch.Generator().manual_seed(2)
-    output_grad = torch.randn(full_output.shape, generator=generator, dtype=full_output.dtype)
+    module = clone.module
     # a random gradient of the output, so that errors of different elements can't cancel
-    (full_output * output_grad).sum().backward()
+    generator = torch.Generator().manual_seed(2)
+    output_grad: list[torch.Tensor] = []
+
+    def draw_output_grad(output: torch.Tensor) -> torch.Tensor:
+        output_grad.append(torch.randn(output.shape, generator=generator, dtype=output.dtype))
+        return output_grad[0]
+
+    # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
+    shared_copy = copied(module, share=True)
+    expected = run_passes(lambda: clone.output_of(shared_copy, *arguments), module, draw_output_grad)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    expected_grads = {name: parameter.grad for name, parameter in module.named_parameters()}
-    module.zero_grad(set_to_none=True)
+    bounds = _spread_bounds(layer_graph)
+    stage_weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
+    run_model = functools.partial(_boundary_output, clone=clone, arguments=arguments)
+    comparison = PassComparison(_BOUND)
+    try:
+        output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad[0])
+        _compare(comparison, "its output", output, expected.output)
+        _compare_gradients(comparison, module, expected.grads)
+        largest_error = comparison.error
+    finally:
+        module.zero_grad(set_to_none=True)
+    whole_backward = ""
+    try:
+        _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad[0], halves=True)
+        _compare_gradients(comparison, module, expected.grads)
+    # a refusal of zero-bubble schedules alone, not of the pipeline
+    except (PlanError, RuntimeError, AssertionError) as error:
+        # torch's message lists all tensors before the error itself
+        cause = error.__cause__ or error
+        whole_backward = " ".join(str(cause).split())[:200] or type(cause).__name__
+    finally:
+        module.zero_grad(set_to_none=True)
+    return StageTrial(bounds=bounds, error=largest_error, whole_backward=whole_backward)
+
+
+def _spread_bounds(layer_graph: LayerGraph) -> tuple[int, ...]:
+    """Returns the first layer of each stage of a rehearsal, and the number of layers: as many cuts as it may have.
+
+    Raises:
+        PlanError: no cut is possible.
+    """
     layer_count = len(layer_graph.layers)
     open_boundaries = [boundary for boundary in range(1, layer_count) if boundary not in layer_graph.blocked]
     if not open_boundaries:
         boundary, reason = next(iter(layer_graph.blocked.items()))
         raise PlanError(f"in front of layer {boundary}, {reason}")
-    # as many cuts as a rehearsal may have, spread evenly
-    inner_bounds = (
-        [open_boundaries[index * len(open_boundaries) // (_STAGES - 1)] for index in range(_STAGES - 1)]
-        if len(open_boundaries) >= _STAGES
-        else open_boundaries
-    )
-    bounds = (0, *inner_bounds, layer_count)
-    stage_weights = weights_by_stage(layer_graph, names, bounds, structure.ties)
-    run_model = functools.partial(_boundary_output, structure=structure, arguments=arguments, objective=objective)
-    output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad)
-    _compare("its output", output, full_output)
-    _compare_gradients(module, expected_grads)
-    try:
-        _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad, halves=True)
-        _compare_gradients(module, expected_grads)
-    # a refusal of zero-bubble schedules alone, not of the pipeline
-    except (PlanError, RuntimeError, AssertionError) as error:
-        # torch's message lists all tensors before the error itself
-        cause = error.__cause__ or error
-        return " ".join(str(cause).split())[:200] or type(cause).__name__
-    finally:
-        module.zero_grad(set_to_none=True)
-    return ""
+    if len(open_boundaries) >= _STAGES:
+        # spread evenly
+        open_boundaries = [
+            open_boundaries[index * len(open_boundaries) // (_STAGES - 1)] for index in range(_STAGES - 1)
+        ]
+    return (0, *open_boundaries, layer_count)
 
 
-def _compare_gradients(module: nn.Module, expected_grads: Mapping[str, torch.Tensor | None]) -> None:
+def _compare_gradients(
+    comparison: PassComparison, module: nn.Module, expected_grads: Mapping[str, torch.Tensor]
+) -> None:
     """Compares a module's gradients with the full model's, by name and of the parameter's shape; clears them."""
-    largest = max((float(grad.abs().max()) for grad in expected_grads.values() if grad is not None), default=1.0)
+    largest = max((float(grad.abs().max()) for grad in expected_grads.values()), default=1.0)
     for name, item in module.named_parameters():
-        full_grad = expected_grads[name]
-        expected = full_grad if full_grad is not None else torch.zeros_like(item)
-        actual = item.grad if item.grad is not None else torch.zeros_like(item)
-        _compare(f"the gradient of '{name}'", actual, expected, largest)
+        if item.requires_grad:
+            actual = item.grad if item.grad is not None else torch.zeros_like(item)
+            _compare(comparison, f"the gradient of '{name}'", actual, expected_grads[name], largest)
     module.zero_grad(set_to_none=True)
 
 
@@ -164,19 +161,18 @@ def _run_stages(
     return output
 
 
-def _boundary_output(
-    module: nn.Module, structure: ModelStructure, arguments: Tokens, objective: Objective | None
-) -> tuple[torch.Tensor, ...]:
-    # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
+def _boundary_output(module: nn.Module, clone: Clone, arguments: Tokens) -> tuple[torch.Tensor, ...]:
     """Runs the last stage's model; returns its output in a tuple."""
-    return (output_of(module, structure, arguments, objective).clone(),)
+    # Not a view, which a backward in halves can't detach in place: the last stage of a run ends in a loss, no view.
+    return (clone.output_of(module, *arguments).clone(),)
 
 
-def _compare(subject: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0) -> None:
+def _compare(
+    comparison: PassComparison, subject: str, actual: torch.Tensor, expected: torch.Tensor, scale: float = 0.0
+) -> None:
     """Refuses a tensor that differs from the full model's by more than rounding; both have one shape."""
-    difference = float((actual.detach() - expected.detach()).abs().max())
-    bound = _BOUND * max(float(expected.detach().abs().max()), 1e-3 * scale)
-    if not difference <= bound:
+    if comparison.differs(actual.detach(), expected.detach(), scale):
+        difference = float((actual.detach() - expected.detach()).abs().max())
         raise PlanError(
             f"cut into stages, {subject} moves by {difference:.1e}: some value reaches a layer on another way"
         )

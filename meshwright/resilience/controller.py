@@ -1,0 +1,388 @@
+"""The life of a run: generation after generation of ranks, on any number of nodes; one node leads itself.
+
+For each generation the controller plans for the devices that are usable, chooses the state to restore, starts the ranks
+on all nodes, watches them, and decides what follows from their end (`generation`). It never uses a device, a thread or
+a process group, so that ranks can be forked from its process. All ranks of a generation are gone before it starts the
+next one, so that two never run at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
+from meshwright.resilience.devices import Roster
+from meshwright.resilience.disk import save_newest_state
+from meshwright.resilience.generation import (
+    HOPELESS,
+    Ending,
+    GenerationVerdict,
+    Patience,
+    decide_after_failure,
+    judge_generation,
+)
+from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, job_origin
+from meshwright.resilience.membership import LeadershipLost, Membership
+from meshwright.resilience.messages import Busy, Device, Order, Reconfigure, RewindState, Start, StateLocation
+from meshwright.resilience.orders import (
+    StateKey,
+    assign_ranks,
+    choose_state,
+    complete_states,
+    describe_shortage,
+    plan_copies,
+    plan_local_copies,
+    states_after,
+)
+from meshwright.resilience.peers import pump_until
+from meshwright.resilience.plan_prefetch import PlanPrefetcher
+from meshwright.resilience.rewinds import Rewinds
+from meshwright.spec.plan import Plan
+from meshwright.train.integrity import Damage
+from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.outcome import TrainOutcome
+from meshwright.train.session import TrainJob
+
+_BUSY_S = 60.0
+_RETURN_S = 10.0
+"""How long to wait for missing nodes when the nodes present hold no complete state in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """How a run gets plans and jobs for other ranks than those that it began with."""
+
+    plans: Callable[[int], tuple[Plan, ModelAnalysis]]
+    """Returns the plan for a number of ranks, with its model analysis; raises for a number without a layout."""
+    remake: Callable[[Plan, ModelAnalysis | None], TrainJob]
+    """Returns the job of a plan; the analysis is that of the plan, where it is known."""
+    announce: Callable[[Plan], None]
+    """Called with each later plan before its ranks start."""
+
+
+class Controller:
+    """Runs generations of ranks until the run ends, or until another node leads.
+
+    Args:
+        members: the nodes of the run.
+        planning: gives plans for other numbers of ranks.
+        event: records an event: its kind, and its fields by keyword.
+        order: the last order of another leader, if any.
+        lost_at: time.monotonic() at which that leader was lost.
+    """
+
+    def __init__(
+        self,
+        members: Membership,
+        planning: Planning,
+        event: Callable[..., None],
+        order: Order | None = None,
+        lost_at: float | None = None,
+    ) -> None:
+        self._members, self._local, self._event = members, members.local, event
+        job = self._local.job
+        self._config, self._planning = job.config.recovery, planning
+        self._planner = PlanPrefetcher(planning.plans)
+        self._planner.learn(job.plan.ranks, (job.plan, job.analysis))
+        # A minimum that not even all devices reach would be waited for in vain.
+        self._minimum = min(self._config.minimum, job.plan.ranks)
+        self._roster: Roster[Device] = Roster([], self._config)
+        self._patience = Patience(self._config.attempts)
+        self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
+        rewind = order.rewind if order is not None else RewindState()
+        self._rewinds = Rewinds(job.config, self._store, event, rewind)
+        self._refused_states: set[StateKey] = set()
+        self.order = order
+        """The last order."""
+        self._lost_at = lost_at
+        self._first_generation = order is None
+
+    def run(self, expected: set[int], limit_s: float) -> TrainOutcome:
+        """Runs generations until the run ends, and returns its outcome.
+
+        Args:
+            expected: nodes that should be connected at the start.
+            limit_s: how long to wait for them.
+
+        Raises:
+            LeadershipLost: when another node leads.
+            MeshwrightError: when the run can't go on; its newest state has been written to disk then.
+        """
+        members = self._members
+        try:
+            members.report_local()
+            all_present = pump_until(lambda: expected <= members.reports.keys(), limit_s, self._pump_idle)
+            if not all_present and self._first_generation and members.generation == 0:
+                missing = sorted(expected - members.reports.keys())
+                raise LaunchError(f"nodes {missing} didn't come within launch.group_s = {limit_s:g} s; start them too")
+            while True:
+                members.check_majority(self.order)
+                outcome = self._run_generation(*self._next_order())
+                if outcome is not None:
+                    self._local.storage.finish()
+                    return outcome
+                members.claim_next_generation()
+        finally:
+            self._planner.close()
+
+    def _pump_idle(self, seconds: float) -> None:
+        """Processes messages while no ranks run, and stops the run when the user interrupts."""
+        self._members.pump(seconds)
+        if self._local.interrupts:
+            raise self._save_newest_state(LaunchError(f"ended while waiting for {self._members.awaited}"))
+
+    def _usable_devices(self) -> list[Device]:
+        """Returns node and number of every device that isn't left out, ordered by node."""
+        left_out = set(self._roster.absent)
+        devices = [(node, slot) for node, report in sorted(self._members.reports.items()) for slot in report.slots]
+        return [device for device in devices if device not in left_out]
+
+    def _next_order(self) -> tuple[Order, ModelAnalysis | None]:
+        """Plans for the devices present; returns the next generation's order, and the plan's model analysis."""
+        started = time.monotonic()
+        self._await_devices()
+        self._await_newer_state()
+        devices, reason = self._usable_devices(), ""
+        for count in range(len(devices), self._minimum - 1, -1):
+            try:
+                (plan, analysis), prefetched = self._plan_for(count)
+            except (PlanError, ClusterError) as error:
+                reason = reason or str(error)
+                continue
+            # Planning took time: devices that joined or left meanwhile invalidate the plan.
+            if set(devices) != set(self._usable_devices()):
+                return self._next_order()
+            if not self._first_generation:
+                self._planning.announce(plan)
+            order, shortage = self._compose(plan, devices[:count])
+            if not self._first_generation:
+                self._event(
+                    "planned", seconds=time.monotonic() - started, layout=str(plan.layout), ranks=count,
+                    left_out=self._describe(self._roster.absent), ahead=prefetched, **self._describe_order(order),
+                )  # fmt: skip
+            if shortage is not None:
+                self._event(**shortage)
+            self._first_generation = False
+            return order, analysis
+        raise self._save_newest_state(LaunchError(f"no layout for the {len(devices)} ranks that are left: {reason}"))
+
+    def _await_devices(self) -> None:
+        """Waits until `recovery.minimum` devices are usable, readmitting those whose time out is over."""
+        while len(self._usable_devices()) < self._minimum:
+            pause_s, present = self._roster.next_s(), len(self._usable_devices())
+            known = {"seconds": pause_s} if pause_s else {}
+            self._event("waiting", **known, present=present, minimum=self._config.minimum)
+            pump_until(
+                lambda present=present: bool(self._roster.due()) or len(self._usable_devices()) > present,  # type: ignore[misc]
+                math.inf,
+                self._pump_idle,
+            )
+            self._roster.readmit(self._roster.due())
+
+    def _await_newer_state(self) -> None:
+        """Gives missing nodes a moment to return, where those present hold parts of a state newer than the disk."""
+        if self.order is None or self._members.alone:
+            return
+        nodes = set(self.order.nodes)
+
+        def may_wait() -> bool:
+            reports = self._members.reports
+            steps = [record.step for report in reports.values() for record in report.snapshots]
+            newer = max(steps, default=-1) > self._disk_step()
+            return newer and bool(nodes - reports.keys()) and self._newest_state() is None
+
+        pump_until(lambda: not may_wait(), _RETURN_S, self._pump_idle)
+
+    def _plan_for(self, count: int) -> tuple[tuple[Plan, ModelAnalysis], bool]:
+        """Returns the planner's answer for a number of ranks, and whether it was prefetched."""
+        if not self._members.alone:
+            # In another process, since other nodes must hear of this one meanwhile.
+            self._planner.start([count])
+            pump_until(lambda: not self._planner.pending(count), _BUSY_S, self._members.pump)
+            self._members.broadcast(Busy(_BUSY_S))
+        return self._planner.answer(count)
+
+    def _compose(self, plan: Plan, devices: Sequence[Device]) -> tuple[Order, dict[str, Any] | None]:
+        """Returns the order of a plan, and the event that reports a shortage of memory for copies, if any."""
+        members, reports = self._members, self._members.reports
+        shares, shortage = assign_ranks(reports, devices), None
+        if members.alone:
+            copies, shortage = plan_local_copies(plan, reports[self._local.node], self._config)
+        else:
+            copies = plan_copies(plan, shares, reports, self._config)
+        peaks = (report.peak_flops for _, report in sorted(reports.items()))
+        order = Order(
+            generation=members.generation,
+            plan=plan,
+            shares=shares,
+            members=tuple(sorted(reports)),
+            store=reports[devices[0][0]].address("store"),
+            shelves={node: report.address("shelf") for node, report in reports.items()},
+            state=self._newest_state(),
+            peak_flops=next((peak for peak in peaks if peak), None),
+            lost_for_s=None if self._lost_at is None else time.monotonic() - self._lost_at,
+            rewind=self._rewinds.state,
+            copies=copies,
+            fruitless=self._patience.fruitless,
+        )
+        return order, shortage if members.alone else describe_shortage(order, self._config)
+
+    def _describe(self, devices: Sequence[Device]) -> list[Any]:
+        return [self._members.describe_device(device) for device in devices]
+
+    def _describe_order(self, order: Order) -> dict[str, Any]:
+        """Returns the fields of an event that describe an order to several nodes."""
+        if self._members.alone:
+            return {}
+        restores = order.state.step if order.state is not None else None
+        return {"nodes": order.nodes, "generation": order.generation, "restores": restores}
+
+    def _disk_step(self) -> int:
+        latest = self._store.latest()
+        return latest.step if latest is not None else -1
+
+    def _newest_state(self) -> StateLocation | None:
+        """Returns where the newest complete state in memory lies; None when a checkpoint on disk is newer."""
+        floor = self._rewinds.state.floor
+        return choose_state(self._members.reports, self._refused_states, self._disk_step(), floor)
+
+    def _run_generation(self, order: Order, analysis: ModelAnalysis | None) -> TrainOutcome | None:
+        """Runs one generation on all nodes; returns the run's outcome, None when another generation must follow."""
+        members, local = self._members, self._local
+        self.order = order
+        members.begin_generation()
+        # Forking the ranks blocks this thread: without Busy the followers would take the silence for a loss.
+        members.broadcast(Busy(_BUSY_S))
+        members.broadcast(Start(order))
+        try:
+            if local.node in order.nodes:
+                local.run(order, self._watch_generation, analysis, members.wake, members.fence())
+            else:
+                local.skip(order.generation)
+            members.report_local()
+            pump_until(self._all_ended, math.inf, members.pump)
+        except LeadershipLost:
+            raise
+        except GenerationAborted:
+            members.report_local()
+        self._lost_at = members.lost_at or local.failed_at or time.monotonic()
+        members.fence_generation(order)
+        verdict = judge_generation(order, members.reports, members.lost_nodes)
+        fenced_s = time.monotonic() - self._lost_at
+        if verdict.ending is Ending.COMPLETE:
+            return verdict.outcome
+        if verdict.outcome is None:
+            self._handle_failure(verdict, order, fenced_s)
+        elif verdict.ending is Ending.ANOMALOUS:
+            local.storage.settle(rewinds=True)
+            self._rewinds.rewind_to_checkpoint(verdict.outcome, order.generation)
+        elif verdict.outcome.damage is not None:
+            self._rewind_damage(verdict.outcome.damage, order)
+        else:
+            readmitted = self._roster.due()
+            self._roster.readmit(readmitted)
+            nodes = {} if members.alone else {"nodes": members.joined_nodes()}
+            self._event("growing", step=verdict.outcome.step, devices=self._describe(readmitted), **nodes)
+        return None
+
+    def _all_ended(self) -> bool:
+        """Whether every node reported that its ranks ended, or one failed or was lost."""
+        assert self.order is not None
+        reports = [self._members.reports.get(node) for node in self.order.nodes]
+        # Until a node reports the end of this generation, its report has that of an earlier one.
+        generation = self.order.generation
+        ends = [report.end for report in reports if report is not None and report.end.generation == generation]
+        failed = None in reports or any(end.failure is not None for end in ends)
+        return failed or len(ends) == len(reports)
+
+    def _watch_generation(self, ranks: GenerationRanks) -> None:
+        """Checks ranks and nodes while a generation runs; raises `GenerationAborted` for a node's loss or failure."""
+        order, members = self.order, self._members
+        assert order is not None
+        stamps = self._local.poll(ranks)
+        # The launcher waits between two calls: this must not.
+        if not members.alone:
+            members.pump(0.0)
+        for node in order.nodes:
+            report = members.reports.get(node)
+            if node in members.lost_nodes or report is None:
+                raise GenerationAborted(f"node {node} was lost")
+            if report.end.generation == order.generation and report.end.failure is not None:
+                raise GenerationAborted(f"node {node} reports a failure")
+        # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
+        if not ranks.control.reconfiguration_requested and (self._roster.due() or members.awaits_reconfiguration()):
+            ranks.control.request_reconfiguration()
+            members.broadcast(Reconfigure(order.generation))
+        if stamps and all(stamp.step > 2 for stamp in stamps):
+            # Past the first steps the run is likely to last: plan in advance for the loss of a rank, two, or a node.
+            losses = {1, 2, *(len(share.slots) for share in order.shares)}
+            self._planner.start([order.world - loss for loss in sorted(losses) if order.world - loss >= self._minimum])
+
+    def _handle_failure(self, verdict: GenerationVerdict, order: Order, fenced_s: float) -> None:
+        """Records a failure, refuses the state that caused it, and leaves out the device that did.
+
+        Raises:
+            MeshwrightError: when the run can't go on.
+        """
+        members, failure = self._members, verdict.failure
+        if failure is not None:
+            self._event(
+                "rank_lost", lost=failure.rank, **members.describe_node(failure.node), place=failure.coordinates,
+                why=failure.text.splitlines()[0], generation=order.generation, phase=failure.phase, step=failure.step,
+            )  # fmt: skip
+        self._event("fenced", generation=order.generation, seconds=fenced_s)
+        interrupted = self._local.interrupts > 0
+        decision = decide_after_failure(verdict, order, members.lost_nodes, self._patience, interrupted)
+        if decision.refused_state is not None:
+            self._refused_states.add(decision.refused_state)
+            self._event("snapshot_refused", reason=str(decision.error))
+        if decision.ends_run:
+            raise self._save_newest_state(decision.error)
+        if decision.blamed is not None:
+            self._blame(decision.blamed)
+
+    def _rewind_damage(self, damage: Damage, order: Order) -> None:
+        """Restarts from the newest state that is older than a damage.
+
+        Raises:
+            RankError: when damages recurred too often without a step beyond the furthest one.
+        """
+        # What the keeper would write may be damaged; a checkpoint under way may have to be withdrawn.
+        self._local.storage.settle(rewinds=True)
+        reports = self._members.reports
+        states = complete_states(reports, self._refused_states, self._rewinds.state.floor)
+        try:
+            keep = self._rewinds.rewind_before(damage, any(step <= damage.keep for step, _ in states))
+        except RankError as error:
+            self._refused_states |= states_after(reports, damage.keep)
+            raise self._save_newest_state(error) from None
+        self._refused_states |= states_after(reports, keep)
+        devices = [(share.node, slot) for share in order.shares for slot in share.slots]
+        if len(damage.ranks) == 1:
+            self._blame(devices[damage.ranks[0]])
+
+    def _blame(self, device: Device) -> None:
+        """Records that a device's rank failed, and reports when the device is left out."""
+        if self._roster.blame(device):
+            fields = self._members.describe_node(device[0]) | {"device": device[1], "seconds": self._roster.next_s()}
+            self._event("left_out", **fields)
+
+    def _save_newest_state(self, error: MeshwrightError) -> MeshwrightError:
+        """Writes the newest state in memory to disk before the run ends; returns ``error``, to be raised."""
+        location = self._newest_state()
+        # A configuration error at the start trained nothing: there is no new state to save.
+        if location is None or self.order is None or isinstance(error, HOPELESS):
+            return error
+        self._members.broadcast(Busy(_BUSY_S))
+        self._local.storage.settle()
+        shelves = {node: report.address("shelf") for node, report in self._members.reports.items()}
+        state = self._local.open_state(location, shelves)
+        event_fields = save_newest_state(self._store, state, job_origin(self._local.job, self.order.plan.layout))
+        if event_fields is not None:
+            self._event(**event_fields)
+        return error
