@@ -27,7 +27,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.parallel import build as builder
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.stage import copied
+from meshwright.parallel.stage import copy_module
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -72,7 +72,7 @@ def rank_bytes(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: in
     """Builds one rank and returns the number of its weights and their bytes."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world)
     try:
-        module = copied(built.module)
+        module = copy_module(built.module)
         laps.lap("copy the model")
         mesh = Mesh(layout, "cpu", TrafficLog())
         laps.lap("mesh")
@@ -159,7 +159,7 @@ def main() -> None:
     given = reader.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    builder.settle = lambda module: None  # it gathers each unit once, which no fake rank can
+    builder.finalise_fsdp_shards = lambda module: None  # it gathers each unit once, which no fake rank can
     for case in given.cases:
         ranks = [int(rank) for rank in given.ranks.split(",")]
         found = measure(case, given.layout, ranks, given.cluster, given.rows)

@@ -25,7 +25,7 @@ from typing import Any
 from processes import kill_descendants
 
 from meshwright import CalibrateConfig, NodeOptions, calibrate
-from meshwright.calibrate.practice import practise
+from meshwright.calibrate.practice import practise_paced
 from meshwright.errors import MeshwrightError
 from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.model_reading import make_measure, model_parts
@@ -203,13 +203,15 @@ def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, 
     one = price_layout(asked, layout, make_measure(built, TOKENS, "float32"))
     planned = prediction(asked, one, model_parts(built, facts)).step_s
     assert planned is not None
-    found = launcher.run(practise, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)
+    found = launcher.run(practise_paced, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)
     return {
         "model": name,
         "ranks": layout.world,
         "layout": str(layout),
         "planned_s": planned,
-        "measured_s": statistics.median(max(times) for times in zip(*(times for times, _ in found))),
+        "measured_s": statistics.median(
+            max(seconds for seconds, _, _ in timed) for timed in zip(*(timed for timed, _ in found))
+        ),
         "planned_traffic": sum(one.price.parts[part] for part in TRAFFIC) / one.price.step_s,
     }
 

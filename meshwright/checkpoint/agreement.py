@@ -68,11 +68,11 @@ class Agreement:
     def give_up(self) -> None:
         """Notifies waiting processes that this one won't come; ranks of a process group notice by themselves."""
 
-    def outcomes(self, action: Callable[[], Any]) -> list[RankOutcome]:
+    def outcomes(self, action: Callable[[], object]) -> list[RankOutcome]:
         """Runs an action on every rank and gathers the outcomes."""
         return self.gather(capture_outcome(action))
 
-    def run_on_all(self, activity: str, action: Callable[[], Any]) -> list[Any]:
+    def run_on_all(self, activity: str, action: Callable[[], T]) -> list[T]:
         """Runs an action on every rank and raises on all of them when it failed on any.
 
         Args:
@@ -114,7 +114,7 @@ def format_failures(outcomes: list[RankOutcome]) -> str:
     return "; ".join(shown_failures) + (f"; and {hidden_count} more ranks" if hidden_count else "")
 
 
-def capture_outcome(action: Callable[[], Any]) -> RankOutcome:
+def capture_outcome(action: Callable[[], object]) -> RankOutcome:
     """Runs an action and returns its value or its error's text; never raises."""
     try:
         return RankOutcome(action(), None)

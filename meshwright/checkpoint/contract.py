@@ -13,13 +13,13 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+import meshwright.checkpoint as folder
 from meshwright.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.distributed import ProcessGroup
 
 
 class TensorRecord(NamedTuple):
@@ -97,8 +97,6 @@ class Backend(Protocol):
 @cache
 def known_backends() -> dict[str, Backend]:
     """Imports every module of this folder and returns the backends among them, by name."""
-    import meshwright.checkpoint as folder
-
     backends = {}
     for module_info in pkgutil.iter_modules(folder.__path__):
         backend = getattr(importlib.import_module(f"{folder.__name__}.{module_info.name}"), "BACKEND", None)

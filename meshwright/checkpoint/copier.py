@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, within
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, view_within
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.torch_compat.tensors import foreach_copy_
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Copier:
@@ -19,7 +19,7 @@ class Copier:
 
     From host memory the copy is done when `copy` returns. From a GPU it runs on a side stream, straight into the
     target, which is registered with the driver so that the device writes it by DMA. Forward and backward of the next
-    step run meanwhile; the next update waits for `done` on the device. Tensors that a forward may change (buffers) are
+    step run meanwhile; the next update waits for `copy_event` on the device. Buffers, which a forward may change, are
     copied on the compute stream, in order with it.
 
     Args:
@@ -35,11 +35,11 @@ class Copier:
         self._changing = [bool(changing) and shard.name.startswith(changing) for _, shard in saved_shards]
         self._sources: list[Tensor] | None = None
         self._registered: dict[int, bool] = {}
-        self._stream: Any = None
-        self.done: Any = None
+        self._stream: torch.cuda.Stream | None = None
+        self.copy_event: torch.cuda.Event | None = None
         """CUDA event at the end of the last copy; None where the copy was synchronous."""
 
-    def aim(self, tensors: Mapping[str, Any]) -> None:
+    def aim(self, tensors: Mapping[str, StateTensor]) -> None:
         """Resolves the views of the saved shards, which costs more than copying a small state.
 
         Args:
@@ -53,7 +53,7 @@ class Copier:
         if [shard for shard, _ in local_shards] != self._local_table:
             raise CheckpointError("the state has other parts than those that snapshots were planned for")
         self._sources = [
-            within(local_shards[index][1], local_shards[index][0].box, shard.box) for index, shard in self._saved
+            view_within(local_shards[index][1], local_shards[index][0].box, shard.box) for index, shard in self._saved
         ]
 
     def copy(self, targets: Sequence[Tensor], memory: mmap.mmap) -> None:
@@ -66,12 +66,10 @@ class Copier:
         Raises:
             CheckpointError: when it hasn't been aimed.
         """
-        import torch
-
         sources = self._sources
         if sources is None:
             raise CheckpointError("the first snapshot of a state needs its tensors")
-        self.done = None
+        self.copy_event = None
         pairs = list(zip(targets, sources, self._changing))
         host_pairs = [(target, source) for target, source, _ in pairs if not source.is_cuda]
         if len(host_pairs) < len(pairs):
@@ -91,20 +89,18 @@ class Copier:
             self._stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(self._stream):
                 _copy_each(side_stream_pairs, registered)
-                self.done = torch.cuda.Event()
-                self.done.record(self._stream)
+                self.copy_event = torch.cuda.Event()
+                self.copy_event.record(self._stream)
         _copy_each(host_pairs, False)
 
     def wait(self) -> None:
         """Waits until the last copy is done."""
-        copy_event = self.done
+        copy_event = self.copy_event
         if copy_event is not None:
             copy_event.synchronize()
 
     def _register(self, memory: mmap.mmap) -> bool:
         """Registers memory for DMA by the GPU, once; returns False where that fails, so that copies are synchronous."""
-        import torch
-
         if id(memory) not in self._registered:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
             # Registered pages let the device write by DMA; registering is slow, so once a segment.

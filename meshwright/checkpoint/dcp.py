@@ -9,12 +9,13 @@ sides. A rank's error is reduced to text, since one that can't be pickled would 
 from __future__ import annotations
 
 import math
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,12 +32,15 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import ChecksumWriter
 from meshwright.errors import CheckpointError
 from meshwright.names import plain_name
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.torch_compat.checkpoints import MemoryFormatCode, StorageInfo
 from meshwright.torch_compat.tensors import storage_layout
 
@@ -70,7 +74,7 @@ class DcpBackend:
 
     def read(self, folder: Path, targets: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
         """Reads the overlaps of this rank's shards with the chunks on disk."""
-        _load(folder, targets, _Reader(folder), group)
+        _load(targets, _Reader(folder), group)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
         """Yields full tensors, read in batches of about 256 MiB."""
@@ -80,9 +84,12 @@ class DcpBackend:
         reader = _Reader(folder)
         for batch in _batches(names, table):
             tensors = {name: torch.empty(table[name].shape, dtype=getattr(torch, table[name].dtype)) for name in batch}
-            _load(folder, tensors, reader, None)
+            _load(tensors, reader, None)
             for name in batch:
                 yield name, tensors.pop(name)
+
+
+T = TypeVar("T")
 
 
 class _SummedFiles(FileSystem):
@@ -92,7 +99,7 @@ class _SummedFiles(FileSystem):
         self.records: dict[str, FileRecord] = {}
 
     @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[BinaryIO]:
         if mode != "wb":
             raise CheckpointError(f"{path} is opened with '{mode}'; a checkpoint's files are only written new")
         path = Path(path)
@@ -100,7 +107,7 @@ class _SummedFiles(FileSystem):
             yield stream
         self.records[path.name] = stream.record
 
-    def rename(self, path: Any, new_path: Any) -> None:
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
         super().rename(path, new_path)
         self.records[Path(new_path).name] = self.records.pop(Path(path).name)
 
@@ -117,14 +124,14 @@ class _Writer(FileSystemWriter):
     def records(self) -> dict[str, FileRecord]:
         return self.fs.records  # type: ignore[attr-defined]
 
-    def prepare_local_plan(self, plan: Any) -> Any:
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return _with_plain_errors(lambda: super(_Writer, self).prepare_local_plan(plan))
 
-    def write_data(self, plan: Any, planner: Any) -> Any:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> object:
         return _with_plain_errors(lambda: super(_Writer, self).write_data(plan, planner))
 
-    def finish(self, metadata: Metadata, results: Any) -> None:
-        return _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        _with_plain_errors(lambda: super(_Writer, self).finish(metadata, results))
 
     def storage_meta(self) -> StorageMeta:
         """Stores no path: the folder is renamed when it is complete."""
@@ -134,13 +141,13 @@ class _Writer(FileSystemWriter):
 class _SavePlanner(DefaultSavePlanner):
     """DCP's planner for a flat mapping."""
 
-    def create_local_plan(self) -> Any:
+    def create_local_plan(self) -> SavePlan:
         return _with_plain_errors(super().create_local_plan)
 
-    def create_global_plan(self, all_plans: Any) -> Any:
+    def create_global_plan(self, all_plans: list[SavePlan]) -> object:
         return _with_plain_errors(lambda: super(_SavePlanner, self).create_global_plan(all_plans))
 
-    def lookup_object(self, index: MetadataIndex) -> Any:
+    def lookup_object(self, index: MetadataIndex) -> object:
         return _look_up_memory(self.state_dict, index, super().lookup_object)
 
 
@@ -154,7 +161,7 @@ class _Reader(FileSystemReader):
             self._metadata = _with_plain_errors(lambda: _read_metadata(Path(self.path)))
         return self._metadata
 
-    def read_data(self, plan: Any, planner: Any) -> Any:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> object:
         return _with_plain_errors(lambda: super(_Reader, self).read_data(plan, planner))
 
 
@@ -166,8 +173,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         self.state_dict = full_state_dict  # DCP drops what is neither a tensor nor a plain value
 
-    def create_local_plan(self) -> Any:
-        plan = _with_plain_errors(super().create_local_plan)
+    def create_local_plan(self) -> LoadPlan:
+        plan: LoadPlan = _with_plain_errors(super().create_local_plan)
         # DCP skips what the file lacks; counting elements by name shows it.
         filled: dict[str, int] = {}
         for item in plan.items:
@@ -179,7 +186,7 @@ class _LoadPlanner(DefaultLoadPlanner):
                 raise CheckpointError(f"'{name}': {filled.get(name, 0)} of {local_elements} elements would be filled")
         return plan
 
-    def load_bytes(self, read_item: Any, value: Any) -> None:
+    def load_bytes(self, read_item: ReadItem, value: object) -> None:
         """Refuses items that DCP's planner would unpickle."""
         raise CheckpointError(f"'{read_item.dest_index.fqn}' isn't a tensor in the file")
 
@@ -187,7 +194,9 @@ class _LoadPlanner(DefaultLoadPlanner):
         return _look_up_memory(self.state_dict, index, super().lookup_tensor)
 
 
-def _look_up_memory(state: Mapping[str, Any], index: MetadataIndex, look_up: Callable[[MetadataIndex], Any]) -> Any:
+def _look_up_memory(
+    state: Mapping[str, StateTensor], index: MetadataIndex, look_up: Callable[[MetadataIndex], T]
+) -> T | Tensor:
     """Returns the memory behind an index; DCP's own look-up knows shards of Tensors only, not `LocalBoxes`."""
     target = state[index.fqn]
     return look_up(index) if isinstance(target, Tensor) else target.__get_tensor_shard__(index)
@@ -211,7 +220,7 @@ _METADATA_CLASSES = {
 class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined, misc]
     """Unpickles the classes of DCP's metadata alone: a pickle could otherwise run any code."""
 
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         # torch's dtypes are attributes of torch; everything else needs an entry of the list.
@@ -286,13 +295,13 @@ def _batches(names: Sequence[str], table: Mapping[str, TensorRecord]) -> Iterato
         yield batch
 
 
-def _load(folder: Path, targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
+def _load(targets: Mapping[str, Tensor], reader: _Reader, group: ProcessGroup | None) -> None:
     planner = _LoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     with _as_checkpoint_error(), _silence_single_process_warning(group), torch.no_grad():
         dcp.load(dict(targets), storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
-def _with_plain_errors(action: Callable[[], Any]) -> Any:
+def _with_plain_errors(action: Callable[[], T]) -> T:
     """Runs an action and turns any error into a `CheckpointError`, which can be sent to the other ranks."""
     try:
         return action()

@@ -24,7 +24,7 @@ class Checksum:
         self._crc = 0
         self.size = 0
 
-    def update(self, data: Any) -> None:
+    def update(self, data: bytes | memoryview) -> None:
         """Adds bytes."""
         self.size += memoryview(data).nbytes
         if self._sha is not None:
@@ -60,7 +60,7 @@ class ChecksumWriter(io.BufferedWriter):
         self._checksum.update(data)
         return super().write(data)
 
-    def seek(self, *_: Any) -> int:
+    def seek(self, *_: object) -> int:
         """Refuses: the running checksum is only valid for bytes written in order."""
         raise io.UnsupportedOperation("checkpoint files are written front to back")
 

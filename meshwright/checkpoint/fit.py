@@ -15,7 +15,7 @@ from meshwright.errors import CheckpointError
 _MAX_NAMES = 8
 
 
-def tabulate(tensors: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
+def tabulate_tensors(tensors: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
     """Returns name to global shape and dtype; a DTensor's shape is already global.
 
     Raises:
@@ -35,7 +35,7 @@ def digest(table: Mapping[str, TensorRecord]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def merge(tables: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
+def merge_tables(tables: list[dict[str, TensorRecord]]) -> dict[str, TensorRecord]:
     """Merges the ranks' tables; pipeline stages hold different names.
 
     Raises:

@@ -75,7 +75,7 @@ class Folder:
             raise CheckpointError(f"damaged checkpoints in {self.root} can't be renamed: {error.strerror}") from error
         return later_paths
 
-    def begin(self, step: int) -> tuple[str, str]:
+    def create_temporary(self, step: int) -> tuple[str, str]:
         """Creates a temporary folder for a new checkpoint.
 
         Returns:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,26 @@ from torch.distributed import ProcessGroup
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.checkpoint.files import ChecksumWriter
-from meshwright.checkpoint.snapshot import Snapshot, State, encode, find_complete_states, padded
-from meshwright.checkpoint.tensor_shards import TensorShard, assign_saved_shards, collect_local_shards, digest, within
+from meshwright.checkpoint.snapshot import Snapshot, State, encode_image_header, find_complete_states, pad_to_alignment
+from meshwright.checkpoint.tensor_shards import (
+    TensorShard,
+    assign_saved_shards,
+    collect_local_shards,
+    digest,
+    view_within,
+)
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 
 _SUFFIX = ".image"
-_BATCH_BYTES = 256 * 2**20
 
 
 class ImageBackend:
     """Files that are images of snapshots; see `Backend` for when each method is called."""
 
-    def write(self, folder: Path, tensors: Mapping[str, Any], group: ProcessGroup | None) -> dict[str, FileRecord]:
+    def write(
+        self, folder: Path, tensors: Mapping[str, StateTensor], group: ProcessGroup | None
+    ) -> dict[str, FileRecord]:
         """Writes this rank's shards; a replicated one is written once, balanced over the ranks that hold it."""
         agreement = Agreement(group)
         local_shards = collect_local_shards(tensors)
@@ -40,7 +47,7 @@ class ImageBackend:
             return {}
         # A saved shard may be a cell of the local one; only its elements are copied to the host.
         values = [
-            within(view, source_shard.box, shard.box).detach().cpu().contiguous()
+            view_within(view, source_shard.box, shard.box).detach().cpu().contiguous()
             for shard, (source_shard, view) in saved_shards
         ]
         data = [memoryview(value.reshape(-1).view(torch.uint8).numpy()) for value in values]
@@ -53,7 +60,7 @@ class ImageBackend:
         shards = (stored.shard for snapshot in state.snapshots for stored in snapshot.stored_shards)
         return {shard.name: TensorRecord(shard.shape, shard.dtype) for shard in shards}
 
-    def read(self, folder: Path, targets: Mapping[str, Any], group: ProcessGroup | None) -> None:
+    def read(self, folder: Path, targets: Mapping[str, StateTensor], group: ProcessGroup | None) -> None:
         """Reads the shards that overlap this rank's."""
         _open_state(folder).fill(targets)
 
@@ -73,7 +80,7 @@ class ImageBackend:
 
 
 def write_image(
-    folder: Path, rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str
+    folder: Path, rank: int, shards: Sequence[TensorShard], data: Sequence[memoryview], tensors: str
 ) -> dict[str, FileRecord]:
     """Writes a rank's file.
 
@@ -93,11 +100,11 @@ def write_image(
     path = folder / f"rank-{rank:05d}{_SUFFIX}"
     try:
         with ChecksumWriter(path, "crc32") as stream:
-            stream.write(encode(rank, shards, data, tensors))
+            stream.write(encode_image_header(rank, shards, data, tensors))
             for shard_bytes in data:
                 stream.write(shard_bytes)
                 # Padding as in memory: file and segment have the same offsets.
-                stream.write(bytes(padded(shard_bytes.nbytes) - shard_bytes.nbytes))
+                stream.write(bytes(pad_to_alignment(shard_bytes.nbytes) - shard_bytes.nbytes))
     except OSError as error:
         raise CheckpointError(f"{error.strerror or error} ({path})") from None
     return {path.name: stream.record}

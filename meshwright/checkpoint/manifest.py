@@ -11,6 +11,7 @@ from typing import Any, Self
 
 from meshwright.checkpoint.contract import FileRecord, TensorRecord
 from meshwright.errors import CheckpointError, MeshwrightError
+from meshwright.json_types import JsonObject
 from meshwright.names import plain_name
 from meshwright.records import parse_json
 from meshwright.spec.layout import Layout
@@ -32,13 +33,13 @@ class Origin:
     config: Mapping[str, Any] = field(default_factory=dict)
     """The run's config as plain values."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values for `from_json`."""
         layout = self.layout.to_json() if self.layout is not None else None
         return {"model": self.model, "data": self.data, "layout": layout, "config": dict(self.config)}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Builds the origin from `to_json`'s values."""
         layout = Layout.from_json(values["layout"]) if values["layout"] else None
         return cls(model=values["model"], data=values["data"], layout=layout, config=values["config"])
@@ -118,7 +119,7 @@ class Manifest:
             raise CheckpointError(f"{MANIFEST} was written by another version: {error!r}") from error
 
     @classmethod
-    def _from_body(cls, body: Mapping[str, Any]) -> Self:
+    def _from_body(cls, body: JsonObject) -> Self:
         """Builds the manifest from parsed JSON; raises for missing or mistyped fields."""
         return cls(
             name=body["name"],
@@ -145,7 +146,7 @@ def _file_record(record: Any) -> FileRecord:
     return FileRecord(size, checksum)
 
 
-def _with_checksum(body: Mapping[str, Any]) -> bytes:
+def _with_checksum(body: JsonObject) -> bytes:
     """Returns the body as canonical JSON with the sha256 of that JSON as the last entry."""
     # The checksum covers a compact canonical form; the file itself is indented for people.
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
@@ -153,7 +154,7 @@ def _with_checksum(body: Mapping[str, Any]) -> bytes:
     return (json.dumps({"body": body, "checksum": checksum}, sort_keys=True, indent=1) + "\n").encode()
 
 
-def _verified_body(raw: bytes) -> dict[str, Any]:
+def _verified_body(raw: bytes) -> dict[str, object]:
     """Parses a manifest's bytes; rendering the body again must give the same bytes, so that no byte can change."""
     try:
         body = parse_json(raw)["body"]

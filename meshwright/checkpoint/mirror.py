@@ -39,7 +39,7 @@ class FetchedCheckpoint(NamedTuple):
     size_bytes: int
     """Bytes of all its files."""
 
-    def event_fields(self, mirror: Mirror, seconds: float) -> dict[str, Any]:
+    def event_fields(self, mirror: Mirror, seconds: float) -> dict[str, object]:
         """Returns the fields of its event."""
         return {
             "step": self.step, "mirror": str(mirror), "path": str(self.path), "bytes": self.size_bytes,
@@ -184,7 +184,7 @@ class Mirror:
         file_system, local_folder = self._connect(), Folder(root)
         root.mkdir(parents=True, exist_ok=True)
         step = order_of(name)[0]
-        temporary = root / local_folder.begin(step)[0]
+        temporary = root / local_folder.create_temporary(step)[0]
         try:
             (temporary / MANIFEST).write_bytes(file_system.cat_file(f"{self._root}/{name}/{MANIFEST}"))
             manifest = Manifest.read(temporary, name)

@@ -10,6 +10,7 @@ from typing import Any
 
 from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.manifest import Manifest
+from meshwright.json_types import JsonObject
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,7 +32,7 @@ class SavedCheckpoint:
     copied: Mapping[str, Any] = field(default_factory=dict)
     """Event fields of its copy in ``config.mirror``: path and seconds, or the failure (known on rank 0)."""
 
-    def event_fields(self) -> dict[str, Any]:
+    def event_fields(self) -> dict[str, object]:
         """Returns the fields of its event, without the step."""
         return {"path": str(self.path), "bytes": self.size_bytes, "seconds": self.seconds, **self.copied}
 
@@ -50,11 +51,11 @@ class LoadedCheckpoint:
     """Newer checkpoints that didn't verify."""
     seconds: float
     """Duration of search and load on this rank, in seconds."""
-    asked: tuple[Mapping[str, Any], ...] = ()
+    mirror_events: tuple[Mapping[str, Any], ...] = ()
     """Events of fetching from ``config.mirror`` in their place, each with its ``kind``."""
 
     @property
-    def meta(self) -> Mapping[str, Any]:
+    def meta(self) -> JsonObject:
         """The trainer's plain values."""
         return self.manifest.meta
 
@@ -72,7 +73,7 @@ class CheckpointSearch:
     mirror_events: list[Mapping[str, Any]] = field(default_factory=list)
     """Events of fetching from the mirror, each with its ``kind``."""
 
-    def loaded(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
+    def build_result(self, path: Path, manifest: Manifest) -> LoadedCheckpoint:
         """Builds the result of a search that ended with a good checkpoint."""
         return LoadedCheckpoint(
             step=manifest.step,
@@ -80,7 +81,7 @@ class CheckpointSearch:
             manifest=manifest,
             refused=tuple(self.refused),
             seconds=time.monotonic() - self.began,
-            asked=tuple(self.mirror_events),
+            mirror_events=tuple(self.mirror_events),
         )
 
     def reasons(self) -> str:

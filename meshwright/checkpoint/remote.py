@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from meshwright.checkpoint.snapshot import HEADER_BYTES, Snapshot, header
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Snapshot, parse_header
 from meshwright.errors import CheckpointError
 from meshwright.transport.connection import Connection, connect
 from meshwright.transport.gate import Gate, Refused
@@ -77,7 +77,7 @@ class RemoteSnapshot(Snapshot):
         """
         self._shelf, self._key = shelf, key
         header_data, snapshot_size = shelf.read(key, 0, HEADER_BYTES)
-        header_fields = header(header_data)
+        header_fields = parse_header(header_data)
         if header_fields is None or not HEADER_BYTES <= header_fields[2] <= snapshot_size:
             raise CheckpointError(f"rank {key[2]}'s snapshot of step {key[1]} is damaged")
         # Header and tables in one read, up to the data's offset; values follow one by one.

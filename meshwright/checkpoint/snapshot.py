@@ -1,4 +1,3 @@
-# long: one byte layout; its reader, its writer and the state that several of them make
 """Snapshots of a rank's state in shared memory that outlive the rank, held by the process that forked it.
 
 A segment is anonymous shared memory: it has no name that could leak, and goes with the last process that holds it.
@@ -16,28 +15,28 @@ import mmap
 import os
 import struct
 import tempfile
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
-from meshwright.checkpoint.copier import Copier
-from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill, itemsize
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.tensor_shards import TensorShard, check_covered, digest, fill
 from meshwright.errors import CheckpointError
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.records import parse_json
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _HEADER = struct.Struct("<8sqqqqqqI")
 _MAGIC = b"meshsnap"
-_HEADER_BYTES = HEADER_BYTES = 64
+HEADER_BYTES = 64
 """Bytes of the header, which is written last: a snapshot is complete once it is there."""
-# Room for the trainer's own values, reserved up front since data must not move; alignment of each shard's data.
-_META_BYTES, _ALIGN = 64 * 1024, 64
+META_BYTES = 64 * 1024
+"""Bytes reserved for the trainer's own values, up front since data must not move."""
+_ALIGN = 64
+"""Bytes to a multiple of which each shard's data is aligned."""
 
 
 class Segment:
@@ -109,7 +108,7 @@ class Snapshot:
             raise CheckpointError("an empty segment") from error
         magic, self.generation, self.step, table_bytes, shard_count, meta_bytes, data_at, header_crc = fields
         # Starts of header, table of shards, checksums and the trainer's values.
-        section_offsets = [0, _HEADER_BYTES, _HEADER_BYTES + table_bytes, _HEADER_BYTES + table_bytes + 4 * shard_count]
+        section_offsets = [0, HEADER_BYTES, HEADER_BYTES + table_bytes, HEADER_BYTES + table_bytes + 4 * shard_count]
         meta_end = section_offsets[-1] + meta_bytes
         # Every length is checked before any section is read: a damaged header must not cause a read out of bounds.
         if (
@@ -120,11 +119,11 @@ class Snapshot:
         ):
             raise CheckpointError("no whole snapshot")
         # One checksum over header (without its own field) and tables: an overwritten or torn table never passes.
-        if zlib.crc32(memory[_HEADER_BYTES:meta_end], zlib.crc32(memory[: _HEADER.size - 4])) != header_crc:
+        if zlib.crc32(memory[HEADER_BYTES:meta_end], zlib.crc32(memory[: _HEADER.size - 4])) != header_crc:
             raise CheckpointError("a snapshot whose header is damaged")
         table_fields = parse_json(bytes(memory[section_offsets[1] : section_offsets[2]]))
         checksums = struct.unpack_from(f"<{shard_count}I", memory, section_offsets[2])
-        self.meta: dict[str, Any] = parse_json(bytes(memory[section_offsets[3] : meta_end]))
+        self.meta: JsonObject = parse_json(bytes(memory[section_offsets[3] : meta_end]))
         """The trainer's own values."""
         self.tensors = str(table_fields["tensors"])
         """Fingerprint of the whole state's tensors (`tensor_shards.digest`)."""
@@ -138,7 +137,7 @@ class Snapshot:
         for shard_fields, checksum in zip(table_fields["parts"], checksums):
             shard = TensorShard.from_json(shard_fields)
             self.stored_shards.append(StoredShard(shard, offset, checksum))
-            offset += padded(shard.size_bytes)
+            offset += pad_to_alignment(shard.size_bytes)
         if offset > size:
             raise CheckpointError("a snapshot that is cut short")
 
@@ -157,8 +156,6 @@ class Snapshot:
         Raises:
             CheckpointError: when their checksum doesn't match.
         """
-        import torch
-
         dtype = getattr(torch, stored.shard.dtype)
         return torch.frombuffer(self.data(stored), dtype=dtype).view(stored.shard.sizes)
 
@@ -179,13 +176,13 @@ class Snapshot:
 
 def read_step(segment: Segment) -> tuple[int, int] | None:
     """Reads (generation, step) of a segment's snapshot; None while it is being written."""
-    header_fields = header(os.pread(segment.fd, _HEADER_BYTES, 0))
+    header_fields = parse_header(os.pread(segment.fd, HEADER_BYTES, 0))
     return header_fields[:2] if header_fields is not None else None
 
 
-def header(memory: Any) -> tuple[int, int, int] | None:
+def parse_header(memory: bytes | memoryview | mmap.mmap) -> tuple[int, int, int] | None:
     """Parses (generation, step, offset of the data in bytes) from a segment's header; None when it is blank."""
-    if len(memory) < _HEADER_BYTES:
+    if len(memory) < HEADER_BYTES:
         return None
     magic, generation, step, _, _, _, data_at, _ = _HEADER.unpack_from(memory, 0)
     return (generation, step, data_at) if magic == _MAGIC else None
@@ -224,7 +221,7 @@ class State:
         return tuple(source if isinstance(source, Snapshot) else source() for source in self._sources)
 
     @property
-    def meta(self) -> Mapping[str, Any]:
+    def meta(self) -> JsonObject:
         """The trainer's own values."""
         return self.snapshots[0].meta
 
@@ -239,8 +236,6 @@ class State:
         Raises:
             CheckpointError: when a shard is damaged.
         """
-        import torch
-
         full_tensors: dict[str, Tensor] = {}
         for snapshot in self.snapshots:
             for shard in (stored.shard for stored in snapshot.stored_shards):
@@ -249,7 +244,7 @@ class State:
         self.fill(full_tensors)
         return full_tensors
 
-    def fill(self, targets: Mapping[str, Any]) -> None:
+    def fill(self, targets: Mapping[str, StateTensor]) -> None:
         """Fills this rank's tensors, of any layout, in place.
 
         Raises:
@@ -285,154 +280,33 @@ def find_complete_states(snapshots: Iterable[Snapshot]) -> list[State]:
     return states
 
 
-class SnapshotWriter:
-    """Copies a rank's saved shards into its segments in turn.
-
-    Only the copy blocks training; from a GPU it runs on a side stream and blocks only the next update. A thread then
-    computes the checksums and writes the header, which completes the snapshot.
-
-    Args:
-        segments: two or more, which outlive this process.
-        rank: this rank.
-        generation: how many times the ranks of this run were started before.
-        tensors: fingerprint of the whole state's tensors.
-        ranks: how many ranks write snapshots; 0 when unknown.
-        local_shards: this rank's shards, in the order of `tensor_shards.collect_local_shards`.
-        saved_shards: (index into ``local_shards``, shard) of those that it saves (`tensor_shards.assign_saved_shards`).
-        changing: name prefix of the tensors that a forward may change (buffers); empty for none.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        *,
-        rank: int,
-        generation: int,
-        tensors: str,
-        ranks: int = 0,
-        local_shards: Sequence[TensorShard],
-        saved_shards: Sequence[tuple[int, TensorShard]],
-        changing: str = "",
-    ) -> None:
-        self._generation = generation
-        self._saved_shards = [shard for _, shard in saved_shards]
-        self._table = _encode_table(rank, self._saved_shards, tensors, ranks)
-        table_end = _HEADER_BYTES + len(self._table) + 4 * len(self._saved_shards) + _META_BYTES
-        # Data starts on a page boundary, behind the room reserved for the trainer's values.
-        self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-        size = self._data_at + sum(padded(shard.size_bytes) for shard in self._saved_shards)
-        self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
-        self._views = [self._map_views(memory) for memory in self._memories]
-        self.copier = Copier(local_shards, saved_shards, changing)
-        """Copies the state; the next update waits for its event."""
-        self._next_segment = 0
-        self._thread: threading.Thread | None = None
-        self.size_bytes = size
-        """Bytes of one snapshot of this rank."""
-
-    def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
-        """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
-        import torch
-
-        views, offset = [], self._data_at
-        for shard in self._saved_shards:
-            flat_view = torch.frombuffer(
-                memory,
-                dtype=getattr(torch, shard.dtype),
-                offset=offset,
-                count=shard.size_bytes // itemsize(shard.dtype),
-            )
-            views.append(flat_view.view(shard.sizes))
-            offset += padded(shard.size_bytes)
-        return views
-
-    def save(self, step: int, tensors: Mapping[str, Any] | None, meta: Mapping[str, Any]) -> float:
-        """Copies the state after ``step`` steps; the snapshot is complete moments later, with its checksums.
-
-        Args:
-            step: optimizer steps done.
-            tensors: name to tensor, as for `tensor_shards.collect_local_shards`; None for the memory of the last call.
-            meta: plain values of the trainer, the same on every rank.
-
-        Returns:
-            Seconds that training was blocked.
-
-        Raises:
-            CheckpointError: when ``meta`` is too long, or the state has other shards than the writer.
-        """
-        began = time.perf_counter()
-        meta_json = json.dumps(dict(meta), separators=(",", ":")).encode()
-        if len(meta_json) > _META_BYTES:
-            raise CheckpointError(
-                f"a snapshot takes {_META_BYTES} bytes of the trainer's own values, not {len(meta_json)}"
-            )
-        if tensors is not None:
-            self.copier.aim(tensors)
-        self.wait()
-        memory, views = self._memories[self._next_segment], self._views[self._next_segment]
-        self._next_segment = (self._next_segment + 1) % len(self._memories)
-        # A blank header invalidates the older snapshot in this segment before its data is overwritten.
-        memory[:_HEADER_BYTES] = bytes(_HEADER_BYTES)
-        # From a GPU this returns while the copy runs; the thread waits for its event.
-        self.copier.copy(views, memory)
-        self._thread = threading.Thread(
-            target=self._commit_snapshot, args=(memory, step, meta_json), name="snapshot", daemon=True
-        )
-        self._thread.start()
-        return time.perf_counter() - began
-
-    def wait(self) -> None:
-        """Waits until the last snapshot is complete."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    def _commit_snapshot(self, memory: mmap.mmap, step: int, meta: bytes) -> None:
-        """Computes checksums and writes tables, then the header.
-
-        Args:
-            memory: a segment's, with the shards' data in place once the copier is done.
-            step: optimizer steps done.
-            meta: the trainer's values as JSON.
-        """
-        self.copier.wait()
-        data = memoryview(memory)
-        checksums, offset = [], self._data_at
-        for shard in self._saved_shards:
-            checksums.append(zlib.crc32(data[offset : offset + shard.size_bytes]))
-            offset += padded(shard.size_bytes)
-        header_bytes, tables = _pack_header(self._generation, step, self._table, checksums, meta, self._data_at)
-        memory[_HEADER_BYTES : _HEADER_BYTES + len(tables)] = tables
-        # The header comes last: whoever reads the segment before sees no snapshot.
-        memory[:_HEADER_BYTES] = header_bytes
-
-
-def encode(rank: int, shards: Sequence[TensorShard], data: Sequence[Any], tensors: str) -> bytes:
+def encode_image_header(rank: int, shards: Sequence[TensorShard], data: Sequence[memoryview], tensors: str) -> bytes:
     """Encodes the front of an image file, before the shards' data: header, table and checksums, padded."""
     checksums = [zlib.crc32(shard_bytes) for shard_bytes in data]
-    table = _encode_table(rank, shards, tensors)
+    table = encode_table(rank, shards, tensors)
     # 2 bytes for the empty JSON object of the trainer's values.
-    data_at = padded(_HEADER_BYTES + len(table) + 4 * len(checksums) + 2)
-    header_bytes, tables = _pack_header(0, 0, table, checksums, b"{}", data_at)
+    data_at = pad_to_alignment(HEADER_BYTES + len(table) + 4 * len(checksums) + 2)
+    header_bytes, tables = pack_header(0, 0, table, checksums, b"{}", data_at)
     return (header_bytes + tables).ljust(data_at, b"\0")
 
 
-def _encode_table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
+def encode_table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
+    """Encodes the table of a rank's shards; ``tensors`` is the fingerprint of the whole state's tensors."""
     table_fields = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [shard.to_json() for shard in shards]}
     return json.dumps(table_fields, separators=(",", ":")).encode()
 
 
-def _pack_header(
+def pack_header(
     generation: int, step: int, table: bytes, checksums: Sequence[int], meta: bytes, data_at: int
 ) -> tuple[bytes, bytes]:
     """Packs the header; returns it and the tables that follow it."""
     tables = table + struct.pack(f"<{len(checksums)}I", *checksums) + meta
     header_bytes = _HEADER.pack(_MAGIC, generation, step, len(table), len(checksums), len(meta), data_at, 0)[:-4]
     return (header_bytes + struct.pack("<I", zlib.crc32(tables, zlib.crc32(header_bytes)))).ljust(
-        _HEADER_BYTES, b"\0"
+        HEADER_BYTES, b"\0"
     ), tables
 
 
-def padded(size: int) -> int:
+def pad_to_alignment(size: int) -> int:
     """Rounds a size in bytes up to a multiple of 64, where the next shard's data begins."""
     return (size + _ALIGN - 1) // _ALIGN * _ALIGN

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch.distributed as dist
 from torch import Tensor
@@ -32,6 +32,7 @@ from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order_of
 from meshwright.checkpoint.outcome import CheckpointSearch, LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
+from meshwright.json_types import JsonObject
 
 IMAGE = "image"
 """Name of the backend whose files are images of snapshots."""
@@ -118,7 +119,7 @@ class CheckpointStore:
         self._cleaned = True
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], meta: Mapping[str, Any], origin: Origin | None = None
+        self, step: int, tensors: Mapping[str, Tensor], meta: JsonObject, origin: Origin | None = None
     ) -> SavedCheckpoint:
         """Writes a checkpoint; it is complete when this returns, and an error is raised on every rank or on none.
 
@@ -137,9 +138,11 @@ class CheckpointStore:
         def write(folder: Path) -> dict[str, FileRecord]:
             return backend.write(folder, tensors, self._ranks.group)
 
-        return self._save(step, self._config.backend, write, lambda: fit.tabulate(tensors), meta, origin or Origin())
+        return self._save(
+            step, self._config.backend, write, lambda: fit.tabulate_tensors(tensors), meta, origin or Origin()
+        )
 
-    def save_state(self, step: int, state: State, meta: Mapping[str, Any], origin: Origin) -> SavedCheckpoint:
+    def save_state(self, step: int, state: State, meta: JsonObject, origin: Origin) -> SavedCheckpoint:
         """Writes a checkpoint from snapshots in memory, or this process's share of one; see `save`."""
 
         def write(folder: Path) -> dict[str, FileRecord]:
@@ -155,7 +158,7 @@ class CheckpointStore:
         backend: str,
         write_files: Callable[[Path], dict[str, FileRecord]],
         check_inputs: Callable[[], object],
-        meta: Mapping[str, Any],
+        meta: JsonObject,
         origin: Origin,
     ) -> SavedCheckpoint:
         """Runs the protocol of a save: open, write, commit, collect; each phase ends with an agreement of all ranks."""
@@ -163,7 +166,7 @@ class CheckpointStore:
         self._stamp("open")
         # Phase 1: all ranks check their inputs, so that no rank enters the backend's collectives alone.
         opened_names = self._ranks.run_on_all(activity, lambda: self._open_folder(step, check_inputs, meta, origin))
-        folder, target = (self.root / name for name in opened_names[0])
+        folder, target = (self.root / name for name in opened_names[0] or ())
         self._stamp("write")
         try:
             # Phase 2: every rank writes and verifies its files, and reports their records.
@@ -256,7 +259,7 @@ class CheckpointStore:
         return find_backend(loaded.manifest.backend).read_full(loaded.path, chosen_names)
 
     def _open_folder(
-        self, step: int, check_inputs: Callable[[], object], meta: Mapping[str, Any], origin: Origin
+        self, step: int, check_inputs: Callable[[], object], meta: JsonObject, origin: Origin
     ) -> tuple[str, str] | None:
         """Checks the inputs of a save; rank 0 makes the temporary folder and returns its name and its final name.
 
@@ -280,7 +283,7 @@ class CheckpointStore:
                 f"{self.root} already holds {entries[-1].path.name} of a run that wasn't resumed here; "
                 "resume it, or give another run directory"
             )
-        return self._folder.begin(step)
+        return self._folder.create_temporary(step)
 
     def _write_and_check(
         self, folder: Path, write_files: Callable[[Path], dict[str, FileRecord]]
@@ -336,7 +339,7 @@ class CheckpointStore:
         self._stamp("collect")
         return self._folder.collect(new, self._config.keep, self._refused)
 
-    def _copy_to_mirror(self, new: Path) -> dict[str, Any]:
+    def _copy_to_mirror(self, new: Path) -> dict[str, object]:
         """Copies a complete checkpoint to the mirror; returns event fields: copy and seconds, or the failure."""
         self._stamp("copy")
         mirror, began = Mirror(self._config.mirror, self.root.parent.name), time.monotonic()
@@ -408,9 +411,9 @@ class CheckpointStore:
     def _gather_targets(self, targets: Mapping[str, Tensor]) -> dict[str, TensorRecord]:
         """Returns the table of all ranks' targets; tables are sent only when they differ (pipeline stages)."""
         # A digest of some bytes first; tables of a large model would be megabytes from every rank.
-        digests = self._ranks.run_on_all("loading failed", lambda: fit.digest(fit.tabulate(targets)))
-        local_table = fit.tabulate(targets)
-        return local_table if len(set(digests)) == 1 else fit.merge(self._ranks.gather(local_table))
+        digests = self._ranks.run_on_all("loading failed", lambda: fit.digest(fit.tabulate_tensors(targets)))
+        local_table = fit.tabulate_tensors(targets)
+        return local_table if len(set(digests)) == 1 else fit.merge_tables(self._ranks.gather(local_table))
 
     def _refuse(self, path: Path, reason: str, search: CheckpointSearch) -> None:
         search.refused.append(RefusedCheckpoint(path, reason))
@@ -418,7 +421,7 @@ class CheckpointStore:
 
     def _accept(self, path: Path, manifest: Manifest, search: CheckpointSearch) -> LoadedCheckpoint:
         self._step = manifest.step
-        return search.loaded(path, manifest)
+        return search.build_result(path, manifest)
 
     def _raise_none_found(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
         root_label = f"{self.root}" + (f" at step {step}" if step is not None else "")

@@ -13,13 +13,17 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import CheckpointError
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.spec.placement import Box, element_count
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from meshwright.torch_compat.dtensors import local_box
+from meshwright.torch_compat.tensors import local_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class TensorShard:
         """Bytes of the box's elements."""
         return element_count(self.box) * itemsize(self.dtype)
 
-    def to_json(self) -> list[Any]:
+    def to_json(self) -> list[object]:
         """Returns plain values: name, shape, dtype, and (start, stop) of each dim."""
         return [self.name, list(self.shape), self.dtype, [list(span) for span in self.box]]
 
@@ -69,15 +73,13 @@ def itemsize(dtype: str) -> int:
     Raises:
         CheckpointError: for a name that isn't a torch dtype.
     """
-    import torch
-
     torch_dtype = getattr(torch, dtype, None)
     if not isinstance(torch_dtype, torch.dtype):
         raise CheckpointError(f"'{dtype}' is no element type of torch")
     return torch_dtype.itemsize
 
 
-def collect_local_shards(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, Tensor]]:
+def collect_local_shards(tensors: Mapping[str, StateTensor]) -> list[tuple[TensorShard, Tensor]]:
     """Returns every non-empty shard that this rank holds, with a view of its memory.
 
     Args:
@@ -86,12 +88,6 @@ def collect_local_shards(tensors: Mapping[str, Any]) -> list[tuple[TensorShard, 
     Returns:
         (shard, view) pairs; a view has the shape of its box and the tensor's dtype and device, and needs no gradient.
     """
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    from meshwright.torch_compat.dtensors import local_box
-    from meshwright.torch_compat.tensors import local_tensor
-
     local_shards: list[tuple[TensorShard, torch.Tensor]] = []
     for name, tensor in tensors.items():
         boxes: Iterable[tuple[Box, torch.Tensor]]
@@ -127,7 +123,9 @@ def assign_saved_shards(tables: Sequence[Sequence[TensorShard]]) -> list[list[tu
             boxes.setdefault((shard.name, shard.shape), set()).add(shard.box)
     # Shards that overlap partly are split into disjoint cells; equal cells of several ranks are replicas.
     cells: dict[TensorShard, list[tuple[int, int]]] = {}
-    cells_by_box = {(name, shape): cells_of(shape, tensor_boxes) for (name, shape), tensor_boxes in boxes.items()}
+    cells_by_box = {
+        (name, shape): split_into_cells(shape, tensor_boxes) for (name, shape), tensor_boxes in boxes.items()
+    }
     for shard, holders in shard_holders.items():
         for box in cells_by_box[shard.name, shard.shape][shard.box]:
             cells.setdefault(replace(shard, box=box), []).extend(holders)
@@ -142,7 +140,7 @@ def assign_saved_shards(tables: Sequence[Sequence[TensorShard]]) -> list[list[tu
     return [sorted(kept_shards, key=lambda item: (item[0], item[1].box)) for kept_shards in kept_by_rank]
 
 
-def cells_of(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
+def split_into_cells(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
     """Splits overlapping boxes of one tensor into disjoint cells.
 
     Args:
@@ -152,7 +150,7 @@ def cells_of(shape: Sequence[int], boxes: set[Box]) -> dict[Box, list[Box]]:
     Returns:
         For each box its cells; the box itself where the boxes already partition the tensor.
     """
-    if uncovered(shape, boxes) is None:
+    if find_coverage_fault(shape, boxes) is None:
         return {box: [box] for box in boxes}
     # The grid of all boxes' edges: no box crosses a line of it, so its cells are shared entirely or not at all.
     edges = [sorted({edge for box in boxes for edge in box[dim]}) for dim in range(len(shape))]
@@ -172,7 +170,7 @@ def digest(shards: Iterable[TensorShard]) -> str:
     return hashlib.sha256(json.dumps(signatures).encode()).hexdigest()
 
 
-def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
+def find_coverage_fault(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
     """Returns the reason why boxes aren't a partition of a tensor of this shape, or None."""
     # Empty boxes, of ranks beyond the end of an uneven dim, cover nothing.
     filled_boxes = sorted(box for box in boxes if element_count(box))
@@ -188,12 +186,12 @@ def uncovered(shape: Sequence[int], boxes: Iterable[Box]) -> str | None:
         for later_box in filled_boxes[index + 1 :]:
             if not box or later_box[0][0] >= box[0][1]:
                 break
-            if overlap(box, later_box) is not None:
+            if intersect(box, later_box) is not None:
                 return f"has two parts at {later_box}"
     return None
 
 
-def overlap(first_box: Box, second_box: Box) -> Box | None:
+def intersect(first_box: Box, second_box: Box) -> Box | None:
     """Returns the intersection of two boxes of one tensor, or None when it is empty."""
     shared_spans = tuple(
         (max(start_1, start_2), min(stop_1, stop_2))
@@ -214,11 +212,11 @@ def check_covered(shards: Iterable[TensorShard]) -> None:
     for name, tensor_shards in shards_by_name.items():
         if len({(shard.shape, shard.dtype) for shard in tensor_shards}) > 1:
             raise CheckpointError(f"'{name}' has parts of several shapes or types")
-        if fault := uncovered(tensor_shards[0].shape, (shard.box for shard in tensor_shards)):
+        if fault := find_coverage_fault(tensor_shards[0].shape, (shard.box for shard in tensor_shards)):
             raise CheckpointError(f"'{name}' {fault}")
 
 
-def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], Tensor]]) -> None:
+def fill(targets: Mapping[str, StateTensor], sources: Mapping[TensorShard, Callable[[], Tensor]]) -> None:
     """Fills this rank's tensors in place from boxes of any layout.
 
     Args:
@@ -243,7 +241,7 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
                 raise CheckpointError(
                     f"'{target.name}' is {target.dtype} {target.shape}, its state {source.dtype} {source.shape}"
                 )
-            shared = overlap(target.box, source.box)
+            shared = intersect(target.box, source.box)
             if shared is not None:
                 written += element_count(shared)
                 copies_by_source.setdefault(source, []).append((target, view, shared))
@@ -253,10 +251,10 @@ def fill(targets: Mapping[str, Any], sources: Mapping[TensorShard, Callable[[], 
     for source, uses in copies_by_source.items():
         values = sources[source]()
         for target, view, shared in uses:
-            within(view, target.box, shared).copy_(within(values, source.box, shared))
+            view_within(view, target.box, shared).copy_(view_within(values, source.box, shared))
 
 
-def within(values: Tensor, box: Box, shared: Box) -> Tensor:
+def view_within(values: Tensor, box: Box, shared: Box) -> Tensor:
     """Returns a view of the elements of ``shared``.
 
     Args:

@@ -42,7 +42,7 @@ class CalibrationResult:
     shortfalls: tuple[str, ...] = ()
     """A sentence for each figure of a GPU or its links that is far below the catalogue's."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the figures as plain values, with ``path`` and ``practice``."""
         return self.calibration.to_json() | {"path": str(self.path), "practice": list(self.practice)}
 
@@ -96,7 +96,7 @@ def calibrate(
     )
 
 
-def _practise(config: CalibrateConfig, calibration: Calibration, progress: Say) -> list[dict[str, Any]]:
+def _practise(config: CalibrateConfig, calibration: Calibration, progress: Say) -> list[dict[str, object]]:
     """Runs a small model under each axis, for a calibration that plans will look for."""
     if config.out or config.quick or not config.practice or calibration.nodes > 1:
         return []

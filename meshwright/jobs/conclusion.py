@@ -6,13 +6,13 @@ import contextlib
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from meshwright.data.tokens import TokenSet, compression_baselines
 from meshwright.events import Event
 from meshwright.jobs.machines import Machines, run_history_file
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import open_run
+from meshwright.json_types import JsonObject
 from meshwright.monitor.drift import measure
 from meshwright.monitor.report import write_report
 from meshwright.monitor.rundir import read_run
@@ -22,7 +22,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 
-def follower_result(outcome: Mapping[str, Any], run_dir: Path) -> TrainResult:
+def follower_result(outcome: JsonObject, run_dir: Path) -> TrainResult:
     """Returns the result of a node that doesn't lead when the run ends."""
     finished, terminated = bool(outcome["finished"]), bool(outcome["terminated"])
     return TrainResult(finished=finished, terminated=terminated, leads=False, run=str(run_dir))
@@ -33,7 +33,7 @@ def conclude(
     run_dir: Path,
     token_set: TokenSet,
     plan: Plan,
-    outcome: Mapping[str, Any],
+    outcome: JsonObject,
     machines: Machines,
 ) -> TrainResult:
     """Adds sample and baselines to a finished run, and rewrites its report.

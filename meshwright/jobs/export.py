@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -27,7 +27,7 @@ class ExportResult:
     to: Path
     """The directory that was made: ``model.safetensors``, ``config.json``, the tokenizer."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields."""
         return {"step": self.step, "run": str(self.run), "to": str(self.to)}
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, nearest
@@ -29,7 +28,7 @@ class ModuleStack:
     lines: tuple[str, ...]
     """What a call goes through, outermost first, as `parallel.forward_stack.describe` prints it."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values."""
         return {"module": self.module, "type": self.type, "lines": list(self.lines)}
 

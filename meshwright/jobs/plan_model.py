@@ -75,7 +75,7 @@ class PlanResult:
         """Why this layout, in a sentence."""
         return reason(self.question, self.choice)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
         question, choice = self.question, self.choice
         return {
@@ -115,7 +115,7 @@ class ScalingResult:
         """Devices beyond which a doubling brings little; None where there is no such number."""
         return knee(list(self.points))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the curve as plain values."""
         rows = [
             {
@@ -129,7 +129,7 @@ class ScalingResult:
         return {"points": rows, "knee": self.knee}
 
 
-def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+def _candidate_json(candidate: Candidate) -> dict[str, object]:
     """Returns a layout and its price as plain values."""
     return {
         "layout": candidate.layout.to_json(),
@@ -263,7 +263,7 @@ def _parse_sizes(text: str) -> TableSizes:
     return TableSizes(**values)
 
 
-def _parse_limits(config: PlanConfig) -> dict[str, Any]:
+def _parse_limits(config: PlanConfig) -> dict[str, object]:
     """Parses ``fix`` and ``schedules`` into limits of the search space.
 
     Raises:

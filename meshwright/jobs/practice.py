@@ -47,7 +47,7 @@ def layouts(ranks: int) -> list[Layout]:
     return [Layout.parse(text) for text in texts if text]
 
 
-def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[dict[str, Any]]:
+def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[dict[str, object]]:
     """Runs each layout for some steps, and records its measured step time beside its price in the run history.
 
     The measured time is normalised to the machine's speed during calibration: the median over the half of the steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from meshwright.proof.compare import Verdict
 from meshwright.proof.job import JobVerdict
@@ -51,7 +51,7 @@ class VerifyReport:
         """What the verdicts come to."""
         return outcome_of(self.verdicts, self.named)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values: ``passed``, and ``layouts`` with a verdict each."""
         return {"passed": self.passed, "layouts": [verdict.to_json() for verdict in self.verdicts]}
 
@@ -75,7 +75,7 @@ class JobReport:
         """What the verdicts come to."""
         return outcome_of(self.verdicts, named=True)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values: ``passed``, ``proven``, and ``jobs`` with a verdict each."""
         jobs = [verdict.to_json() for verdict in self.verdicts]
         return {"passed": self.passed, "proven": self.subject, "jobs": jobs}
@@ -105,6 +105,6 @@ class LoopReport:
         """What the verdicts come to."""
         return outcome_of(self.verdicts, self.named)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values: ``passed``, and ``layouts`` with a verdict each."""
         return {"passed": self.passed, "layouts": [verdict.to_json() for verdict in self.verdicts]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 def launch_ranks(
     work: Callable[..., R],
     ranks: int | None = None,
-    *args: Any,
+    *args: object,
     kind: Literal["cpu", "cuda"] | None = None,
     timeout_s: float | None = None,
 ) -> list[R]:
@@ -48,7 +48,7 @@ def launch_ranks(
     return choose_launcher(ranks, kind=kind).run(_on_rank, work, args, timeout_s=timeout_s)
 
 
-def _on_rank(context: RankContext, work: Callable[..., R], args: tuple[Any, ...]) -> R:
+def _on_rank(context: RankContext, work: Callable[..., R], args: tuple[object, ...]) -> R:
     """Runs a rank's work in its process group; where the work fails, no rank waits for the others."""
     init_group(context)
     result = work(context, *args)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from meshwright.jobs.prepare import text_config
+from meshwright.json_types import JsonObject
 from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {
@@ -41,7 +42,7 @@ def _with_resolved_defaults(old: RunConfig, new: RunConfig) -> tuple[dict[str, A
     return configs[0].to_dict(), configs[1].to_dict()
 
 
-def _differing_settings(old: dict[str, Any], new: dict[str, Any], section: str = "") -> list[str]:
+def _differing_settings(old: JsonObject, new: JsonObject, section: str = "") -> list[str]:
     messages: list[str] = []
     for key in sorted(old.keys() | new.keys()):
         path = f"{section}.{key}" if section else key

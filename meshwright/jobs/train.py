@@ -221,7 +221,7 @@ def _run_ranks(
     launcher: ForkLauncher | TorchrunLauncher,
     machines: Machines,
     say: Say,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Runs the job and returns its outcome; with recovery, failed ranks of this node are started again."""
     if not isinstance(launcher, ForkLauncher) or not config.recovery.enabled:
         launcher.label = job.plan.layout.coordinates

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +44,7 @@ class TrainResult:
     time: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step, ``planned`` and ``measured`` (median); empty where one of them isn't known."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields; what wasn't found is left out, but for the loss."""
         always = ("loss", "state", "time")
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name != "leads"}

@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.jobs.progress import Say, to_stderr
@@ -45,9 +44,9 @@ class Trial:
         planned = f", planned {format_seconds(self.planned_s)}" if self.planned_s else ""
         return f"{format_seconds(self.measured_s or 0.0)} a step{planned}"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns ``layout``, ``planned_s`` and ``measured_s``, or ``why`` in place of the last."""
-        outcome_fields = {"why": self.why} if self.why else {"measured_s": self.measured_s}
+        outcome_fields: dict[str, object] = {"why": self.why} if self.why else {"measured_s": self.measured_s}
         return {"layout": self.layout, "planned_s": self.planned_s} | outcome_fields
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.parallel.gathered_attention import balanced_spans
-from meshwright.parallel.keyed_random import Box
+from meshwright.parallel.keyed_random import RowBox
 
 Indices = NDArray[np.int64]
 
@@ -64,7 +64,7 @@ class Units:
         return np.arange(self.start * indices_per_unit, self.stop * indices_per_unit), self.count * indices_per_unit
 
 
-def locate_box(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices], units: Units | None) -> Box:
+def locate_box(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices], units: Units | None) -> RowBox:
     """Returns the box of each row that a tensor of ``shape`` is.
 
     The first dim counts rows: (B, ...), or with them the tokens of (B S, D), or heads of (B H, S, S).
@@ -91,8 +91,8 @@ def locate_box(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices], u
             unit_dim = 0 if token_dim == 1 else 1
             positions[unit_dim], sizes[unit_dim] = units.positions(dims[unit_dim])
     if not dims:
-        return Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-    return Box(line_numbers(positions[:-1], sizes[:-1]), positions[-1])
+        return RowBox(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+    return RowBox(line_numbers(positions[:-1], sizes[:-1]), positions[-1])
 
 
 def line_numbers(positions: Sequence[Indices], sizes: Sequence[int]) -> Indices:

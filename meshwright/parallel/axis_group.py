@@ -35,7 +35,7 @@ class TrafficLog:
     started: int = 0
     """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    _events: list[tuple[str, str, Any, Any, Any]] = field(default_factory=list)
+    _events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
     def add(self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float) -> None:
         """Books one collective."""
@@ -45,7 +45,9 @@ class TrafficLog:
         total[2] += seconds
         total[3] += exposed_s
 
-    def add_events(self, axis: str, op: str, start: Any, wait: Any, resume: Any) -> None:
+    def add_events(
+        self, axis: str, op: str, start: torch.cuda.Event, wait: torch.cuda.Event, resume: torch.cuda.Event
+    ) -> None:
         """Books the device times of a collective, which are read when the log is drained.
 
         Args:
@@ -57,7 +59,7 @@ class TrafficLog:
         """
         self._events.append((axis, op, start, wait, resume))
 
-    def begin(self) -> int:
+    def start_operation(self) -> int:
         """Returns the number of a collective that starts now."""
         self.started += 1
         return self.started
@@ -68,7 +70,7 @@ class TrafficLog:
 
         Args:
             description: the text for ``on_wait``.
-            number: from `begin`.
+            number: from `start_operation`.
         """
         if self.on_wait:
             self.on_wait(description, number, 0)
@@ -108,7 +110,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
 
     def __init__(
         self,
-        works: list[Any],
+        works: list[dist.Work],
         finish_transfer: Callable[[], None],
         axis_group: AxisGroup,
         op: str,
@@ -127,9 +129,9 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         self._started, self._finished = time.perf_counter(), False
         # From here to `wait` the transfer overlaps with compute.
         self._event = _record_event() if axis_group.on_cuda else None
-        self._number = axis_group.log.begin()
+        self._number = axis_group.log.start_operation()
 
-    def wait(self, timeout: Any = None) -> bool:
+    def wait(self, timeout: object = None) -> bool:
         """Waits for the transfer; the process group's own timeout bounds it."""
         if self._finished:
             return True
@@ -160,7 +162,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def _record_event() -> Any:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -172,7 +174,7 @@ class DifferentiableCollectives:
     def __init__(self) -> None:
         self._call: Callable[..., Any] = _apply_function
 
-    def apply(self, function: type[torch.autograd.Function], *args: Any) -> Any:
+    def apply(self, function: type[torch.autograd.Function], *args: object) -> object:
         """Applies an autograd function, whose forward and backward communicate over this group."""
         return self._call(function, *args)
 
@@ -181,7 +183,7 @@ class DifferentiableCollectives:
         self._call = torch.compiler.disable(_apply_function)
 
 
-def _apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+def _apply_function(function: type[torch.autograd.Function], *args: object) -> object:
     return function.apply(*args)
 
 
@@ -276,11 +278,11 @@ class AxisGroup(DifferentiableCollectives):
         # Without it all ranks would send to rank 0 first.
         return [(self.index + step) % self.size for step in range(1, self.size)]
 
-    def _receive(self, buffer_of_peer: Callable[[int], torch.Tensor]) -> list[Any]:
+    def _receive(self, buffer_of_peer: Callable[[int], torch.Tensor]) -> list[dist.Work]:
         return [dist.irecv(buffer_of_peer(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
-    def _send(self, chunk_for_peer: Callable[[int], torch.Tensor]) -> list[Any]:
+    def _send(self, chunk_for_peer: Callable[[int], torch.Tensor]) -> list[dist.Work]:
         return [dist.isend(chunk_for_peer(peer), self._global[peer], group=self.group) for peer in self._peers()]
 
-    def _native(self, op: str, sent_bytes: int, start: Callable[[], Any], of: str = "") -> PendingCollective:
+    def _native(self, op: str, sent_bytes: int, start: Callable[[], dist.Work], of: str = "") -> PendingCollective:
         return PendingCollective([start()], lambda: None, self, op, sent_bytes, of)

@@ -99,7 +99,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         source.fill_buffers(stage.module, device)
         if layout.precision == "float64":
             MovingBuffers([stage.module], source.moving).widen()
-        settle(stage.module)
+        finalise_fsdp_shards(stage.module)
         stage.module.train()
     if work.make_program is not None:
         program = work.make_program(work, clock)
@@ -114,7 +114,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     return program
 
 
-def settle(module: nn.Module) -> None:
+def finalise_fsdp_shards(module: nn.Module) -> None:
     """Lets FSDP2 take over the materialised shards, so that each parameter's local tensor is final from here on."""
     for submodule in module.modules():
         if isinstance(submodule, FSDPModule):

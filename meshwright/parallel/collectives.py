@@ -9,9 +9,8 @@ section 4.2.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.torch_compat.tensors import dispatch_mode
@@ -19,12 +18,12 @@ from meshwright.torch_compat.tensors import dispatch_mode
 
 class _CopyToGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
         ctx.axis_group = axis_group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = upstream[0].contiguous()
         if grad is upstream[0]:
             grad = grad.clone()  # autograd may hand this very tensor to another branch
@@ -34,7 +33,7 @@ class _CopyToGroup(torch.autograd.Function):
 
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
         # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
         # which looks on as a dispatch mode, does.
         x = x.contiguous() if dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
@@ -42,18 +41,18 @@ class _ReduceFromGroup(torch.autograd.Function):
         return x.detach()  # not a view: code may write into it
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return upstream[0], None
 
 
 class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.axis_group, ctx.dim, ctx.partial = axis_group, dim, partial
         return all_gather_dim(x, axis_group, dim)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = upstream[0]
         # g-bar's backward: each rank's gradient is a summand; where all hold the same one, a sum would multiply it.
         if ctx.partial:
@@ -63,12 +62,12 @@ class _AllGatherTokens(torch.autograd.Function):
 
 class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.axis_group, ctx.dim = axis_group, dim
         return reduce_scatter_dim(x, axis_group, dim) if partial else local_chunk(x, axis_group, dim).clone()
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return all_gather_dim(upstream[0], ctx.axis_group, ctx.dim), None, None, None
 
 

@@ -66,12 +66,12 @@ def wrap_model(
         tensor_hooks.on_hidden(
             first_layer,
             _take_from_full_rows(module, axis_group.size, take_tokens),
-            before=True,
+            prepend=True,
             purpose="a rank's tokens",
         )
 
 
-def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def _take_from_full_rows(module: nn.Module, size: int, take_tokens: tensor_hooks.Move) -> tensor_hooks.Move:
     """Returns ``take_tokens`` for hidden states (B, S, D) of whole rows; a shared layer's later calls have parts.
 
     Args:
@@ -82,7 +82,7 @@ def _take_from_full_rows(module: nn.Module, size: int, take_tokens: Callable[[to
     # A list, since the hook writes it: S of the row that this forward of the module is called with.
     row_length = [0]
 
-    def note_row_length(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def note_row_length(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
         tensors = [x for x in (*args, *kwargs.values()) if hasattr(x, "is_floating_point") and x.dim() > 1]
         row_length[0] = next((x.shape[1] for x in tensors if not x.is_floating_point()), 0)
 
@@ -159,7 +159,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     _present_full_rows(attention, axis_group)
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
-        return [parameter_slices.spans_of(split, units, group, size) for units in shares]
+        return [parameter_slices.spans_of_units(split, units, group, size) for units in shares]
 
     for name in group.column_linears:
         column, split = layer.get_submodule(name), splits_by_name[f"{name}.weight"]
@@ -169,7 +169,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
             # Its input is already the whole row (from `replicated_inputs`), so its output needs a cut alone.
-            select_units = partial(parameter_slices.select, dim=-1, spans=rank_spans[axis_group.index])
+            select_units = partial(parameter_slices.select_spans, dim=-1, spans=rank_spans[axis_group.index])
             tensor_hooks.on_output(column, select_units, purpose="a rank's heads")
     for name in group.replicated_inputs:
         tensor_hooks.on_output(
@@ -193,7 +193,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         _slice_loose_parameters(
             attention, layer, loose_splits, {split.name: shares[axis_group.index] for split in loose_splits}, group
         )
-    parameter_slices.adapt(layer, group, shares[axis_group.index])
+    parameter_slices.set_local_sizes(layer, group, shares[axis_group.index])
 
 
 def _with_spans(
@@ -202,7 +202,7 @@ def _with_spans(
     return lambda x: exchange(x, axis_group, spans_of_rank)
 
 
-def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
+def _present_full_rows(root: nn.Module, axis_group: AxisGroup) -> None:
     """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
     local_states: list[torch.Tensor] = []
     stand_ins: list[torch.Tensor] = []
@@ -217,7 +217,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
         return stand_in
 
     def closing(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             try:
                 return plain(*args, **kwargs)
             finally:
@@ -228,7 +228,7 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
 
         return forward
 
-    def swap(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def swap(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if not stand_ins:
             return None
         # By identity: only the very stand-in is replaced; a module that was handed another tensor keeps it.
@@ -243,22 +243,24 @@ def _present_full_rows(root: Any, axis_group: AxisGroup) -> None:
 
 
 def _slice_loose_parameters(
-    root: Any, layer: nn.Module, loose_splits: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
+    root: nn.Module, layer: nn.Module, loose_splits: list[ParameterSplit], units: dict[str, Span], group: ShardingGroup
 ) -> None:
     """Shows the module this rank's part of parameters that lie between the matrices, while it runs."""
 
     def sliced(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             replaced = []
             try:
                 for split in loose_splits:
                     path, _, attribute = split.name.rpartition(".")
-                    owner: Any = layer.get_submodule(path)
+                    owner: nn.Module = layer.get_submodule(path)
                     # In __dict__, since a slice is no Parameter; autograd carries its gradient to the full one.
                     full_parameter = owner._parameters.pop(attribute)
                     replaced.append((owner, attribute, full_parameter))
-                    spans = parameter_slices.spans_of(split, units[split.name], group, full_parameter.shape[split.dim])
-                    owner.__dict__[attribute] = parameter_slices.select(full_parameter, split.dim, spans)
+                    spans = parameter_slices.spans_of_units(
+                        split, units[split.name], group, full_parameter.shape[split.dim]
+                    )
+                    owner.__dict__[attribute] = parameter_slices.select_spans(full_parameter, split.dim, spans)
                 return plain(*args, **kwargs)
             finally:
                 for owner, attribute, full_parameter in replaced:

@@ -6,19 +6,21 @@ Which axes these are, and over which groups each weight's gradient is summed, fo
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
 
 from torch import nn
 
 from meshwright.parallel import fsdp, replicate
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
+from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.parallel.layer_names import layer_of
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import DTYPES, Transform, TransformContext
-from meshwright.spec.axes import ep as ep_axis
+from meshwright.spec.axes import known_axes
 from meshwright.spec.axes import shard as shard_axis
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import gradient_axes
 
 
@@ -32,7 +34,7 @@ def _apply(work: TransformContext) -> None:
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
-                first=stage.first_layer,
+                first_layer=stage.first_layer,
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
@@ -45,15 +47,15 @@ def _apply(work: TransformContext) -> None:
                 ),
             )
         elif mesh is not None:
-            expert_names = {name for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes}
-            parameter_names = [name for name, _ in stage.module.named_parameters()]
+            expert_axis = layout.axis(Mechanics.EXPERTS)
+            expert_names = {name for name, shard in stage.local_shards.items() if expert_axis in shard.axes}
+            names = [name for name, _ in stage.module.named_parameters()]
+            dense_names = [name for name in names if name not in expert_names]
+            expert_copies = mesh.axis_groups.get(f"{expert_axis}_copies")
+            # Experts are copied over fewer ranks than all other weights: two reducers.
             for axis_group, group_names in (
-                # Experts are copied over fewer ranks than all other weights: two reducers.
-                (
-                    mesh.combined_group(gradient_axes(())),
-                    [name for name in parameter_names if name not in expert_names],
-                ),
-                (mesh.axis_groups.get("ep_copies"), [name for name in parameter_names if name in expert_names]),
+                (mesh.combined_group(gradient_axes(())), dense_names),
+                (expert_copies, [name for name in names if name in expert_names]),
             ):
                 if group_names and axis_group is not None and axis_group.size > 1:
                     stage.gradient_syncs.insert(
@@ -68,14 +70,18 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
 
 def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
     """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
+    expert_axis = mesh.layout.axis(Mechanics.EXPERTS)
     expert_modules = {
-        name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if ep_axis.AXIS.name in shard.axes
+        name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if expert_axis in shard.axes
     }
     if not expert_modules:
         return None
-    axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups["ep_copies"]]
+    axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups[f"{expert_axis}_copies"]]
     if mesh.layout.zero:
-        axis_groups = [mesh.axis_groups["ep_shard"], mesh.combined_group(gradient_axes(ep_axis.AXIS.carves))]
+        axis_groups = [
+            mesh.axis_groups[f"{expert_axis}_shard"],
+            mesh.combined_group(gradient_axes(known_axes()[expert_axis].carves)),
+        ]
     return fsdp.ExpertFsdpGroup(
         modules=[stage.module.get_submodule(name) for name in expert_modules],
         mesh=mesh.axis_device_mesh(axis_groups[0]),
@@ -90,14 +96,15 @@ class LateGradientReducer:
         self._module, self._axis_group = module, axis_group
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
-        self._reducer: Any = None
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
+    @cached_property
+    def _reducer(self) -> GradientReducer:
+        layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
+        return replicate.wrap(list(layers), self._axis_group, layers)
+
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch."""
-        if self._reducer is None:
-            layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-            self._reducer = replicate.wrap(list(layers), self._axis_group, layers)
-        self._reducer.begin(last)
+        self._reducer.begin_microbatch(is_last)
 
     def finish(self) -> None:
         """Waits for the sums."""

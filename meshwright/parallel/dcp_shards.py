@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -24,16 +24,16 @@ class LocalBoxes:
         dtype: of the elements.
     """
 
-    def __init__(self, shape: Sequence[int], parts: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
+    def __init__(self, shape: Sequence[int], boxes: Sequence[tuple[Box, torch.Tensor]], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self.boxes = [(box, view) for box, view in parts if view.numel()]
+        self.boxes = [(box, view) for box, view in boxes if view.numel()]
 
     @property
     def is_meta(self) -> bool:
         """Whether the local memory holds no values."""
         return any(view.is_meta for _, view in self.boxes)
 
-    def size(self) -> Any:
+    def size(self) -> torch.Size:
         """Returns the shape of the whole tensor."""
         return torch.Size(self.shape)
 
@@ -41,7 +41,7 @@ class LocalBoxes:
         """Returns the number of elements that this rank holds."""
         return sum(view.numel() for _, view in self.boxes)
 
-    def __create_write_items__(self, name: str, _: Any) -> list[Any]:
+    def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         """Returns what DCP is to write: one item a box."""
         return [
             WriteItem(
@@ -54,7 +54,7 @@ class LocalBoxes:
             for chunk, (_, view) in zip(self.__create_chunk_list__(), self.boxes)
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Returns the boxes in DCP's words."""
         return [
             ChunkStorageMetadata(
@@ -63,9 +63,13 @@ class LocalBoxes:
             for box, _ in self.boxes
         ]
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Returns the memory of one box; ``index`` is DCP's MetadataIndex."""
         for box, view in self.boxes:
             if tuple(index.offset or ()) == tuple(start for start, _ in box):
                 return view
         raise ValueError(f"no box of '{index.fqn}' begins at {index.offset}")
+
+
+StateTensor: TypeAlias = torch.Tensor | LocalBoxes
+"""A tensor of a state as a checkpoint takes it: unsharded, a DTensor of any placements, or a rank's boxes."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -58,7 +57,7 @@ def install(
     return dropout_rng
 
 
-def _has_forward(module: Any) -> bool:
+def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -23,10 +23,11 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.activation_boxes import AmbiguousActivation, TokenSplit, Units, line_numbers, locate_box
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.keyed_random import Box, Words, dropout_mask, generator_states, row_keys, uniform
+from meshwright.parallel.keyed_random import RowBox, Words, dropout_mask, generator_states, row_keys, uniform
 from meshwright.parallel.random_ops import RandomOpsMode
 
 Call = Callable[..., Any]
+T = TypeVar("T")
 BOXES = 64
 """Shapes whose boxes are remembered."""
 
@@ -37,7 +38,7 @@ class RngContext:
 
     key: str
     """Seed and step."""
-    first: int
+    first_row: int
     """Place of the micro-batch's first row in the global batch."""
     rows: int
     """Rows of the micro-batch."""
@@ -51,7 +52,7 @@ class RngContext:
     """Draws so far in this call."""
     units: Units | None = None
     """What is here of units that other ranks have too, between the matrices of a group."""
-    lost: str = ""
+    unknown_rows_reason: str = ""
     """Why a tensor's rows are unknown in this module; "" where they are known."""
 
 
@@ -68,27 +69,32 @@ class DropoutRng:
         self._mode_is_on = False
         self._drawn: bool | None = None
         """Whether some forward drew a number; None before the first."""
-        self._boxes: dict[Any, Box] = {}
+        self._boxes: dict[Hashable, RowBox] = {}
 
-    def begin_forward(self, key: tuple[int, int], first: int, shape: Sequence[int]) -> None:
+    def begin_forward(self, key: tuple[int, int], first_row: int, shape: Sequence[int]) -> None:
         """Starts the numbering of a training forward; called before it.
 
         Args:
             key: (seed, step).
-            first: place of the first row in the global batch.
+            first_row: place of the first row in the global batch.
             shape: of the micro-batch: (B, S) or (B, ...).
         """
         # False, no longer None: a forward ran, and drew nothing so far.
         self._drawn = self._drawn or False
-        self.moment = RngContext(f"{key[0]},{key[1]}", first, shape[0], shape[1] if len(shape) > 1 else 1)
+        self.moment = RngContext(f"{key[0]},{key[1]}", first_row, shape[0], shape[1] if len(shape) > 1 else 1)
 
     def end_forward(self) -> None:
         """Ends the numbering; called after the forward, so that an evaluation draws from torch."""
         self.moment = None
 
     def run(
-        self, key: tuple[int, int], first: int, shape: Sequence[int], forward: Call, undo: Callable[[], None]
-    ) -> Any:
+        self,
+        key: tuple[int, int],
+        first_row: int,
+        shape: Sequence[int],
+        forward: Callable[[], T],
+        undo: Callable[[], None],
+    ) -> T:
         """Runs a forward that trains, and returns what it gives.
 
         A model that drew nothing at first runs without the numbers, until a draw moves torch's generator: a
@@ -96,7 +102,7 @@ class DropoutRng:
 
         Args:
             key: as `begin_forward`.
-            first: as `begin_forward`.
+            first_row: as `begin_forward`.
             shape: as `begin_forward`.
             forward: may be called twice.
             undo: puts back what a forward changes in the model.
@@ -110,51 +116,51 @@ class DropoutRng:
             del output
             # It drew from torch: put the buffers back, and run it again with keyed numbers.
             undo()
-        self.begin_forward(key, first, shape)
+        self.begin_forward(key, first_row, shape)
         try:
             return forward()
         finally:
             self.end_forward()
 
-    def track_module(self, module: Any, name: str) -> None:
+    def track_module(self, module: nn.Module, name: str) -> None:
         """Makes draws inside the calls of a module its own."""
 
         def owning(plain: Forward) -> Forward:
             @functools.wraps(plain)
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> object:
                 return plain(*args, **kwargs) if self.moment is None else self._run_as_owner(name, plain, args, kwargs)
 
             return forward
 
         wrap_forward(module, ForwardLayer.DROPOUT, f"random numbers are keyed by '{name}'", owning)
 
-    def in_shard(self, first: nn.Module, last: nn.Module, units: Units) -> None:
+    def in_shard(self, first_module: nn.Module, last_module: nn.Module, units: Units) -> None:
         """States what this rank has of the units, from the call of one module to the end of another."""
 
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             if self.moment is not None:
                 self.moment.units = units
 
-        def leave(*_: Any) -> None:
+        def leave(*_: object) -> None:
             if self.moment is not None:
                 self.moment.units = None
 
-        first.register_forward_pre_hook(enter, prepend=True)
-        last.register_forward_hook(leave)
+        first_module.register_forward_pre_hook(enter, prepend=True)
+        last_module.register_forward_hook(leave)
 
-    def forbid(self, module: Any, reason: str) -> None:
+    def forbid(self, module: nn.Module, reason: str) -> None:
         """States that inside a module nobody can tell which rows its tensors belong to."""
 
         def forbidding(plain: Forward) -> Forward:
             @functools.wraps(plain)
-            def forward(*args: Any, **kwargs: Any) -> Any:
+            def forward(*args: object, **kwargs: object) -> object:
                 if self.moment is None:
                     return plain(*args, **kwargs)
-                self.moment.lost = reason
+                self.moment.unknown_rows_reason = reason
                 try:
                     return plain(*args, **kwargs)
                 finally:
-                    self.moment.lost = ""
+                    self.moment.unknown_rows_reason = ""
 
             return forward
 
@@ -192,7 +198,7 @@ class DropoutRng:
             context = self._drawing_context()
             # Row -1: a number of no row, equal on every rank.
             key = row_keys(self._draw_name(context), np.array([-1]))
-            return uniform(key, Box(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
+            return uniform(key, RowBox(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)), device).view(())
         return uniform(*self._next_draw(shape), device).view(tuple(shape))
 
     def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
@@ -228,12 +234,13 @@ class DropoutRng:
                 positions_by_count[queries] if query_run is None else np.arange(query_run[0], query_run[0] + queries)
             )
             box = self._remember_box(
-                key, Box(line_numbers([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys))
+                key,
+                RowBox(line_numbers([head_indices, query_positions], [head_count, context.tokens]), np.arange(keys)),
             )
-        row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first, context.first + rows))
+        row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first_row, context.first_row + rows))
         return dropout_mask(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
 
-    def _next_draw(self, shape: Sequence[int]) -> tuple[Words, Box]:
+    def _next_draw(self, shape: Sequence[int]) -> tuple[Words, RowBox]:
         """Keys and box of the next draw, of a tensor of some shape."""
         context = self._drawing_context()
         key = (tuple(shape), context.rows, context.tokens, context.units)
@@ -244,9 +251,9 @@ class DropoutRng:
             except AmbiguousActivation as error:
                 raise self._placement_error(context, shape, str(error)) from None
             self._remember_box(key, box)
-        return row_keys(self._draw_name(context), np.arange(context.first, context.first + context.rows)), box
+        return row_keys(self._draw_name(context), np.arange(context.first_row, context.first_row + context.rows)), box
 
-    def _remember_box(self, key: Any, box: Box) -> Box:
+    def _remember_box(self, key: Hashable, box: RowBox) -> RowBox:
         if len(self._boxes) >= BOXES:
             # Shapes change with the rows' lengths, so the cache is bounded.
             self._boxes.clear()
@@ -256,8 +263,8 @@ class DropoutRng:
     def _drawing_context(self) -> RngContext:
         assert self.moment is not None
         self._drawn = True
-        if self.moment.lost:
-            raise self._placement_error(self.moment, (), self.moment.lost)
+        if self.moment.unknown_rows_reason:
+            raise self._placement_error(self.moment, (), self.moment.unknown_rows_reason)
         return self.moment
 
     def _draw_name(self, context: RngContext) -> str:
@@ -265,7 +272,7 @@ class DropoutRng:
         context.number += 1
         return f"{context.key},{context.owner},{context.number - 1}"
 
-    def _run_as_owner(self, name: str, plain: Call, args: Any, kwargs: Any) -> Any:
+    def _run_as_owner(self, name: str, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         context = self.moment
         assert context is not None
         # Draws are counted anew in each call of an owner, so that they don't depend on what else this rank computes.
@@ -279,7 +286,7 @@ class DropoutRng:
         finally:
             context.owner, context.number, context.units = outer
 
-    def _run_under_mode(self, plain: Call, args: Any, kwargs: Any) -> Any:
+    def _run_under_mode(self, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._mode_is_on = True
         try:
             with RandomOpsMode(self):

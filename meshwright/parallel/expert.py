@@ -13,6 +13,7 @@ from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.token_dispatch import Dispatch
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.ep import AXIS
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.placement import LocalShard
 
@@ -81,7 +82,9 @@ def _apply(work: TransformContext) -> None:
     """Spreads the experts of this rank's stages; run after the tensor axis has split what stays."""
     layout, mesh = work.layout, work.required_mesh
     check(work.source.experts, layout.degree(AXIS.name))
-    replicas = mesh.axis_groups["tp"] if layout.degree("tp") > 1 and not layout.sequence else None
+    # Ranks that split matrices read the same tokens, unless these are split too: each sends a part of them.
+    shares_tokens = layout.degree(Mechanics.MATRICES) > 1 and not layout.sequence
+    replicas = mesh.group_with(Mechanics.MATRICES) if shares_tokens else None
     group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in work.stages:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}

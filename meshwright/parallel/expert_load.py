@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -32,8 +31,8 @@ class ExpertMeter:
                     self._counting(row.arguments[1]), with_kwargs=True
                 )
 
-    def _counting(self, name: str) -> Any:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _counting(self, name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> None:
             chosen = (kwargs[name] if name in kwargs else args[1]).detach().reshape(-1)
             # Unlike bincount this doesn't wait for the device; what lies beyond are slots to be skipped.
             edges = torch.arange(self.experts + 1, device=chosen.device)

@@ -7,8 +7,7 @@ rounds to 1e-7, and sums that layouts take in another order differ by as much, f
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -16,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.transform import Transform, TransformContext
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -28,7 +28,7 @@ def apply(modules: Iterable[nn.Module]) -> None:
 
 def _inside(plain: Forward) -> Forward:
     @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         with Float64Ops():
             return plain(*args, **kwargs)
 
@@ -39,8 +39,12 @@ class Float64Ops(TorchFunctionMode):
     """Inside it, no operation turns a float64 tensor into a narrower one."""
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Collection[type],
+        args: TorchArgs = (),
+        kwargs: TorchKwargs | None = None,
+    ) -> object:
         """Widens the dtype that a call on a float64 tensor asks for; torch calls this for each function."""
         named = dict(kwargs or {})
         if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64):
@@ -55,7 +59,7 @@ class Float64Ops(TorchFunctionMode):
         return func(*(torch.float64 if _is_narrow(item) else item for item in args), **named)
 
 
-def _is_narrow(item: Any) -> bool:
+def _is_narrow(item: object) -> bool:
     return isinstance(item, torch.dtype) and item in _NARROW
 
 

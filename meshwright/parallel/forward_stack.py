@@ -11,12 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 Forward = Callable[..., Any]
 """A module's forward: the arguments of a call to what the call returns."""
+Hook = TypeVar("Hook", bound=Callable[..., object])
 _STACK = "_meshwright_forward_stack"
 
 
@@ -101,9 +102,9 @@ def wrap_forward(module: nn.Module, layer: ForwardLayer, purpose: str, wrap: Cal
     module.__dict__[_STACK] = _ForwardStack(plain, tuple(ordered), forward)
 
 
-def described(hook: Any, purpose: str) -> Any:
+def described(hook: Hook, purpose: str) -> Hook:
     """Returns a hook that `describe` prints by its purpose."""
-    hook.purpose = purpose
+    setattr(hook, "purpose", purpose)  # noqa: B010 - functions have no such field
     return hook
 
 
@@ -130,7 +131,7 @@ def describe(module: nn.Module) -> list[str]:
     return lines
 
 
-def _name(hook: Any) -> str:
+def _name(hook: Callable[..., object]) -> str:
     """Returns the purpose of a hook or, where it states none, its ``module.function`` without the package."""
     if purpose := getattr(hook, "purpose", ""):
         return str(purpose)

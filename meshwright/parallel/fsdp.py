@@ -36,7 +36,7 @@ class ShardOptions:
     """Keep shards, their gradients and optimizer state in host memory."""
     prefetch: int = 1
     """Layers gathered ahead of the one that computes."""
-    first: int = 0
+    first_layer: int = 0
     """Number, in the model, of the first of the layers: what messages call them by."""
 
 
@@ -57,7 +57,7 @@ class FsdpSync:
 
     def __init__(
         self,
-        module: Any,
+        module: nn.Module,
         options: ShardOptions,
         copies: Sequence[ReplicaAllReduce],
         late: DeferredReductions,
@@ -67,33 +67,33 @@ class FsdpSync:
         self._deferred, self._on_cpu = late, on_cpu
         self._no_accumulated_grad = False
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
-        """Announces a micro-batch of the step; ``fresh`` where no shard holds a gradient yet."""
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
+        """Announces a micro-batch of the step; ``no_gradients`` where no shard holds a gradient yet."""
         self._deferred.finish()
-        reduces = last or self._zero >= 2
-        self._no_accumulated_grad = self._no_accumulated_grad or fresh
+        reduces = is_last or self._zero >= 2
+        self._no_accumulated_grad = self._no_accumulated_grad or no_gradients
         # A sum that is added to gradients of earlier micro-batches is read where it starts.
         self._deferred.enabled = (
-            self._on_cpu and reduces and self._no_accumulated_grad and (last or not self._replica_all_reduces)
+            self._on_cpu and reduces and self._no_accumulated_grad and (is_last or not self._replica_all_reduces)
         )
         if reduces:
             self._no_accumulated_grad = False
-        self._module.set_is_last_backward(last)
+        self._module.set_is_last_backward(is_last)
         self._module.set_requires_gradient_sync(reduces)
         for replica_all_reduce in self._replica_all_reduces:
-            replica_all_reduce.last = last
+            replica_all_reduce.is_last_microbatch = is_last
         if self._zero < 3:
             # ZeRO 1 and 2 gather once a step: parameters stay gathered until the last backward.
-            self._module.set_reshard_after_backward(last)
+            self._module.set_reshard_after_backward(is_last)
 
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""
         self._deferred.finish()
 
-    def forget(self) -> None:
+    def discard_accumulated(self) -> None:
         """Drops sums over micro-batches that no gradient shows yet, as zero_grad() has dropped those that do."""
         for replica_all_reduce in self._replica_all_reduces:
-            replica_all_reduce.forget()
+            replica_all_reduce.discard_accumulated()
         # ZeRO 1 keeps them in the gathered weights, which FSDP2 has no public way to clear.
         clear_unsharded_gradients(self._module)
 
@@ -105,7 +105,7 @@ class ReplicaAllReduce:
     """
 
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
-        self.last = True
+        self.is_last_microbatch = True
         self._axis_group, self._deferred, self._unit_name = axis_group, late, of
         self._accumulated: torch.Tensor | None = None
 
@@ -114,14 +114,14 @@ class ReplicaAllReduce:
 
         Before the last micro-batch it is zeroed in place; in the last it becomes the step's sum over the copies.
         """
-        if not self.last:
+        if not self.is_last_microbatch:
             self._accumulated = grad_shard.clone() if self._accumulated is None else self._accumulated.add_(grad_shard)
             # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             grad_shard.zero_()
             return
         self._deferred.sum(lambda: self._all_reduce_accumulated(grad_shard))
 
-    def forget(self) -> None:
+    def discard_accumulated(self) -> None:
         """Drops what was kept."""
         self._accumulated = None
 
@@ -165,7 +165,7 @@ def wrap(
         "reshard_after_forward": options.zero == 3,
     }
     hold_as_rows(module)
-    expert_modules: Sequence[Any] = expert_group.modules if expert_group else ()
+    expert_modules: Sequence[nn.Module] = expert_group.modules if expert_group else ()
     # Innermost first: fully_shard leaves out what a unit inside has already taken.
     for expert_module in expert_modules:
         assert expert_group is not None
@@ -173,12 +173,12 @@ def wrap(
     for layer in layers:
         fully_shard(layer, **settings)
     # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
-    root: Any = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
     deferred, layer_names = (
         DeferredReductions(),
-        [format_layers([number]) for number in range(options.first, options.first + len(layers))],
+        [format_layers([number]) for number in range(options.first_layer, options.first_layer + len(layers))],
     )
     replica_all_reduces = _attach_collectives(
         (root, *layers), axis_groups, deferred, (format_layers([REST]), *layer_names)
@@ -200,14 +200,16 @@ def accumulate_gradients(module: nn.Module) -> None:
     accumulate_unsharded_gradients(module)
 
 
-def _enclosing_layer_names(modules: Sequence[Any], layers: Sequence[Any], names: Sequence[str]) -> list[str]:
+def _enclosing_layer_names(
+    modules: Sequence[nn.Module], layers: Sequence[nn.Module], names: Sequence[str]
+) -> list[str]:
     """Returns the name of the layer that each of some modules is in."""
     name_of_submodule = {submodule: name for layer, name in zip(layers, names) for submodule in layer.modules()}
     return [name_of_submodule.get(submodule, format_layers([REST])) for submodule in modules]
 
 
 def _attach_collectives(
-    units: Sequence[Any], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
+    units: Sequence[nn.Module], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     replica_all_reduces = []
@@ -219,7 +221,7 @@ def _attach_collectives(
     return replica_all_reduces
 
 
-def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], prefetch: int) -> None:
+def _set_prefetch_order(layers: Sequence[nn.Module], expert_modules: Sequence[nn.Module], prefetch: int) -> None:
     """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
 
     A layer is needed before what is inside it, either way. On CUDA FSDP2 does so by itself, with streams of its own;
@@ -243,7 +245,7 @@ def _set_prefetch_order(layers: Sequence[Any], expert_modules: Sequence[Any], pr
         unit.set_modules_to_backward_prefetch(backward[unit_index + 1 : unit_index + 1 + prefetch])
 
 
-def _use_axis_group(unit: Any, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
+def _use_axis_group(unit: nn.Module, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)

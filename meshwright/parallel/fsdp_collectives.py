@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,12 +78,12 @@ class BookedAllGather(AllGather):
     def __init__(self, axis_group: AxisGroup, of: str = "") -> None:
         self._axis_group, self._of = axis_group, of
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
         transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._of)
@@ -99,12 +99,17 @@ class BookedReduceScatter(ReduceScatter):
     def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
         self._axis_group, self._late, self._of = axis_group, late, of
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns a buffer for FSDP2 to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
-        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
     ) -> dist.Work | None:
         """Sums ``input_tensor: (size * n,)`` over the group into ``output_tensor: (n,)``."""
         if op != dist.ReduceOp.SUM:

@@ -8,10 +8,10 @@ Source: Llama Team, The Llama 3 Herd of Models (2024), section 3.3.2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.axis_group import AxisGroup
@@ -19,7 +19,7 @@ from meshwright.parallel.collectives import all_gather_tokens
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.tensor_hooks import is_hidden
 from meshwright.spec.placement import Span
-from meshwright.torch_compat.tensors import tree_map_only
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, tree_map_only
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -46,8 +46,12 @@ class GatheredAttention(TorchFunctionMode):
         self._axis_group = axis_group
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Collection[type],
+        args: TorchArgs = (),
+        kwargs: TorchKwargs | None = None,
+    ) -> object:
         """Replaces attention and calls any other function as it is; torch calls this for each function."""
         named = dict(kwargs or {})
         if func is not _ATTENTION:
@@ -63,7 +67,7 @@ class GatheredAttention(TorchFunctionMode):
         outputs: list[torch.Tensor] = []
         # One call for each run: under a causal mask each gets only the keys up to its end, so ranks do equal work.
         for (start, stop), local_queries in zip(spans, query.chunk(2, dim=-2)):
-            marked_query: Any = local_queries
+            marked_query: torch.Tensor = local_queries
             # (first query of the run, whether it is the first run): dropout draws once for both, by the row's queries.
             marked_query.query_run = (start, not outputs)
             visible_keys = stop if causal else keys.shape[-2]
@@ -89,7 +93,7 @@ def local_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
     return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
 
 
-def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
+def wrap_layer(layer: nn.Module, axis_group: AxisGroup, splits: int) -> None:
     """Makes a layer compute this rank's runs of the tokens.
 
     Args:
@@ -99,7 +103,7 @@ def wrap_layer(layer: Any, axis_group: AxisGroup, splits: int) -> None:
     """
 
     def gathering(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             hidden: list[torch.Tensor] = []
             tree_map_only(torch.Tensor, lambda x: hidden.append(x) if is_hidden(x) else None, (args, kwargs))
             # S of the whole row, by which positions and tables of angles are recognised among the arguments.

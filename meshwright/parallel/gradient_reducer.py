@@ -81,9 +81,9 @@ class GradientReducer:
             open_buckets.pop(parameter.dtype, None)
         self._bucket_of[parameter] = bucket
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
-        """Announces a micro-batch; gradients are communicated in the ``last`` one of a step alone."""
-        self._active = last
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
+        """Announces a micro-batch; gradients are communicated in the ``is_last`` one of a step alone."""
+        self._active = is_last
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None

@@ -6,9 +6,9 @@ Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.spec.placement import Span
@@ -66,25 +66,25 @@ def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], f
 
 class _ToUnits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
         ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
         return _to_units(x, axis_group, spans)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _to_tokens(upstream[0], ctx.axis_group, ctx.spans, ctx.features), None, None
 
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int
+        ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int
     ) -> torch.Tensor:
         ctx.axis_group, ctx.spans = axis_group, spans
         return _to_tokens(x, axis_group, spans, features)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return _to_units(upstream[0], ctx.axis_group, ctx.spans), None, None, None
 
 

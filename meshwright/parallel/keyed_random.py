@@ -49,21 +49,21 @@ def generator_states() -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
+class RowBox:
     """Which elements of each row's tensor a rank has: all lines x all places."""
 
     lines: NDArray[np.int64]
     """(L,) numbers of the lines: places in all dims of a row but the last, counted over the whole row."""
-    last: NDArray[np.int64]
+    columns: NDArray[np.int64]
     """(J,) places in the last dim of the whole row."""
-    moved: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
+    device_copies: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict, compare=False)
     """Lines and places on devices that asked for them, int32."""
 
-    def on(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns lines and places on a device."""
-        if device not in self.moved:
-            self.moved[device] = _on_device(self.lines, device), _on_device(self.last, device)
-        return self.moved[device]
+        if device not in self.device_copies:
+            self.device_copies[device] = _on_device(self.lines, device), _on_device(self.columns, device)
+        return self.device_copies[device]
 
 
 def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
@@ -77,9 +77,9 @@ def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
     return np.stack([z & np.uint64(0xFFFFFFFF), z >> np.uint64(32)], axis=1).astype(np.uint32)
 
 
-def dropout_mask(keys: Words, box: Box, p: float, device: torch.device) -> torch.Tensor:
+def dropout_mask(keys: Words, box: RowBox, p: float, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) bool: True where dropout of probability ``p`` keeps an element."""
-    shape, bound = (len(keys), len(box.lines), len(box.last)), min(round(p * 2**32), 2**32)
+    shape, bound = (len(keys), len(box.lines), len(box.columns)), min(round(p * 2**32), 2**32)
     # p = 1 keeps nothing, and its bound doesn't fit 32 bits.
     if bound == 2**32:
         return torch.zeros(shape, dtype=torch.bool, device=device)
@@ -93,9 +93,9 @@ def dropout_mask(keys: Words, box: Box, p: float, device: torch.device) -> torch
     return torch.from_numpy(mask.reshape(shape))
 
 
-def uniform(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
+def uniform(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) float64 numbers between 0 and 1, neither of which is one of them."""
-    shape = (len(keys), len(box.lines), len(box.last))
+    shape = (len(keys), len(box.lines), len(box.columns))
     if device.type != "cpu":
         return (_bits_on(keys, box, device).to(torch.float64) + (2**31 + 0.5)) / 2**32
     out = np.empty((shape[0] * shape[1], shape[2]), dtype=np.float64)
@@ -112,9 +112,9 @@ def _mix(x: Words) -> Words:
     return x
 
 
-def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None:
+def _hash(keys: Words, box: RowBox, consume: Callable[[slice, Words], object]) -> None:
     """Hands over the bits of all elements, some of the (B x L) lines at a time."""
-    lines, columns = box.lines.astype(np.uint32), box.last.astype(np.uint32) * np.uint32(_GOLDEN)
+    lines, columns = box.lines.astype(np.uint32), box.columns.astype(np.uint32) * np.uint32(_GOLDEN)
     u = _mix(lines * np.uint32(_GOLDEN) + keys[:, :1]).reshape(-1, 1)
     v = _mix(lines * np.uint32(_MURMUR) + keys[:, 1:]).reshape(-1, 1)
     lines_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, len(columns)))
@@ -134,7 +134,7 @@ def _hash(keys: Words, box: Box, consume: Callable[[slice, Words], Any]) -> None
         consume(rows, x)
 
 
-def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
+def _bits_on(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) int32 on a device: the same bits, read as signed numbers 2^31 lower."""
 
     # int32 sums and products wrap as those of uint32 do; a right shift copies the sign bit, which `fold` clears.
@@ -148,7 +148,7 @@ def _bits_on(keys: Words, box: Box, device: torch.device) -> torch.Tensor:
         x = fold(fold(x, 16).mul_(_FACTOR_1), 15)
         return fold((x if addend is None else x.add_(addend)).mul_(signed(_FACTOR_2)), 16)
 
-    row_keys, (lines, columns) = _on_device(keys, device), box.on(device)
+    row_keys, (lines, columns) = _on_device(keys, device), box.on_device(device)
     u = mix(lines * signed(_GOLDEN) + row_keys[:, :1]).unsqueeze(-1)
     v = mix(lines * signed(_MURMUR) + row_keys[:, 1:]).unsqueeze(-1)
     bits = mix(columns * signed(_GOLDEN) + u, v)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes
 from meshwright.spec.layout import Layout
 
@@ -54,6 +55,10 @@ class Mesh:
         if axis_group.axis in self.layout.shape():
             return self.device_mesh[axis_group.axis]
         return DeviceMesh.from_group(axis_group.group, self.device_type, mesh_dim_names=(axis_group.axis,))
+
+    def group_with(self, mechanics: Mechanics) -> AxisGroup:
+        """Returns the group along the axis that has some mechanics; the layout uses one."""
+        return self.axis_groups[self.layout.axis(mechanics)]
 
     def combined_group(self, names: Sequence[str]) -> AxisGroup:
         """Returns a group over the product of some axes; a collective call, since it may make the group."""

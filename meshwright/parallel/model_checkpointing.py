@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
+from torch import nn
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.torch_compat.tensors import function_modes, wrap_checkpoint_generator
@@ -71,12 +72,12 @@ def restoring_first_run(*snapshots: Snapshot, fed: bool = False) -> AbstractCont
     return _under_policy(_Policy(outer.inline, outer.fed or fed, (*outer.snapshots, *snapshots)))
 
 
-def restore_first_run_in(module: Any, *snapshots: Snapshot) -> None:
+def restore_first_run_in(module: nn.Module, *snapshots: Snapshot) -> None:
     """Makes a module's forward run inside of `restoring_first_run`."""
 
     def repeating(plain: Forward) -> Forward:
         @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             with restoring_first_run(*snapshots):
                 return plain(*args, **kwargs)
 
@@ -93,7 +94,7 @@ def _in_saved_state(function: Function, policy: _Policy) -> Function:
     # Taken at the first forward: backward runs outside of the modes that replaced its functions.
     modes = function_modes()
 
-    def recompute(*args: Any, **kwargs: Any) -> Any:
+    def recompute(*args: object, **kwargs: object) -> object:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_under_policy(policy))
             for restore in restorers:
@@ -111,7 +112,7 @@ def _empty_generator() -> Generator[None, None, None]:
     yield
 
 
-def _run_reentrant(policy: _Policy, function: Function, preserve: bool, *args: Any) -> Any:
+def _run_reentrant(policy: _Policy, function: Function, preserve: bool, *args: object) -> object:
     if not policy.fed and not any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in args):
         # As torch's reentrant checkpoint: without an input that needs a gradient, nothing in it gets one.
         with torch.no_grad():
@@ -131,7 +132,7 @@ def _install() -> None:
     apply = torch_checkpoint.CheckpointFunction.apply
 
     def under_policy(generator: Function) -> Function:
-        def generate(function: Function, *arguments: Any, **kwargs: Any) -> Any:
+        def generate(function: Function, *arguments: object, **kwargs: object) -> object:
             policy = _LOCAL.policy
             if policy is None:
                 return generator(function, *arguments, **kwargs)
@@ -141,7 +142,7 @@ def _install() -> None:
 
         return generate
 
-    def apply_under_policy(function: Function, preserve: bool, *args: Any) -> Any:
+    def apply_under_policy(function: Function, preserve: bool, *args: object) -> object:
         policy = _LOCAL.policy
         return apply(function, preserve, *args) if policy is None else _run_reentrant(policy, function, preserve, *args)
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.parallel.stage_module import Compute
+from meshwright.parallel.stage_module import Compute, RowBatch
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph
 from meshwright.spec.placement import Box
@@ -45,7 +44,7 @@ class ModelSource:
     """How ``cp`` computes attention: ``heads`` or ``gather``."""
     experts: Sequence[ExpertRows] = ()
     """Its experts modules; needed by layouts with ``ep``."""
-    weigh: Callable[[Any], torch.Tensor] | None = None
+    weigh: Callable[[RowBatch], torch.Tensor] | None = None
     """What a micro-batch counts for in each term of the model's own loss, where it has any."""
     terms: Sequence[str] = ()
     """Names of the terms that ``compute`` reports beside the cross-entropy."""

@@ -69,7 +69,7 @@ class MovingBuffers:
         first_values, is_first_call = self.copy(), True
 
         @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             nonlocal is_first_call
             if is_first_call:
                 is_first_call = False

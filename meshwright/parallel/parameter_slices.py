@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,7 +15,7 @@ _SIZES = ("in_features", "out_features", "nf", "nx", "in_channels", "out_channel
 """Attributes of plain modules that repeat a dim of their weight."""
 
 
-def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int) -> tuple[Span, ...]:
+def spans_of_units(split: ParameterSplit, units: Span, group: ShardingGroup, size: int) -> tuple[Span, ...]:
     """Returns the runs of a parameter's dim, of ``size`` indices, that the units (start, stop) use.
 
     Raises:
@@ -34,7 +33,7 @@ def spans_of(split: ParameterSplit, units: Span, group: ShardingGroup, size: int
     return tuple((start, stop) for start, stop in spans)
 
 
-def copied_runs(
+def find_replicated_runs(
     split: ParameterSplit, units: Span, group: ShardingGroup, degree: int
 ) -> tuple[tuple[int, int, int], ...]:
     """Returns (start, stop, ranks) of local indices that several indices of the axis hold."""
@@ -56,13 +55,13 @@ def make_local_shard(
     return LocalShard(name=name, global_shape=tuple(full_shape), spans=spans_by_dim, copies=copies, axes=(axis,))
 
 
-def select(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
+def select_spans(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> torch.Tensor:
     """Returns a tensor of any shape with the runs of one dim, one after the other; a view for a single run."""
     slices = [tensor.narrow(dim, start, stop - start) for start, stop in spans]
     return slices[0] if len(slices) == 1 else torch.cat(slices, dim=dim)
 
 
-def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
+def slice_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
     """Replaces a parameter of the layer by its runs, on meta or with values, and returns it."""
     path, _, attribute = split.name.rpartition(".")
     owner = layer.get_submodule(path)
@@ -70,7 +69,7 @@ def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ..
     assert full_weight is not None
     with torch.no_grad():
         local_weight = nn.Parameter(
-            select(full_weight, split.dim, spans).clone(), requires_grad=full_weight.requires_grad
+            select_spans(full_weight, split.dim, spans).clone(), requires_grad=full_weight.requires_grad
         )
     owner._parameters[attribute] = local_weight
     full_size, local_size = full_weight.shape[split.dim], local_weight.shape[split.dim]
@@ -81,11 +80,11 @@ def cut_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ..
     return local_weight
 
 
-def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
+def set_local_sizes(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
     """Sets the integers that the code between a group's matrices reads to what this part of it has."""
-    for target, name, value in adapted(layer, group, units):
+    for target, name, value in iterate_local_sizes(layer, group, units):
         if name.startswith("config."):
-            owner: Any = target
+            owner: nn.Module = target
             config = owner.config
             # Layers share one config: this module gets a copy before a number in it changes.
             if not getattr(config, "_is_local", False):
@@ -96,7 +95,7 @@ def adapt(layer: nn.Module, group: ShardingGroup, units: Span) -> None:
             setattr(target, name, value)
 
 
-def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
+def iterate_local_sizes(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
     """Yields (module, attribute, local value) for each number of the group."""
     splits_by_name = {split.name: split for split in group.splits}
     for shape_attribute in group.numbers:
@@ -105,17 +104,17 @@ def adapted(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tup
         yield (
             module,
             shape_attribute.attribute,
-            scaled(full_value, shape_attribute.scales_with, splits_by_name, group, units),
+            scale_to_local(full_value, shape_attribute.scales_with, splits_by_name, group, units),
         )
 
 
-def read_number(module: Any, attribute: str) -> int:
+def read_number(module: nn.Module, attribute: str) -> int:
     """Returns an integer attribute, or one of the module's config."""
     _, dot, name = attribute.rpartition(".")
     return int(getattr(module.config if dot else module, name))
 
 
-def scaled(
+def scale_to_local(
     full_value: int, scales_with: str, splits: Mapping[str, ParameterSplit], group: ShardingGroup, units: Span
 ) -> int:
     """Returns an integer's local value.

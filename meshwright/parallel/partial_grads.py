@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -30,13 +29,13 @@ class PartialGradReducer:
         self._module, self._partial_grads = module, tuple(owed)
         self._axis_group, self._neighbours = axis_group, neighbours
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Does nothing: gradients are summed after the last backward."""
 
     def finish(self) -> None:
         """Sums what is owed, packed by group and type."""
         parameters_by_name = dict(self._module.named_parameters())
-        buckets: dict[tuple[int, Any], list[torch.Tensor]] = {}
+        buckets: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for partial in self._partial_grads:
             parameter = parameters_by_name.get(partial.name)
             if parameter is None or not parameter.requires_grad:
@@ -59,7 +58,7 @@ class PartialGradReducer:
                 grad_view.copy_(reduced_grad.view(grad_view.shape))
 
 
-def _partial_grad_views(parameter: Any, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
     if not owed.runs:
         return [grad] if grad.numel() else []

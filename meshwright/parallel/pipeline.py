@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, check, split
+from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, build_stages, check
 from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
-from meshwright.parallel.stage_module import Compute, LossView, StageModule, Stamp
+from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 _COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
@@ -51,11 +53,15 @@ class _SharedWeight:
         return self._axis_group.all_reduce(grad_sum, self._of).wait if self._axis_group else lambda: None
 
 
+StageOutput: TypeAlias = torch.Tensor | tuple[torch.Tensor, ...]
+"""Tensors for the next stage; the loss, (), in the last."""
+
+
 class PipelineProgram(Program):
     """Runs this rank's stages by the layout's schedule.
 
     Args:
-        parts: this rank's stages, wrapped and materialised, from `split`.
+        parts: this rank's stages, wrapped and materialised, from `build_stages`.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
         mesh: ranks and groups.
@@ -81,7 +87,7 @@ class PipelineProgram(Program):
         cpu = mesh.device_type == "cpu"
         device = torch.device("cpu") if cpu else torch.device(mesh.device_type, torch.cuda.current_device())
         self._pipeline_group = PipelineGroup(
-            axis_group=mesh.axis_groups["pp"], schedule=division.schedule, device=device
+            axis_group=mesh.group_with(Mechanics.STAGES), schedule=division.schedule, device=device
         )
         self._shared = self._find_shared_weights(division, mesh)
         for stage in self._pipeline_stages:
@@ -90,7 +96,7 @@ class PipelineProgram(Program):
             stage.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
             _disable_reshard(stage.module)
         self._current_run: tuple[Any, ScheduleRun] | None = None
-        self._batches: Sequence[Any] = ()
+        self._batches: Sequence[RowBatch] = ()
         self._scale = 1.0
         self._key = (0, 0)
         self._stamp: Stamp | None = None
@@ -100,10 +106,10 @@ class PipelineProgram(Program):
     def reporters(self) -> int:
         """Number of ranks that report the same loss sums: the last stage's alone report any."""
         assert self.mesh is not None
-        return super().reporters // self.mesh.layout.degree("pp")
+        return super().reporters // self.mesh.layout.degree(Mechanics.STAGES)
 
     def forward_backward(
-        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+        self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
         self._copy_to_twins()
@@ -119,7 +125,7 @@ class PipelineProgram(Program):
         for stage in self.stages:
             for sync in stage.gradient_syncs:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
-                sync.begin(True)
+                sync.begin_microbatch(True)
                 sync.finish()
         # All started before the first is waited for, so that the sums of tied weights overlap.
         for wait_for_sum in [shared.start() for shared in self._shared]:
@@ -129,7 +135,7 @@ class PipelineProgram(Program):
         return self._loss_sums()
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> torch.Tensor:
+    def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
         training = self.module.training
@@ -178,12 +184,12 @@ class PipelineProgram(Program):
             )
         return self._current_run[1]
 
-    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
+    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
         if self._stamp:
             self._stamp.phase("forward", microbatch)
         reported_sums = len(self._sums)
 
-        def forward() -> Any:
+        def forward() -> StageOutput:
             # `forward_with_rng` may run a forward twice; only the second one's sums count.
             del self._sums[reported_sums:]
             return self._compute_stage(stage, microbatch, received)
@@ -193,7 +199,7 @@ class PipelineProgram(Program):
             self.state_meter.sample()
         return output
 
-    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> Any:
+    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
         assert isinstance(stage, PipelineStageModule) and stage.cut is not None
         batch, cut = self._batches[microbatch], stage.cut
         output = cut.run(lambda: self._compute(stage.module, batch, self._scale, self.view), received)
@@ -228,34 +234,34 @@ class PipelineProgram(Program):
 
 def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], AxisGroup]:
     """Returns a group for each set of ``pp`` indices that share weights; every rank makes all groups, in one order."""
-    names = mesh.device_mesh.mesh_dim_names or ()
-    size = mesh.device_mesh["pp"].size()
-    pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index("pp"), -1).reshape(-1, size).tolist()
+    names, pipeline_group = mesh.device_mesh.mesh_dim_names or (), mesh.group_with(Mechanics.STAGES)
+    size = pipeline_group.size
+    pipeline_ranks = mesh.device_mesh.mesh.movedim(names.index(pipeline_group.axis), -1).reshape(-1, size).tolist()
     axis_groups = {}
     for holders in sorted(set(division.holders.values())):
         if len(holders) == size:
-            axis_groups[holders] = mesh.axis_groups["pp"]
+            axis_groups[holders] = pipeline_group
         elif len(holders) > 1:
             # A collective call: ranks outside of the group take part in making it.
             group, _ = dist.new_subgroups_by_enumeration(
                 [[pipeline[index] for index in holders] for pipeline in pipeline_ranks]
             )
-            if mesh.device_mesh.get_local_rank("pp") in holders:
-                axis_groups[holders] = AxisGroup("pp", group, mesh.log)
+            if pipeline_group.index in holders:
+                axis_groups[holders] = AxisGroup(pipeline_group.axis, group, mesh.log)
     return axis_groups
 
 
-def _fsdp_units(module: Any) -> list[Any]:
+def _fsdp_units(module: nn.Module) -> list[nn.Module]:
     return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
 
 
-def _disable_reshard(module: Any) -> None:
+def _disable_reshard(module: nn.Module) -> None:
     """Keeps a sharded stage gathered after a forward: the schedule gathers and frees it as a whole."""
     for unit in _fsdp_units(module):
         unit.set_reshard_after_forward(False, recurse=False)
 
 
-def _reshard_all(module: Any) -> None:
+def _reshard_all(module: nn.Module) -> None:
     """Frees what a forward without a backward gathered."""
     for unit in _fsdp_units(module):
         unit.reshard()
@@ -263,7 +269,7 @@ def _reshard_all(module: Any) -> None:
 
 def _split(work: TransformContext) -> None:
     """Cuts the model into this rank's stages, which a schedule runs."""
-    work.stages = split(work.source, work.layout, work.required_mesh)
+    work.stages = build_stages(work.source, work.layout, work.required_mesh)
     work.make_program = _program
 
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
-from meshwright.parallel.stage import Stage, copied
+from meshwright.parallel.stage import Stage, copy_module
 from meshwright.parallel.stage_module import StageModule
 from meshwright.schedules.action import Schedule
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layer_graph import LayerGraph, check_split, divide, weights_by_stage
 from meshwright.spec.layout import Layout
 from meshwright.spec.placement import LocalShard
@@ -31,7 +31,7 @@ class Division:
     """Names of each stage's weights, a tied one under each of its names there."""
     holders: dict[str, tuple[int, ...]]
     """Indices along ``pp`` that hold a weight, by the first of its names."""
-    first: dict[str, str]
+    primary_names: dict[str, str]
     """Name of a weight to the first of its names."""
 
 
@@ -55,7 +55,7 @@ def check(layout: Layout, layers: int) -> None:
     Raises:
         PlanError: with the rule and the nearest layout that works.
     """
-    if layout.degree("pp") == 1:
+    if layout.degree(Mechanics.STAGES) == 1:
         return
     schedule = layout.pipeline()
     check_split(layout.split, schedule.stages, layers)
@@ -66,7 +66,7 @@ def check(layout: Layout, layers: int) -> None:
         )
 
 
-def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
+def build_stages(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
     """Cuts the model into this rank's stages.
 
     Args:
@@ -82,10 +82,10 @@ def split(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageModule]:
             "pp needs the model's layer graph, and the source has none; models.layer_graph.read_layer_graph reads it"
         )
     division = _divide_model(source.module, source.layer_graph, source.ties, layout)
-    numbers = division.schedule.rank_stages(mesh.device_mesh.get_local_rank("pp"))
-    copies = mesh.world.size // layout.degree("pp")
+    numbers = division.schedule.rank_stages(mesh.group_with(Mechanics.STAGES).index)
+    copies = mesh.world.size // layout.degree(Mechanics.STAGES)
     # A rank with several stages needs a module for each; the source's own serves as the last.
-    modules = [*(copied(source.module) for _ in numbers[1:]), source.module]
+    modules = [*(copy_module(source.module) for _ in numbers[1:]), source.module]
     stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
         start_layer, stop_layer = division.bounds[number : number + 2]
@@ -118,7 +118,7 @@ def _divide_model(
         bounds=bounds,
         weights_by_stage=tuple(names_of_stage),
         holders={name: tuple(sorted(indices)) for name, indices in holders.items()},
-        first=primary_names,
+        primary_names=primary_names,
     )
 
 
@@ -126,7 +126,7 @@ def _tied_shards(module: nn.Module, division: Division, copies: int) -> dict[str
     """Returns the shards of tied weights that go by another name, or that other stages hold too."""
     shards = {}
     for name, item in module.named_parameters():
-        primary_name: Any = division.first[name]
+        primary_name = division.primary_names[name]
         holder_count = len(division.holders[primary_name])
         if primary_name != name or holder_count > 1:
             shards[name] = LocalShard.unsharded(primary_name, tuple(item.shape), holder_count * copies)

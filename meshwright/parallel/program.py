@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -15,10 +15,13 @@ from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.progress_hooks import LayerProgressHooks
-from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, StageModule, Stamp
+from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.weights import Weight, named_weights
+from meshwright.spec.axis import Mechanics
+
+T = TypeVar("T")
 
 
 class Program:
@@ -39,7 +42,7 @@ class Program:
         self._compute = compute
         copies = 1
         if mesh is not None:
-            copies = mesh.world.size // mesh.layout.degree("pp")
+            copies = mesh.world.size // mesh.layout.degree(Mechanics.STAGES)
         self.weights: list[Weight] = []
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
@@ -53,7 +56,7 @@ class Program:
         """Random numbers of forwards that may draw some."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
-        self.term_counts: Callable[[Any], torch.Tensor] | None = None
+        self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None
         """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
         self.loss_terms: tuple[str, ...] = ()
         """Names of the terms that the sums have beside the cross-entropy."""
@@ -91,7 +94,7 @@ class Program:
                         yield full_name, buffer
 
     def forward_backward(
-        self, batches: Sequence[Any], scale: float, key: tuple[int, int], stamp: Stamp | None = None
+        self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
         """Runs a step's micro-batches and sums gradients over every axis that reads other data.
 
@@ -104,7 +107,7 @@ class Program:
         Returns:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
-        total: torch.Tensor | None = None
+        sums_by_microbatch: list[torch.Tensor] = []
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
@@ -114,7 +117,7 @@ class Program:
                     buffers_before
                 )  # a step is one call of the model, in however many micro-batches
             for sync in self.stages[0].gradient_syncs:
-                sync.begin(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
+                sync.begin_microbatch(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
                 stamp.phase("forward", microbatch)
             forward = functools.partial(self._compute, self.module, batch, scale, self.view)
@@ -126,7 +129,7 @@ class Program:
                 stamp.phase("backward", microbatch)
             loss.backward()
             self.progress_hooks.outside()
-            total = sums if total is None else total + sums
+            sums_by_microbatch.append(sums)
             # Frees the micro-batch's graph before the next forward.
             del loss
             self.step_timer.lap("backward")
@@ -135,12 +138,11 @@ class Program:
         for sync in self.stages[0].gradient_syncs:
             sync.finish()
         self.step_timer.lap("reduce")
-        assert total is not None
-        return total
+        return functools.reduce(torch.add, sums_by_microbatch)
 
     def forward_with_rng(
-        self, forward: Callable[[], Any], batches: Sequence[Any], microbatch: int, key: tuple[int, int]
-    ) -> Any:
+        self, forward: Callable[[], T], batches: Sequence[RowBatch], microbatch: int, key: tuple[int, int]
+    ) -> T:
         """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
         first_row = 0
@@ -159,7 +161,7 @@ class Program:
         return self.dropout_rng.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
 
     @torch.no_grad()
-    def evaluate(self, batch: Any) -> torch.Tensor:
+    def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
         training, buffers_before = self.module.training, self.moving_buffers.copy()
         self.module.eval()

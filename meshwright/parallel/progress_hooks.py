@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,51 +21,51 @@ OUTSIDE = -1
 
 
 class LayerProgressHooks:
-    """Reports the layer that runs to the listener ``tell``."""
+    """Reports the layer that runs to its ``listener``."""
 
     def __init__(self) -> None:
-        self.tell: Callable[[int], None] | None = None
+        self.listener: Callable[[int], None] | None = None
         """Given the number of the layer that begins, or `OUTSIDE`; None while nobody listens."""
 
-    def watch(self, layers: Sequence[nn.Module], first: int) -> None:
+    def watch(self, layers: Sequence[nn.Module], first_layer: int) -> None:
         """Wraps layers so that they report.
 
         Args:
             layers: some that follow each other.
-            first: number of the first of them in the model.
+            first_layer: number of the first of them in the model.
         """
-        last_number = first + len(layers) - 1
-        for number, layer in enumerate(layers, first):
+        last_number = first_layer + len(layers) - 1
+        for number, layer in enumerate(layers, first_layer):
             reports = partial(self._reporting, number, number == last_number)
             wrap_forward(layer, ForwardLayer.PROGRESS, f"reports that layer {number} runs", reports)
 
     def outside(self) -> None:
         """Reports that no layer runs any more."""
-        if self.tell is not None:
-            self.tell(OUTSIDE)
+        if self.listener is not None:
+            self.listener(OUTSIDE)
 
     def _reporting(self, number: int, is_last: bool, plain: Forward) -> Forward:
         def report_backward(_: torch.Tensor) -> None:
-            if self.tell is not None:
-                self.tell(number)
+            if self.listener is not None:
+                self.listener(number)
 
         @functools.wraps(plain)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            if self.tell is None:
+        def forward(*args: object, **kwargs: object) -> object:
+            if self.listener is None:
                 return plain(*args, **kwargs)
-            self.tell(number)
+            self.listener(number)
             out = plain(*args, **kwargs)
             hidden = out if isinstance(out, torch.Tensor) else _hidden(out)
             if hidden is not None and hidden.requires_grad:
                 hidden.register_hook(report_backward)
-            if is_last and self.tell is not None:
-                self.tell(OUTSIDE)
+            if is_last and self.listener is not None:
+                self.listener(OUTSIDE)
             return out
 
         return forward
 
 
-def _hidden(out: Any) -> torch.Tensor | None:
+def _hidden(out: object) -> torch.Tensor | None:
     """Returns the first tensor of a layer's output: the next layer's input."""
     values = out.values() if isinstance(out, dict) else out if isinstance(out, (tuple, list)) else ()
     return next((value for value in values if isinstance(value, torch.Tensor)), None)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from meshwright.errors import PlanError
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 DEAR = 1 << 26
 """Weights of attention (B H S S) beyond which backward makes them again, and a byte of each is kept instead of nine."""
@@ -30,6 +32,10 @@ class RandomSource(Protocol):
         """Returns what dropout keeps of the weights (B, H, queries, keys) of attention, bool."""
 
 
+Replacement = Callable[[RandomSource, TorchFunction, TorchArgs, TorchKwargs], torch.Tensor]
+"""Called in place of a function that draws: (numbers, function, its arguments) to the function's result."""
+
+
 class RandomOpsMode(TorchFunctionMode):
     """Inside it, functions that draw random numbers get those of ``numbers``."""
 
@@ -38,8 +44,12 @@ class RandomOpsMode(TorchFunctionMode):
         self._numbers = numbers
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Collection[type],
+        args: TorchArgs = (),
+        kwargs: TorchKwargs | None = None,
+    ) -> object:
         """Replaces the functions that draw random numbers; torch calls this for each function."""
         replacement = _REPLACEMENTS.get(func)
         if replacement is None:
@@ -51,13 +61,13 @@ class _DropoutFunction(torch.autograd.Function):
     """Keeps one byte an element for backward, as dropout's own kernels do."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, keep: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(keep)
         ctx.scale = scale
         return (x * keep).mul_(scale)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return (upstream[0] * ctx.saved_tensors[0]).mul_(ctx.scale), None, None
 
 
@@ -70,7 +80,7 @@ def apply_dropout(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool =
     return out
 
 
-def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _dropout(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
     if not training or not p or x.is_meta:
@@ -79,7 +89,7 @@ def _dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.
     return apply_dropout(x, numbers.dropout_mask(x.shape, p, x.device), p, inplace or func is torch.dropout_)
 
 
-def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _feature_dropout(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Drops full channels: one draw for each (B, C)."""
     x, p, training, inplace = _arguments(args, kwargs, ("input", "p", "training", "inplace"), (None, 0.5, True, False))
     training = kwargs.get("train", training)
@@ -91,7 +101,7 @@ def _feature_dropout(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -
     return apply_dropout(x, numbers.dropout_mask(shape, p, x.device), p, inplace)
 
 
-def _attention(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+def _attention(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Computes attention with dropout unfused, since no fused kernel accepts a dropout mask."""
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
     query, key, value, mask, p, causal = _arguments(args, kwargs, names, (None, None, None, None, 0.0, False))
@@ -124,10 +134,12 @@ def _attention_with_mask(
     return apply_dropout(torch.softmax(scores, dim=-1), keep, p) @ value
 
 
-def _draw_over_uniform(from_uniform: Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]) -> Any:
+def _draw_over_uniform(
+    from_uniform: Callable[[torch.Tensor, torch.Tensor, TorchArgs, TorchKwargs], torch.Tensor],
+) -> Replacement:
     """Returns the replacement of a function that draws a tensor: torch makes it, then keyed numbers overwrite it."""
 
-    def draw(numbers: RandomSource, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+    def draw(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
         out: torch.Tensor = func(*args, **kwargs)
         # Shapes alone are asked for: no number is drawn, and none is counted.
         if out.is_meta:
@@ -140,49 +152,50 @@ def _draw_over_uniform(from_uniform: Callable[[Any, torch.Tensor, Any, Any], tor
     return draw
 
 
-def _uniform(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _uniform(u: torch.Tensor, _: torch.Tensor, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     low, high = _arguments(args[1:], kwargs, ("from", "to"), (0.0, 1.0))
     return u * (high - low) + low
 
 
-def _bernoulli(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _bernoulli(u: torch.Tensor, _: torch.Tensor, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Draws `torch.bernoulli`: the tensor holds the probabilities, unless ``p`` is given."""
     probability = kwargs.get("p", args[1] if len(args) > 1 else args[0])
     return (u < probability).to(u.dtype)
 
 
-def _bernoulli_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _bernoulli_in_place(u: torch.Tensor, _: torch.Tensor, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     (p,) = _arguments(args[1:], kwargs, ("p",), (0.5,))
     return (u < p).to(u.dtype)
 
 
-def _standard_normal(u: torch.Tensor, *_: Any) -> torch.Tensor:
+def _standard_normal(u: torch.Tensor, *_: object) -> torch.Tensor:
     # The inverse normal distribution function: one uniform number makes one normal number, whatever its neighbours do.
     return torch.special.ndtri(u)
 
 
-def _normal_in_place(u: torch.Tensor, _: torch.Tensor, args: Any, kwargs: Any) -> torch.Tensor:
+def _normal_in_place(u: torch.Tensor, _: torch.Tensor, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     mean, std = _arguments(args[1:], kwargs, ("mean", "std"), (0.0, 1.0))
     return torch.special.ndtri(u) * std + mean
 
 
-def _refuse(_: RandomSource, func: Any, args: Any, kwargs: Any) -> Any:
+def _refuse(_: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     if kwargs.get("training", kwargs.get("train")) is False:
-        return func(*args, **kwargs)
+        output: torch.Tensor = func(*args, **kwargs)
+        return output
     raise PlanError(
         f"a forward that trains draws random numbers by {func.__name__}, which would depend on the layout; what works: "
         "dropout, dropout1d to 3d, scaled_dot_product_attention, rand, randn, bernoulli, uniform_, normal_"
     )
 
 
-def _arguments(args: Any, kwargs: Any, names: Sequence[str], defaults: Sequence[Any]) -> list[Any]:
+def _arguments(args: TorchArgs, kwargs: TorchKwargs, names: Sequence[str], defaults: TorchArgs) -> list[Any]:
     """Values of arguments, positional or named."""
-    by_name = dict(zip(names, args)) | kwargs
+    by_name = dict(zip(names, args)) | dict(kwargs)
     return [by_name.get(name, default) for name, default in zip(names, defaults)]
 
 
 _UNIT_UNIFORM = _draw_over_uniform(lambda u, *_: u)
-_REPLACEMENTS: dict[Any, Any] = {
+_REPLACEMENTS: dict[TorchFunction, Replacement] = {
     functional.scaled_dot_product_attention: _attention,
     **dict.fromkeys((functional.dropout, torch.dropout, torch.dropout_), _dropout),
     **dict.fromkeys((functional.dropout1d, functional.dropout2d, functional.dropout3d), _feature_dropout),

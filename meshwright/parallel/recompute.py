@@ -67,7 +67,7 @@ def _recomputing(
     return lambda *args, **kwargs: checkpoint(repeatable_forward(plain), *args, **options, **kwargs)
 
 
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 

@@ -21,6 +21,6 @@ def wrap(
         layers: number of the layer that each belongs to, for messages.
 
     Returns:
-        The reducer: call ``begin(last)`` before each micro-batch and ``finish()`` after the last backward.
+        The reducer: call `begin_microbatch` before each micro-batch and `finish` after the last backward.
     """
     return GradientReducer(parameters, axis_group, layers)

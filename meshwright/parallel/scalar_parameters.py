@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -35,7 +33,7 @@ def hold_as_rows(module: nn.Module) -> None:
 
 def _reader(key: str) -> property:
     def read(owner: nn.Module) -> torch.Tensor:
-        item: Any = owner._parameters[key]
+        item: nn.Parameter = owner._parameters[key]
         # A shard is what FSDP2 looks for; the model's code runs between gathering and release.
         return item if isinstance(item, DTensor) else item.reshape(())
 

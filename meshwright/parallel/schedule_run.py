@@ -91,7 +91,7 @@ class _TorchStage(PipelineStage):
         )
         self._microbatch = 0
 
-    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """Called by torch's runtime for a first exchange with the stages beside this one."""
         # torch 2.11 sends to a stage of the same rank too, which gloo refuses.
         return [
@@ -100,31 +100,31 @@ class _TorchStage(PipelineStage):
             if item.group_peer != self._pipeline_group.axis_group.index
         ]
 
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         """Called by torch's runtime before the forward of a micro-batch."""
         # Not as a keyword of the forward: torch 2.11 takes every value of these for a tensor in a backward in halves.
         self._microbatch = fwd_chunk_id
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
-    def forward_maybe_with_nosync(self, *args: Any, **_kwargs: Any) -> Any:
+    def forward_maybe_with_nosync(self, *args: object, **_kwargs: object) -> object:
         """Called by torch's runtime for the forward of a micro-batch."""
         return self._run_forward(self._stage_module, self._microbatch, args)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         """Called by torch's runtime for a backward."""
         self._before_backward(bwd_chunk_id)
         return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
         """Called by torch's runtime for the second half of a backward, which calls none of FSDP2's hooks."""
         super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
         accumulate_gradients(self._stage_module.module)
 
-    def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Called by torch's runtime to send what the next stage gets."""
         return self._book_sends(super().get_fwd_send_ops(fwd_chunk_id))
 
-    def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Called by torch's runtime to send the gradients for the stage before."""
         if (gradients := self.bwd_cache.get(bwd_chunk_id)) is not None:
             # A boundary of several streams may be a permuted view, and so may its gradient; sends need plain memory.
@@ -133,7 +133,7 @@ class _TorchStage(PipelineStage):
             )
         return self._book_sends(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def _book_sends(self, operations: list[Any]) -> list[Any]:
+    def _book_sends(self, operations: list[dist.P2POp]) -> list[dist.P2POp]:
         axis_group = self._pipeline_group.axis_group
         axis_group.log.add(axis_group.axis, "send", sum(operation.tensor.nbytes for operation in operations), 0.0, 0.0)
         return operations
@@ -142,11 +142,11 @@ class _TorchStage(PipelineStage):
 class _PendingReceive:
     """A posted receive, whose wait is reported as a collective's is."""
 
-    def __init__(self, work: Any, axis_group: AxisGroup, description: str) -> None:
+    def __init__(self, work: dist.Work, axis_group: AxisGroup, description: str) -> None:
         self._work, self._log, self._description = work, axis_group.log, description
-        self._number = axis_group.log.begin()
+        self._number = axis_group.log.start_operation()
 
-    def wait(self) -> Any:
+    def wait(self) -> object:
         """Called by torch's runtime before the stage computes."""
         with self._log.waiting(self._description, self._number):
             return self._work.wait()
@@ -164,7 +164,7 @@ class _ReceiveBuffers(dict[tuple[int, int], Any]):
         super().__init__()
         self._axis_group, self._description = axis_group, content
 
-    def __setitem__(self, key: tuple[int, int], works: Sequence[Any]) -> None:
+    def __setitem__(self, key: tuple[int, int], works: Sequence[dist.Work]) -> None:
         stage, microbatch = key
         description = (
             f"receive over {self._axis_group.axis} of {self._description} of micro-batch {microbatch} for stage {stage}"
@@ -236,7 +236,7 @@ def _loss_as_is(output: torch.Tensor, _target: None) -> torch.Tensor:
 def chain(
     stages: Sequence[StageModule],
     pipeline_group: PipelineGroup,
-    forward: Callable[[StageModule, tuple[torch.Tensor, ...]], Any],
+    forward: Callable[[StageModule, tuple[torch.Tensor, ...]], torch.Tensor | tuple[torch.Tensor, ...]],
 ) -> list[tuple[Sequence[TensorKind], ...]]:
     """Passes one batch of any shape forward through all stages, one after the other.
 
@@ -287,7 +287,7 @@ def _receive(pipeline_group: PipelineGroup, index: int) -> tuple[torch.Tensor, .
     # Its length is fixed, so it can be received before any shape is known.
     header = torch.zeros(1 + _TENSORS * (_DIMS + 2), dtype=torch.int64, device=pipeline_group.device)
     with pipeline_group.axis_group.log.waiting(
-        f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.begin()
+        f"receive over {pipeline_group.axis_group.axis}", pipeline_group.axis_group.log.start_operation()
     ):
         dist.recv(header, peer, group=pipeline_group.axis_group.group)
     count, *fields = header.tolist()

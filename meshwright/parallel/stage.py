@@ -12,9 +12,9 @@ import contextlib
 import copy
 import functools
 import operator
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -33,11 +33,16 @@ class _Boundary(BaseException):
         self.payload = payload
 
 
+T = TypeVar("T")
+Nested: TypeAlias = Any
+"""Arguments of a call, nested in tuples, lists and dicts: what a `Path` leads through."""
+
+
 class Stage:
     """Some consecutive layers of a model, and whatever of the rest runs before or after them.
 
     Args:
-        module: on meta or real; it is changed for good. Use `copied` where it is needed again.
+        module: on meta or real; it is changed for good. Use `copy_module` where it is needed again.
         layer_graph: of the model.
         first: number of the stage's first layer.
         stop: one more than that of its last.
@@ -48,7 +53,7 @@ class Stage:
         self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept_names: Collection[str]
     ) -> None:
         self.module, self.layer_graph, self.first, self.stop = module, layer_graph, first, stop
-        self.layers: list[Any] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
+        self.layers: list[nn.Module] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop_other_stages(kept_names)
@@ -91,7 +96,7 @@ class Stage:
         if not self.is_last:
             self.module.register_forward_hook(_leave_with_output)
 
-    def run(self, call: Callable[[], Any], received: tuple[torch.Tensor, ...]) -> Any:
+    def run(self, call: Callable[[], T], received: tuple[torch.Tensor, ...]) -> T | tuple[torch.Tensor, ...]:
         """Runs ``call``, which calls the module, with what the stage before sent.
 
         Returns:
@@ -121,14 +126,14 @@ class Stage:
 
         return restore_input
 
-    def _receive(self, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
-        call = (args, kwargs)
+    def _receive(self, _layer: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> Nested:
+        call: Nested = (args, kwargs)
         for path, tensor in zip(self.layer_graph.boundary_tensors[self.first], self._received, strict=True):
             # The runtime keeps a received tensor for backward: layers that write into their input get a copy.
             call = _replace_at_path(call, path, tensor.clone() if self.layer_graph.writes else tensor)
         return call
 
-    def _install_stub(self, name: str, forward: Callable[..., Any]) -> None:
+    def _install_stub(self, name: str, forward: Callable[..., object]) -> None:
         layer = self.module.get_submodule(name)
         wrap_forward(layer, ForwardLayer.STAGE, "a stub: another stage computes it", lambda _plain: forward)
 
@@ -166,29 +171,29 @@ class Stage:
 
 def local_layer(module: nn.Module, name: str) -> nn.Module | None:
     """Returns a layer by its name in the model; None where another stage has its weights, or all of it."""
-    submodule: Any = module
+    submodule: nn.Module = module
     for key in name.split("."):
         submodule = getattr(submodule, "_modules", {}).get(key)
     return submodule if submodule is not None and any(True for _ in submodule.parameters()) else None
 
 
-def copied(module: nn.Module, share: bool = False) -> nn.Module:
+def copy_module(module: nn.Module, share: bool = False) -> nn.Module:
     """Returns a copy of a module; with ``share`` its weights are the same tensors."""
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in module.parameters()} if share else {}
+    memo: dict[int, object] = {id(parameter): parameter for parameter in module.parameters()} if share else {}
     duplicate: nn.Module = copy.deepcopy(module, memo)
     return duplicate
 
 
-def tensor_at(call: Any, path: Path) -> Any:
+def get_tensor(call: Nested, path: Path) -> Any:
     """Returns the tensor of a call's ``(args, kwargs)`` that a path leads to."""
     return functools.reduce(operator.getitem, path, call)
 
 
-def _shape_and_dtype(tensor: Any) -> tuple[torch.Size, torch.dtype]:
+def _shape_and_dtype(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
     return tensor.shape, tensor.dtype
 
 
-def _replace_at_path(call: Any, path: Path, tensor: torch.Tensor) -> Any:
+def _replace_at_path(call: Nested, path: Path, tensor: torch.Tensor) -> Nested:
     """Returns the call with another tensor at a path; containers on the way are new."""
     if not path:
         return tensor
@@ -199,33 +204,33 @@ def _replace_at_path(call: Any, path: Path, tensor: torch.Tensor) -> Any:
     return items if isinstance(call, list) else tuple(items)
 
 
-def _skip_layer(layer_graph: LayerGraph, number: int, *args: Any, **kwargs: Any) -> Any:
+def _skip_layer(layer_graph: LayerGraph, number: int, *args: object, **kwargs: object) -> object:
     """Stands for a layer of a stage before: gives its own arguments back, nested as the layer would."""
     returned = layer_graph.returns[number]
-    leaves: list[Any] = []
+    leaves: list[object] = []
     stand_in = _first_tensor(args, kwargs)
     for path, is_tensor in zip(returned.leaves, returned.tensors):
         leaves.append(_tensor_or_stand_in(stand_in, (args, kwargs), path) if is_tensor else None)
     return tree_unflatten(leaves, returned.nest)
 
 
-def _tensor_or_stand_in(stand_in: torch.Tensor, call: Any, path: Path | None) -> torch.Tensor:
+def _tensor_or_stand_in(stand_in: torch.Tensor, call: Nested, path: Path | None) -> torch.Tensor:
     if path is None:
         return stand_in
     try:
-        tensor = tensor_at(call, path)
+        tensor = get_tensor(call, path)
     except (LookupError, TypeError):
         return stand_in
     return tensor if isinstance(tensor, torch.Tensor) else stand_in
 
 
-def _first_tensor(args: Any, kwargs: Any) -> torch.Tensor:
+def _first_tensor(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
 
 
-def _leave_stage(paths: tuple[Path, ...], *args: Any, **kwargs: Any) -> Any:
+def _leave_stage(paths: tuple[Path, ...], *args: object, **kwargs: object) -> object:
     """Stands for the first layer of the next stage."""
-    raise _Boundary(tuple(_sendable(tensor_at((args, kwargs), path)) for path in paths))
+    raise _Boundary(tuple(_sendable(get_tensor((args, kwargs), path)) for path in paths))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:
@@ -235,11 +240,11 @@ def _sendable(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _catch_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
+def _catch_boundary(plain: Callable[..., object]) -> Callable[..., object]:
     """Ends the exception inside the module's forward, so that hooks which follow a forward run."""
 
     @functools.wraps(plain)
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         try:
             return plain(*args, **kwargs)
         except _Boundary as boundary:
@@ -248,6 +253,6 @@ def _catch_boundary(plain: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _leave_with_output(_module: nn.Module, _args: Any, output: Any) -> None:
+def _leave_with_output(_module: nn.Module, _args: object, output: tuple[torch.Tensor, ...]) -> None:
     """Leaves the module's caller by an exception, after all other hooks: it waits for the model's own output."""
     raise _Boundary(output)

@@ -26,6 +26,14 @@ class LossView:
     None where the cross-entropy is all there is."""
 
 
+class RowBatch(Protocol):
+    """What the runtime reads of a micro-batch; `Compute` knows the rest of it."""
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(B, ...): this rank's rows, on the model's device."""
+
+
 Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.Tensor]]
 """(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
 the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss
@@ -35,12 +43,12 @@ adds two: the term times what the micro-batch counts for in it, and what it coun
 class Sync(Protocol):
     """What an axis that sums gradients gives the step to steer it."""
 
-    def begin(self, last: bool, fresh: bool = False) -> None:
+    def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Called before each micro-batch.
 
         Args:
-            last: the last one before the optimizer.
-            fresh: the first one, and no weight has a gradient.
+            is_last: the last one before the optimizer.
+            no_gradients: the first one, and no weight has a gradient.
         """
 
     def finish(self) -> None:

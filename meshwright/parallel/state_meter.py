@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ def _storage_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(sizes.values())
 
 
-def _gathered_tensors(units: Iterable[Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _gathered_tensors(units: Iterable[nn.Module]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns FSDP2's (gathered parameters, full gradients kept for later) of its units, under way or arrived."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []

@@ -20,7 +20,7 @@ class StepTimer:
         self._marks: list[tuple[str, Any]] = []
         self._last_mark: Any = self._now()
 
-    def _now(self) -> Any:
+    def _now(self) -> object:
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)

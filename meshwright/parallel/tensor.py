@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -98,11 +97,11 @@ def _slice_group_parameters(
     sharded: ShardedLayer,
 ) -> None:
     """Gives the layer its parts of a group's parameters."""
-    parameter_slices.adapt(layer, group, units)
+    parameter_slices.set_local_sizes(layer, group, units)
     for split in group.splits:
         full_weight = layer.get_parameter(split.name)
-        spans = parameter_slices.spans_of(split, units, group, full_weight.shape[split.dim])
-        replicated_runs = parameter_slices.copied_runs(split, units, group, axis_group.size)
+        spans = parameter_slices.spans_of_units(split, units, group, full_weight.shape[split.dim])
+        replicated_runs = parameter_slices.find_replicated_runs(split, units, group, axis_group.size)
         name = f"{prefix}.{split.name}"
         shard = parameter_slices.make_local_shard(
             name, full_weight.shape, split, spans, copies // axis_group.size, "tp"
@@ -115,7 +114,7 @@ def _slice_group_parameters(
             runs = tuple((start, stop) for start, stop, sharing_ranks in replicated_runs if sharing_ranks == ranks)
             sharded.partial_grads.append(PartialGrad(name, runs, split.dim, ranks))
         sharded.local_shards[name] = shard
-        parameter_slices.cut_parameter(layer, split, spans)
+        parameter_slices.slice_parameter(layer, split, spans)
 
 
 def _attach_group_collectives(
@@ -176,7 +175,7 @@ def _attach_group_collectives(
     return partial_names
 
 
-def _enter_each_tensor(axis_group: AxisGroup, sequence: bool) -> Any:
+def _enter_each_tensor(axis_group: AxisGroup, sequence: bool) -> tensor_hooks.Move:
     if sequence:
         return lambda x: collectives.all_gather_tokens(x, axis_group, 0, True)
     return lambda x: collectives.copy_to_group(x, axis_group)
@@ -236,7 +235,7 @@ def wrap_vocabulary(
     return sharded
 
 
-def _attach_vocabulary_lookup(module: Any, start: int, stop: int, axis_group: AxisGroup) -> None:
+def _attach_vocabulary_lookup(module: nn.Module, start: int, stop: int, axis_group: AxisGroup) -> None:
     """Lets a split embedding look up its rows alone."""
     if isinstance(module, nn.Linear):
         module.out_features = stop - start
@@ -245,14 +244,16 @@ def _attach_vocabulary_lookup(module: Any, start: int, stop: int, axis_group: Ax
         return
     out_of_range_masks: list[torch.Tensor] = []
 
-    def look_up_local_ids(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def look_up_local_ids(
+        _: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]
+    ) -> tensor_hooks.HookResult:
         ids = args[0] if args else kwargs.pop("input_ids" if "input_ids" in kwargs else "input")
         # Ids of other ranks' rows look up row 0 and are zeroed behind: in the sum each id has its row once.
         out_of_range = (ids < start) | (ids >= stop)
         out_of_range_masks.append(out_of_range)
         return (torch.where(out_of_range, 0, ids - start), *args[1:]), kwargs
 
-    def zero_and_reduce(_: nn.Module, _args: Any, out: torch.Tensor) -> torch.Tensor:
+    def zero_and_reduce(_: nn.Module, _args: object, out: torch.Tensor) -> torch.Tensor:
         return collectives.reduce_from_group(out.masked_fill(out_of_range_masks.pop().unsqueeze(-1), 0.0), axis_group)
 
     module.register_forward_pre_hook(look_up_local_ids, with_kwargs=True)

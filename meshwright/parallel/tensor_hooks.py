@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, described, wrap_forward
 
+HookResult: TypeAlias = "tuple[tuple[object, ...], dict[str, torch.Tensor]]"
+"""Arguments that replace those of the module's call."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """A movement of one tensor, with its gradient."""
 
@@ -54,12 +56,12 @@ def on_input(
     if isinstance(move, Once):
         move.readers += 1
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> HookResult:
         if only is None:
             return (move(args[0]), *args[1:]), kwargs
         wanted_tensor = only
 
-        def move_if_wanted(value: Any) -> Any:
+        def move_if_wanted(value: object) -> object:
             return move(value) if isinstance(value, torch.Tensor) and wanted_tensor(value) else value
 
         return tuple(move_if_wanted(value) for value in args), {
@@ -72,23 +74,23 @@ def on_input(
 def on_output(module: nn.Module, move: Move, *, purpose: str) -> None:
     """Moves the tensor that a module returns, the first where it returns several; ``purpose`` as in `on_input`."""
 
-    def hook(_: nn.Module, _args: Any, out: Any) -> Any:
+    def hook(_: nn.Module, _args: object, out: torch.Tensor | tuple[torch.Tensor, ...]) -> object:
         return move(out) if isinstance(out, torch.Tensor) else type(out)((move(out[0]), *out[1:]))
 
     module.register_forward_hook(described(hook, f"output: {purpose}"))
 
 
-def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: str) -> None:
+def on_hidden(module: nn.Module, move: Move, prepend: bool = False, *, purpose: str) -> None:
     """Moves the hidden state that a layer is called with: its first floating (B, S, D) argument.
 
     Args:
         module: gets a hook.
         move: what happens to it.
-        before: ahead of hooks that the module already has.
+        prepend: ahead of hooks that the module already has.
         purpose: what for, for `forward_stack.describe`.
     """
 
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> HookResult:
         for position, value in enumerate(args):
             if is_hidden(value):
                 return (*args[:position], move(value), *args[position + 1 :]), kwargs
@@ -97,21 +99,21 @@ def on_hidden(module: nn.Module, move: Move, before: bool = False, *, purpose: s
                 return args, kwargs | {key: move(value)}
         raise ValueError("a layer is called without a hidden state (B, S, D)")
 
-    module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=before)
+    module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=prepend)
 
 
-def is_hidden(value: Any) -> bool:
+def is_hidden(value: object) -> bool:
     """Returns whether a value can be a hidden state (B, S, D)."""
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
 
 
-def is_plain_product(module: Any) -> bool:
+def is_plain_product(module: nn.Module) -> bool:
     """Returns whether a module is x W + b and nothing else, so that b can be added after a sum."""
     conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
     return conv or type(module).forward is nn.Linear.forward
 
 
-def sum_output(module: Any, move: Move, is_first_rank: bool, unsplit_names: tuple[str, ...]) -> None:
+def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names: tuple[str, ...]) -> None:
     """Makes a module's output, of which each rank has a summand, the sum.
 
     Args:
@@ -149,13 +151,13 @@ def _apply_after(move: Move, plain: Forward) -> Forward:
 
 
 def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], move: Move, plain: Forward) -> Forward:
-    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(*args: object, **kwargs: object) -> torch.Tensor:
         # Not through the module's call, whose hooks have let the input in already.
         zeroed = []
         try:
             for name in unsplit_names:
                 path, _, key = name.rpartition(".")
-                parameters: Any = module.get_submodule(path)._parameters
+                parameters: dict[str, torch.Tensor] = module.get_submodule(path)._parameters
                 zeroed.append((parameters, key, parameters[key]))
                 # A product, so that the weight stays in the graph and gets a zero gradient.
                 parameters[key] = parameters[key] * 0.0

@@ -9,12 +9,13 @@ from meshwright.errors import PlanError
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.parameter_slices import copied_runs
+from meshwright.parallel.parameter_slices import find_replicated_runs
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 from meshwright.spec.axes.tp import AXIS
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.placement import LocalShard
 from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
@@ -34,13 +35,13 @@ def split(
     Returns:
         The run of the vocabulary whose logits this rank has; None for all of it.
     """
-    axis_group, layout = mesh.axis_groups["tp"], mesh.layout
+    axis_group, layout = mesh.group_with(Mechanics.MATRICES), mesh.layout
     if expert_modules:
         table = without_experts(table)
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
-    copies = mesh.world.size // layout.degree("pp")
+    copies = mesh.world.size // layout.degree(Mechanics.STAGES)
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
-    neighbours = {number: mesh.subgroup("tp", number) for number in _shared_by(table, axis_group.size)}
+    neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
         for name, shard in sharded.local_shards.items():
@@ -77,7 +78,7 @@ def _shared_by(table: ShardingTable, degree: int) -> list[int]:
         {
             ranks
             for _, split, shares, group in table.splits(degree)
-            for _, _, ranks in copied_runs(split, shares[0], group, degree)
+            for _, _, ranks in find_replicated_runs(split, shares[0], group, degree)
         }
     )
 
@@ -88,7 +89,7 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
     Raises:
         PlanError: with the rule, what was found, and the nearest layout that works.
     """
-    degree = layout.degree("tp")
+    degree = layout.degree(Mechanics.MATRICES)
     if degree == 1 or table is None:
         return
     if not table.vocabulary and next(table.splits(degree), None) is None:
@@ -117,7 +118,7 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
 def _apply(work: TransformContext) -> None:
     """Splits this rank's stages; experts that another axis spreads stay whole here."""
     assert work.source.table is not None
-    spread = [rows.module for rows in work.source.experts] if work.layout.degree("ep") > 1 else []
+    spread = [rows.module for rows in work.source.experts] if work.layout.degree(Mechanics.EXPERTS) > 1 else []
     work.view.vocab = split(work.stages, work.source.table, work.required_mesh, spread)
 
 

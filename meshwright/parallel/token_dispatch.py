@@ -8,11 +8,11 @@ weights never travel. Source: Lepikhin et al., GShard (2021), section 3.2; Gale 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
@@ -42,12 +42,14 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
 
 class _ExchangeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]) -> torch.Tensor:
+    def forward(
+        ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
+    ) -> torch.Tensor:
         ctx.axis_group, ctx.sent, ctx.received = axis_group, sent, received
         return exchange(x, axis_group, sent, received)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return exchange(upstream[0], ctx.axis_group, ctx.received, ctx.sent), None, None, None
 
 
@@ -56,14 +58,14 @@ class _CopyToSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, tokens: torch.Tensor, order: torch.Tensor, slot_position: torch.Tensor, k: int
+        ctx: FunctionCtx, tokens: torch.Tensor, order: torch.Tensor, slot_position: torch.Tensor, k: int
     ) -> torch.Tensor:
         ctx.save_for_backward(slot_position)
         ctx.k = k
         return tokens.index_select(0, order // k)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slot_position,) = ctx.saved_tensors
         return _by_token(upstream[0], slot_position, ctx.k).sum(dim=1), None, None, None
 
@@ -72,12 +74,12 @@ class _ZeroGradWeights(torch.autograd.Function):
     """Ties weights that nothing went through into the graph: their gradient is zero, not absent."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: FunctionCtx, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*weights)
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return upstream[0], *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
 
 
@@ -114,7 +116,7 @@ class Dispatch:
         spans = [rows.span(index, axis_group.size) for index in range(axis_group.size)]
         self._experts_of_rank = [stop - start for start, stop in spans]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """Returns the weighted sum over each token's experts, wherever these are."""
         arguments = dict(zip(self._rows.arguments, args)) | kwargs
         hidden, index, weights = (arguments[name] for name in self._rows.arguments)

@@ -11,7 +11,6 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 
@@ -19,6 +18,7 @@ from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.program import Program
 from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import LossView, StageModule
 from meshwright.parallel.step_timer import StepTimer
@@ -49,7 +49,7 @@ class TransformContext:
     """Random numbers of forward, where it may draw some."""
     progress_hooks: LayerProgressHooks = field(default_factory=LayerProgressHooks)
     """Report which layer runs."""
-    make_program: Callable[[TransformContext, StepTimer], Any] | None = None
+    make_program: Callable[[TransformContext, StepTimer], Program] | None = None
     """Makes the `Program` of a layout whose stages a schedule runs; None where the rank has the whole model."""
 
     @property
@@ -80,7 +80,7 @@ class Transform:
     """(layout, number of repeated layers): raises PlanError with the rule and the nearest layout that works."""
 
 
-def uses_axis(name: str) -> Callable[[Layout, Any], bool]:
+def uses_axis(name: str) -> Callable[[Layout, ModelSource], bool]:
     """Returns the ``applies`` of an axis: its degree is above 1."""
     return lambda layout, _source: layout.degree(name) > 1
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +31,7 @@ def attach(
     local_units = shares[axis_group.index]
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
-        slice_tensor = cut_to(cutting, local_units, group.units)
+        slice_tensor = make_slicer(cutting, local_units, group.units)
         if cutting.kind == "global_norm":
             # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
@@ -51,7 +50,7 @@ def attach(
             _on_buffer(layer.get_submodule(group.module), module, cutting.key, slice_tensor)
 
 
-def cut_to(cutting: Cutting, units: Span, total_units: int) -> Cut:
+def make_slicer(cutting: Cutting, units: Span, total_units: int) -> Cut:
     """Returns the function that slices a tensor to the indices of the units (start, stop)."""
     total = sum(block.size * block.count for block in cutting.blocks)
     spans = [block.span(*units, total_units) for block in cutting.blocks]
@@ -107,7 +106,7 @@ def _gather_features(x: torch.Tensor, axis_group: AxisGroup, order: list[int]) -
 
 
 def _on_argument(module: nn.Module, key: str, move: Cut) -> None:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def hook(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
         if key.isdigit():
             argument_index = int(key)
             return (*args[:argument_index], move(args[argument_index]), *args[argument_index + 1 :]), kwargs
@@ -116,12 +115,12 @@ def _on_argument(module: nn.Module, key: str, move: Cut) -> None:
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def _on_buffer(root: Any, owner: Any, attribute: str, slice_tensor: Cut) -> None:
+def _on_buffer(root: nn.Module, owner: nn.Module, attribute: str, slice_tensor: Cut) -> None:
     """Shows the group's module its part of a tensor while it runs; the tensor itself stays whole."""
     namespace = owner._buffers if attribute in owner._buffers else owner.__dict__
 
     def sliced(plain: Forward) -> Forward:
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             full_buffer = namespace[attribute]
             namespace[attribute] = slice_tensor(full_buffer)
             try:

@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from meshwright.parallel.dcp_shards import LocalBoxes
+from meshwright.parallel.dcp_shards import LocalBoxes, StateTensor
 from meshwright.parallel.scalar_parameters import unsharded_shape
 from meshwright.spec.placement import Box, LocalShard, ShardBox
 from meshwright.torch_compat.dtensors import dtensor_like, local_box
@@ -109,7 +108,7 @@ class Weight:
         """Returns ``local`` (this rank's shard of a state) as a DTensor where the parameter is one, else as it is."""
         return as_dtensor_like(self.parameter, local)
 
-    def checkpoint_boxes(self, local: torch.Tensor) -> Any:
+    def checkpoint_boxes(self, local: torch.Tensor) -> StateTensor:
         """Returns ``local`` (this rank's part of some state) as a checkpoint takes it: boxes of the whole."""
         as_row = not self.shape and local.dim() > 0
         if self.shard.is_unsharded and not as_row:

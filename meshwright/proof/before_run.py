@@ -70,7 +70,7 @@ class Proof:
         """Whether the layout was run and doesn't equal one device."""
         return self.outcome in ("wrong", "crashed")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values."""
         return {"passed": self.passed} | dataclasses.asdict(self)
 

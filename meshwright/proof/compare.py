@@ -98,7 +98,7 @@ class Verdict:
             return "passed"
         return "refused" if self.refused else "crashed" if self.crashed else "wrong"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
         optional = ("bounds", "refused", "crashed", "wrong", "scope")
@@ -115,7 +115,7 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[-1] if lines else 'no message'}"
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _finite(item) for key, item in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ class Difference:
 
     def __init__(self, expected: Mapping[str, Any], precision: str, floor: float) -> None:
         self._expected, self._floor = expected, floor
-        self._plain: Mapping[Any, tuple[torch.Tensor, float]] = expected.get("plain", {})
+        self._plain: Mapping[Hashable, tuple[torch.Tensor, float]] = expected.get("plain", {})
         self._rounding = None if precision == "float64" else Rounding(unit=UNITS[precision])
         self.loss = self.norm = Deviation(error=0.0, bound=EXACT)
         self.gradients: dict[str, Deviation] = {}

@@ -16,13 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import MeshwrightError, PlanError
+from meshwright.json_types import JsonObject
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -80,7 +81,7 @@ class JobVerdict:
     refused: str = ""
     """Why the job couldn't run, if it couldn't."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = dataclasses.asdict(self)
         plain["errors"] = {name: value if math.isfinite(value) else str(value) for name, value in self.errors.items()}
@@ -152,7 +153,10 @@ def _steps(case: JobCase) -> int:
     return case.config.train.steps - 1
 
 
-def _launch(ranks: int, case: JobCase, entry: Callable[..., Any], *args: Any) -> Any:
+R = TypeVar("R")
+
+
+def _launch(ranks: int, case: JobCase, entry: Callable[..., R], *args: object) -> R:
     launcher = ForkLauncher(ranks, devices=found_devices(ranks))
     return launcher.run(entry, case, *args, timeout_s=case.timeout_s)[0]
 
@@ -297,5 +301,5 @@ def _compare_run(
     )
 
 
-def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+def _read_jsonl(path: Path) -> list[JsonObject]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
+
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _LOW, _NONE = np.uint64(0xFFFFFFFF), np.uint64(0)
 _ALL = 2**64
@@ -39,22 +43,26 @@ class Masks(TorchFunctionMode):
         self._rows, self._name, self._first_row = rows, name, first_row
         self._stack: list[list[Any]] = [["", 0, 0]]
         self._calls: dict[str, int] = {}
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         layer_prefixes = tuple(f"{layer}." for layer in layers)
         for path, submodule in module.named_modules():
             if not path.startswith(layer_prefixes):
                 self._hooks.append(submodule.register_forward_pre_hook(self._pushes_call(path)))
                 self._hooks.append(submodule.register_forward_hook(self._pop_call))
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         """Leaves the module as it was."""
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*error)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+        self,
+        func: TorchFunction,
+        types: Collection[type],
+        args: TorchArgs = (),
+        kwargs: TorchKwargs | None = None,
+    ) -> object:
         """Replaces the functions that draw; torch calls this for each function."""
         keywords = dict(kwargs or {})
         if func is functional.scaled_dot_product_attention:
@@ -76,18 +84,18 @@ class Masks(TorchFunctionMode):
         return out
 
     def _pushes_call(self, path: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+        def enter(*_: object) -> None:
             call = self._calls.get(path, 0)
             self._calls[path] = call + 1
             self._stack.append([path, call, 0])
 
         return enter
 
-    def _pop_call(self, *_: Any) -> None:
+    def _pop_call(self, *_: object) -> None:
         self._stack.pop()
 
-    def _attention(self, func: Callable[..., Any], args: Sequence[Any], keywords: dict[str, Any]) -> Any:
-        arguments = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | keywords
+    def _attention(self, func: TorchFunction, args: TorchArgs, keywords: TorchKwargs) -> object:
+        arguments = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args)) | dict(keywords)
         p = arguments.get("dropout_p", 0.0)
         if not p:
             return func(*args, **keywords)
@@ -132,11 +140,11 @@ def _splitmix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-def _product(x: Any, factor: int) -> Any:
+def _product(x: NDArray[np.uint64], factor: int) -> NDArray[np.uint64]:
     return x * np.uint64(factor) & _LOW
 
 
-def _mixed(x: Any, addend: Any = _NONE) -> Any:
+def _mixed(x: NDArray[np.uint64], addend: NDArray[np.uint64] | np.uint64 = _NONE) -> NDArray[np.uint64]:
     x = x & _LOW
     x = _product(x ^ (x >> np.uint64(16)), 0x7FEB352D)
     x = x ^ (x >> np.uint64(15))

@@ -107,7 +107,7 @@ class PlainRows:
         return tokens, targets, positions
 
 
-def _hash_key(*fields: Any) -> int:
+def _hash_key(*fields: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:8], "little")
 
 

@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from meshwright.train.feed import MicroBatch
+
 Forward = Callable[[nn.Module, Any], torch.Tensor]
 """(module, batch) to logits (B, S, V)."""
 AuthorCall = Callable[[nn.Module, Any], "tuple[torch.Tensor | None, torch.Tensor | None]"]
@@ -48,7 +50,7 @@ class OptimizerRecipe:
 def train_plainly(
     module: nn.Module,
     call: AuthorCall,
-    batches: Sequence[Sequence[Any]],
+    batches: Sequence[Sequence[MicroBatch]],
     recipe: OptimizerRecipe,
     training: bool = True,
     compared: Collection[int] = (0,),
@@ -129,7 +131,7 @@ def _round_weights(
 def _accumulate_gradients(
     module: nn.Module,
     call: AuthorCall,
-    micro_batches: Sequence[Any],
+    micro_batches: Sequence[MicroBatch],
     trained: Named,
     masters: Mapping[str, torch.Tensor],
     scale: float,
@@ -150,7 +152,7 @@ def _accumulate_gradients(
     return total
 
 
-def own_losses(module: nn.Module, call: AuthorCall, micro_batches: Sequence[Any]) -> Iterator[torch.Tensor]:
+def own_losses(module: nn.Module, call: AuthorCall, micro_batches: Sequence[MicroBatch]) -> Iterator[torch.Tensor]:
     """Yields what each part of a global batch adds to its loss, scalars.
 
     In one part it is what the model returns. In several the cross-entropies are weighted by their targets, and what the
@@ -171,7 +173,7 @@ def own_losses(module: nn.Module, call: AuthorCall, micro_batches: Sequence[Any]
         yield contribution + (loss - entropy) * (share / rows) if loss is not None else contribution
 
 
-def _target_and_row_counts(micro_batch: Any) -> tuple[int, int]:
+def _target_and_row_counts(micro_batch: MicroBatch) -> tuple[int, int]:
     return int((micro_batch.targets != -100).sum()), len(micro_batch.targets)
 
 
@@ -182,7 +184,7 @@ def _cross_entropy(logits: torch.Tensor | None, targets: torch.Tensor) -> torch.
     return functional.cross_entropy(upcast.flatten(0, 1), targets.flatten(), ignore_index=-100)
 
 
-def measure_batch_spread(module: nn.Module, forward: Forward, batch: Any, training: bool = True) -> float:
+def measure_batch_spread(module: nn.Module, forward: Forward, batch: MicroBatch, training: bool = True) -> float:
     """Returns by how much one device's logits differ when random numbers do, relative to the largest; 0 for not at all.
 
     Dropout of probability zero and layers that are never skipped draw numbers too, but nothing follows from them.
@@ -214,16 +216,16 @@ def measure_batch_spread(module: nn.Module, forward: Forward, batch: Any, traini
     return difference
 
 
-def find_random_modules(module: nn.Module, forward: Forward, batch: Any) -> str:
+def find_random_modules(module: nn.Module, forward: Forward, batch: MicroBatch) -> str:
     """Returns the name and kind of the first module that draws random numbers; "" where none does."""
     drawing_modules: list[str] = []
     states: list[torch.Tensor] = []
     device = batch.targets.device
 
-    def enter(_module: nn.Module, _args: Any) -> None:
+    def enter(_module: nn.Module, _args: object) -> None:
         states.append(random_state(device))
 
-    def leave(submodule: nn.Module, _args: Any, _out: Any) -> None:
+    def leave(submodule: nn.Module, _args: object, _out: object) -> None:
         if not torch.equal(states.pop(), random_state(device)):
             # Inner modules leave before outer ones, so the first entry is the innermost that draws.
             drawing_modules.append(f"{names[submodule]} ({type(submodule).__name__})")

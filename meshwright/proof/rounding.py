@@ -36,9 +36,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -115,28 +114,28 @@ class ErrorStatistics:
 
     def __init__(self, truth: Trace) -> None:
         self._truth, self._draws = truth, 0
-        self._squares: dict[Any, torch.Tensor] = {}
-        self._largest: dict[Any, float] = {}
+        self._squares: dict[Hashable, torch.Tensor] = {}
+        self._largest: dict[Hashable, float] = {}
 
     def add(self, trace: Trace) -> None:
         """Adds a training."""
         self._draws += 1
         self._add("losses", torch.tensor(trace.losses), torch.tensor(self._truth.losses))
         self._add("norms", torch.tensor(trace.norms), torch.tensor(self._truth.norms))
-        pairs: list[tuple[Any, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
+        pairs: list[tuple[Hashable, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]]
         pairs = [("weights", trace.weights, self._truth.weights)]
         pairs += [(step, trace.gradients[step], expected) for step, expected in self._truth.gradients.items()]
         for section, trained, expected in pairs:
             for name, reference in expected.items():
                 self._add((section, name), trained[name], reference)
 
-    def _add(self, key: Any, measured: torch.Tensor, expected: torch.Tensor) -> None:
+    def _add(self, key: Hashable, measured: torch.Tensor, expected: torch.Tensor) -> None:
         error = measured.to(torch.float64) - expected
         self._largest[key] = max(self._largest.get(key, 0.0), largest([error]))
         self._squares[key] = self._squares[key].add_(error.square_()) if key in self._squares else error.square_()
 
     @property
-    def mean_errors(self) -> dict[Any, tuple[torch.Tensor, float]]:
+    def mean_errors(self) -> dict[Hashable, tuple[torch.Tensor, float]]:
         """Each entry's error, root mean square of all trainings, and the largest of any entry in any training.
 
         Keys are ``losses`` and ``norms`` (an entry a step), (step, weight) for gradients, (``weights``, weight).

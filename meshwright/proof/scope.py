@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.json_types import JsonObject
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.build import BuiltModel
 from meshwright.models.sizes import SYNONYMS, WINDOWS, size_of
@@ -52,7 +53,7 @@ class Scope:
     experts_idle: int = 0
     """Experts that no token visited: nothing is proven of them."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values."""
         return asdict(self)
 
@@ -116,7 +117,7 @@ def read_scope(
     )
 
 
-def layer_label(module: nn.Module, name: str, config_values: Mapping[str, Any], layer_index: int) -> str:
+def layer_label(module: nn.Module, name: str, config_values: JsonObject, layer_index: int) -> str:
     """Returns a layer's class, with the kind that the config gives the layer at its place."""
     kinds = config_values.get("layer_types")
     label = type(module.get_submodule(name)).__name__

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -70,7 +70,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
         except MeshwrightError as error:
             analysis_error = str(error)
         reference = References(case, Path(folder), layouts[0].precision, trial)
-        analyses: dict[Any, ModelAnalysis] = {}
+        analyses: dict[Hashable, ModelAnalysis] = {}
         for layout in layouts:
             path, refusal = (Path(), analysis_error) if analysis_error else reference.reference_for(layout)
             analyses.setdefault(
@@ -90,7 +90,7 @@ def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | 
     return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.coordinates if layout else None)
 
 
-def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, ModelAnalysis]) -> Verdict:
+def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Hashable, ModelAnalysis]) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
         device = found_devices(layout.world, case.device).kind
@@ -128,7 +128,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Any, Mo
 
 def _train_under_layout(
     context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)

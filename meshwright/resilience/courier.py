@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.checkpoint.remote import serve
-from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, header, read_step
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, parse_header, read_step
 from meshwright.errors import CheckpointError
 from meshwright.resilience.helper import Helper
 from meshwright.train.faults import Faults
@@ -143,7 +143,7 @@ def _newest_snapshot(segments: Sequence[Segment], maps: dict[int, mmap.mmap]) ->
         if segment.fd not in maps and segment.size:
             maps[segment.fd] = mmap.mmap(segment.fd, segment.size, access=mmap.ACCESS_READ)
         memory = maps.get(segment.fd)
-        fields = header(memory) if memory is not None else None
+        fields = parse_header(memory) if memory is not None else None
         if memory is not None and fields is not None:
             candidates.append((fields[1], memory))
     return max(candidates, key=lambda candidate: candidate[0], default=None)

@@ -182,16 +182,6 @@ def carved_shards(name: str, degrees: Mapping[str, Any], zero: int, axes: Mappin
     return block // degrees.get(name, 1) if zero else 1
 
 
-def writes(rank: int, sharded_on: Sequence[str], degrees: Mapping[str, int]) -> bool:
-    """Returns whether this rank writes its part of a weight: the first among those that hold the same part."""
-    axes = known_axes()
-    coordinate = coordinates(rank, degrees, axes)
-    return all(
-        coordinate[name] == 0 or name in sharded_on or axes[name].holds is Holds.STAGE
-        for name in mesh_shape(degrees, axes)
-    )
-
-
 def carved_index(name: str, rank: int, degrees: Mapping[str, int]) -> int:
     """Returns a rank's index among those that differ along the axes that one carves; the axis is its fastest part."""
     coordinate, index = coordinates(rank, degrees), 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from meshwright.errors import PlanError, nearest
+from meshwright.json_types import JsonObject
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
@@ -350,14 +351,14 @@ class Layout:
                 changes[name] = defaults[name]
         return dataclasses.replace(self, degrees=dict(degrees), **changes)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         texts = {name: str(values[name]) for name in _GRAMMARS}
         return {"text": str(self)} | values | {"degrees": dict(self.degrees)} | texts
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Builds the layout from `to_json`'s values."""
         return cls(**{key: value for key, value in values.items() if key != "text"})
 
@@ -374,7 +375,7 @@ def _parse_int(key: str, value: str) -> int:
         raise PlanError(f"layout: {key}={value} is not a whole number") from None
 
 
-def _parse_choice(key: str, value: str, kind: str) -> Any:
+def _parse_choice(key: str, value: str, kind: str) -> object:
     if kind == "int":
         return _parse_int(key, value)
     if kind == "bool":

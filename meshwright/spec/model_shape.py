@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from meshwright.json_types import JsonObject
 from meshwright.units import Flops
 
 
@@ -165,12 +164,12 @@ class ModelShape:
         """
         return Flops(3.0 * self.forward_flops_per_token(sequence))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ModelShape:
+    def from_json(cls, values: JsonObject) -> ModelShape:
         """Builds the shape from what `to_json` gave."""
         blocks = tuple(
             LayerShape(**{**block, "products": tuple(Product(**product) for product in block["products"])})

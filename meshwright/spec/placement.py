@@ -115,14 +115,3 @@ class LocalShard:
 def element_count(box: Box) -> int:
     """Returns the number of elements of a box."""
     return math.prod(stop - start for start, stop in box)
-
-
-def joined(indices: list[int]) -> tuple[Span, ...]:
-    """Returns the runs of a list of indices, in its order."""
-    runs: list[list[int]] = []
-    for index in indices:
-        if runs and runs[-1][1] == index:
-            runs[-1][1] = index + 1
-        else:
-            runs.append([index, index + 1])
-    return tuple((start, stop) for start, stop in runs)

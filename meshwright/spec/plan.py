@@ -6,8 +6,9 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Self
 
+from meshwright.json_types import JsonObject
 from meshwright.spec.layout import Layout
 
 
@@ -44,12 +45,12 @@ class Plan:
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Other layouts by text form, and why each lost."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         return dataclasses.asdict(self) | {"layout": self.layout.to_json()}
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Builds the plan from `to_json`'s values."""
         fields = dict(values)
         fields["layout"] = Layout.from_json(fields["layout"])

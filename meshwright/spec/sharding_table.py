@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Self
 
+from meshwright.json_types import JsonObject
 from meshwright.spec.placement import Span
 
 
@@ -171,12 +172,12 @@ class ShardingTable:
                     for split in group.splits:
                         yield layer, split, shares, group
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Builds the table from `to_json`'s values."""
         layers = {name: _layer(rows) for name, rows in values["layers"].items()}
         lists = {key: tuple(values.get(key, ())) for key in ("vocabulary", "faults")}
@@ -184,7 +185,7 @@ class ShardingTable:
         return cls(**fields)
 
 
-def _layer(rows: Mapping[str, Any]) -> LayerRows:
+def _layer(rows: JsonObject) -> LayerRows:
     groups = []
     for group in rows["groups"]:
         splits = tuple(

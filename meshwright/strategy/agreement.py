@@ -8,7 +8,6 @@ the same rows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
@@ -68,7 +67,7 @@ class AgreementCheck:
                     "random draw, or load_state_dict on one rank; change weights alike on all ranks, by whole gradients"
                 )
 
-    def before_forward(self, inputs: Any) -> None:
+    def before_forward(self, inputs: object) -> None:
         """Compares inputs of ranks that split layers.
 
         Raises:
@@ -93,7 +92,7 @@ def checksum(values: torch.Tensor) -> int | torch.Tensor:
     return (bits.to(torch.int64) * position_weights).sum() if bits.numel() else torch.zeros((), dtype=torch.int64)
 
 
-def _differing_indices(checksums: Iterable[Any], axis_group: AxisGroup, device: torch.device) -> list[int]:
+def _differing_indices(checksums: Iterable[object], axis_group: AxisGroup, device: torch.device) -> list[int]:
     """Returns the indices of checksums that differ between ranks, the same list on every rank."""
     local_sums = torch.stack([torch.as_tensor(item, device=device) for item in checksums]).remainder(1 << _SUM_BITS)
     # one maximum over ranks gives both ends: max(x) and -min(x)

@@ -95,7 +95,7 @@ class _OnExample:
     def __init__(self, plain: Forward, example: torch.Tensor) -> None:
         self._plain, self._example = plain, example
 
-    def __call__(self, **inputs: Any) -> torch.Tensor:
+    def __call__(self, **inputs: torch.Tensor) -> torch.Tensor:
         rows = next(iter(inputs.values())).shape[0]
         generator = torch.Generator().manual_seed(rows)
         if self._example.is_floating_point():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -37,13 +36,13 @@ class ForwardHooks:
         module.register_forward_hook(self._after_forward)
 
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         # evaluation: no backward follows and no dropout is drawn
         """Checks the inputs and starts the step's random numbers."""
         if not torch.is_grad_enabled():
             return
         program = self._sharded_model.program
-        self._sync.recover()
+        self._sync.discard_failed_pass()
         if module.training and any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
@@ -65,7 +64,7 @@ class ForwardHooks:
             self._forwards += 1
 
     @torch.compiler.disable
-    def _after_forward(self, _module: nn.Module, _args: Any, output: Any) -> None:
+    def _after_forward(self, _module: nn.Module, _args: object, output: object) -> None:
         """Ends the random numbers, and hooks the outputs, so that backward opens a pass."""
         if (chance := self._sharded_model.program.dropout_rng) is not None:
             chance.end_forward()
@@ -80,10 +79,10 @@ class ForwardHooks:
                 "tensors, or an object, dict, list or tuple of them"
             )
         for item in (tensor for tensor in outputs if tensor.requires_grad):
-            item.register_hook(self._sync.begin)
+            item.register_hook(self._sync.open_pass)
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def _tensors(output: object) -> Iterator[torch.Tensor]:
     """Yields the tensors of a model's output, however they are nested."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -73,15 +72,15 @@ class GradientSync:
             _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
         for sync in program.stages[0].gradient_syncs:
             # reducers attach their hooks after those of this class
-            sync.begin(self.is_last_backward)
+            sync.begin_microbatch(self.is_last_backward)
         self._expected_hook_counts = {weight: _hook_counts(weight.parameter) for weight in program.weights}
 
-    def expect(self, name: str) -> None:
+    def expect_gradient(self, name: str) -> None:
         """Notes that autograd computes a gradient for a weight, perhaps without the model's outputs."""
-        self.begin()
+        self.open_pass()
         self._arriving.add(name)
 
-    def arrived(self, name: str) -> None:
+    def note_accumulated(self, name: str) -> None:
         """Notes that the gradient was accumulated."""
         self._arriving.discard(name)
 
@@ -90,7 +89,7 @@ class GradientSync:
         """True when gradients are those of the global batch."""
         return self.state is not GradientState.LOCAL
 
-    def begin(self, *_: Any) -> None:
+    def open_pass(self, *_: object) -> None:
         """Opens a pass; called within a backward, by each of its first hooks."""
         if self._open:
             return
@@ -98,11 +97,11 @@ class GradientSync:
         self._check_parameters()
         self._set_aside()
         for sync in self._program.stages[0].gradient_syncs:
-            sync.begin(self.is_last_backward)
+            sync.begin_microbatch(self.is_last_backward)
         # Callbacks run in order, and FSDP2 may queue its own after this one: the second round comes after all.
         after_backward(lambda: after_backward(self._finish_pass))
 
-    def recover(self) -> None:
+    def discard_failed_pass(self) -> None:
         """Discards a pass whose backward ended in an error; called before a forward.
 
         Raises:
@@ -244,14 +243,14 @@ class GradientSync:
             if weight.parameter.grad is not None:
                 weight.parameter.grad = wrap_gradient(weight.parameter.grad, weight, self)
 
-    def hide(self) -> None:
+    def hide_gradients(self) -> None:
         """Restores plain gradients, for an optimizer to step on."""
         for weight in self._program.weights:
             if is_sharded_gradient(weight.parameter.grad):
                 weight.parameter.grad = plain_gradient(weight.parameter.grad)  # type: ignore[arg-type, assignment]
 
-    def show(self) -> None:
-        """Wraps the gradients again after `hide`."""
+    def show_gradients(self) -> None:
+        """Wraps the gradients again after `hide_gradients`."""
         self._wrap_gradients()
 
     def check_step(self) -> None:
@@ -337,16 +336,16 @@ class _ArrivalHooks:
         # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
         # readers', so that the mean must leave it as it is.
         """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
-        self._sync.begin()
+        self._sync.open_pass()
         return gradient * float(self._mean)
 
     def _expect(self, _: torch.Tensor) -> None:
         """Notes that autograd computes the parameter's gradient."""
-        self._sync.expect(self._name)
+        self._sync.expect_gradient(self._name)
 
     def _arrived(self, _: torch.Tensor) -> None:
         """Notes that the parameter's gradient is accumulated."""
-        self._sync.arrived(self._name)
+        self._sync.note_accumulated(self._name)
 
 
 def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:

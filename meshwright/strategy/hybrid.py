@@ -268,7 +268,7 @@ class HybridParallelStrategy:
             raise ConfigError("step() needs a loss: shard(model, optimizer, loss=...); without one, write the loop")
         return self._engine.step(batch)
 
-    def evaluate(self, loader: Iterable[Any]) -> float:
+    def evaluate(self, loader: Iterable[object]) -> float:
         """Returns the mean loss over every row, of a strategy that runs the model by `step`."""
         if self._engine is None:
             raise ConfigError("evaluate() needs a loss: shard(model, optimizer, loss=cross_entropy)")
@@ -308,7 +308,7 @@ class HybridParallelStrategy:
         return self._require_sharded_model().norm()
 
     def optimizer(
-        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None = None, **settings: Any
+        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[object] | None = None, **settings: object
     ) -> torch.optim.Optimizer:
         """Creates an optimizer over this rank's shards, plain tensors; its `step` waits for reduced gradients.
 
@@ -317,7 +317,7 @@ class HybridParallelStrategy:
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
-        return self._require_sharded_model().optimizers.make(make, groups, settings)
+        return self._require_sharded_model().optimizers.make_optimizer(make, groups, settings)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
@@ -361,7 +361,7 @@ class HybridParallelStrategy:
         return sync
 
 
-def _no_compute(*_: Any) -> Any:
+def _no_compute(*_: object) -> object:
     raise ConfigError("the loop is the user's own: call the model, and backward on its loss")
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.contract import RankContext
@@ -47,7 +48,7 @@ class LoopVerdict:
     refused: str = ""
     """The reason for which the loop couldn't run under the layout; nothing was compared then."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self).items()
         return {
@@ -153,7 +154,7 @@ def verify_loop(
     return verdicts
 
 
-def _launch(ranks: int, case: LoopCase, work: Callable[..., Any], *args: Any) -> list[Any]:
+def _launch(ranks: int, case: LoopCase, work: Callable[..., object], *args: object) -> list[Any]:
     """Runs a function on forked ranks of this machine's CPU."""
     devices = Devices(kind="cpu", count=ranks, found=ranks, cores=ranks)
     return ForkLauncher(ranks, devices=devices).run(work, case, *args, timeout_s=case.timeout_s)
@@ -178,7 +179,7 @@ def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
 class _ExactDevice(OneDevice):
     """One device that keeps a float64 model in float64 where its code asks for float32, as under a layout."""
 
-    def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> Any:
+    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: object) -> object:
         """Returns the model, or what the function builds."""
         result = super().shard(model, optimizer, **options)
         assert self.model is not None
@@ -197,7 +198,7 @@ def _reference(_: RankContext, case: LoopCase, path: str) -> None:
     torch.save({"losses": losses, "weights": weights}, path)
 
 
-def _candidate(context: RankContext, case: LoopCase, text: str, path: str) -> dict[str, Any]:
+def _candidate(context: RankContext, case: LoopCase, text: str, path: str) -> dict[str, object]:
     """Runs the loop under a layout on one rank; returns its relative errors."""
     init_group(context, timeout_s=case.timeout_s, group_s=case.timeout_s)
     expected = torch.load(path, weights_only=True)

@@ -21,11 +21,11 @@ Dim: TypeAlias = int | str | DeviceMesh | None
 
 def axis_of_dim() -> dict[str, str]:
     """Returns the axis by each other name that meshes of user code have for it: `spec.axis.Axis.aliases`."""
-    found: dict[str, str] = {}
+    axis_by_alias: dict[str, str] = {}
     for name, axis in known_axes().items():
         for alias in axis.aliases:
-            found.setdefault(alias, name)
-    return found
+            axis_by_alias.setdefault(alias, name)
+    return axis_by_alias
 
 
 def device_mesh(layout: Layout | str, device_type: str = "cpu") -> DeviceMesh:
@@ -152,12 +152,12 @@ def _check_order(layout: Layout, ranks_by_axis: Mapping[str, list[int]]) -> None
     if layout.world != dist.get_world_size():
         layout.check_ranks(dist.get_world_size())
     grid = torch.arange(layout.world).reshape(tuple(shape.values()))
-    place = [int(item) for item in (grid == dist.get_rank()).nonzero()[0]]
+    coordinates = [int(item) for item in (grid == dist.get_rank()).nonzero()[0]]
     for axis, ranks in ranks_by_axis.items():
         if axis not in shape or len(ranks) == 1:
             continue
         dim = tuple(shape).index(axis)
-        index: list[int | slice] = [*place]
+        index: list[int | slice] = [*coordinates]
         index[dim] = slice(None)
         expected = grid[tuple(index)].tolist()
         if expected != ranks:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ class OriginalParameters:
     """Name by id; of tied names the first."""
 
 
-def original_parameters(model: Any, optimizer: torch.optim.Optimizer | None) -> OriginalParameters:
+def original_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> OriginalParameters:
     """Reads a module's parameters before they are replaced.
 
     Raises:
@@ -53,7 +53,7 @@ def original_parameters(model: Any, optimizer: torch.optim.Optimizer | None) -> 
     return OriginalParameters(list(parameters.values()), {id(item): name for name, item in parameters.items()})
 
 
-def send_weights(model: Any, source: int) -> None:
+def send_weights(model: nn.Module, source: int) -> None:
     """Broadcasts one rank's weights and buffers to the others, in place.
 
     Raises:
@@ -87,13 +87,12 @@ def settle_module(module: nn.Module, program: Program) -> None:
     full_listing = type(module).named_parameters
 
     # optimizers and clipping functions list parameters at any time
-    def named_parameters(*args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        prefix = kwargs.get("prefix", args[0] if args else "")
+    def named_parameters(prefix: str = "", *args: bool, **kwargs: bool) -> Iterator[tuple[str, nn.Parameter]]:
         start = len(prefix) + 1 if prefix else 0
-        for name, item in full_listing(module, *args, **kwargs):
+        for name, item in full_listing(module, prefix, *args, **kwargs):
             yield name, local_parameters.get(name[start:], item)
 
-    def refuse_copy(_: Any) -> Any:
+    def refuse_copy(_: object) -> NoReturn:
         raise ConfigError(
             "a copy of a sharded model would compute with the first one's layers: copy it before shard(), or keep "
             "averages of model.parameters(), which are this rank's parts, and copy_ them in to evaluate"
@@ -116,7 +115,7 @@ def guard_state_dict(module: nn.Module, program: Program) -> None:
                 "name: save strategy.state_dict() by torch.distributed.checkpoint, which any layout or none loads"
             )
 
-    def cut_to_shards(loaded_module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    def cut_to_shards(loaded_module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         if loaded_module is not module:
             return
         for name, weight in weights.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +22,7 @@ class OneDevice:
 
     reader = (0, 1)
 
-    def shard(self, model: Any, optimizer: torch.optim.Optimizer | None = None, **_: Any) -> Any:
+    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **_: object) -> object:
         """Returns the model, or what the function builds."""
         # a function is called as strategy.shard would call it
         self.model = model if isinstance(model, nn.Module) else model()
@@ -32,8 +31,8 @@ class OneDevice:
     def optimizer(
         self,
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        groups: Iterable[Any] | None = None,
-        **settings: Any,
+        groups: Iterable[object] | None = None,
+        **settings: object,
     ) -> torch.optim.Optimizer:
         """Creates an optimizer over the model's parameters."""
         return optimizer_class(self._parameters() if groups is None else list(groups), **settings)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,12 +40,12 @@ class OptimizerBinding:
     def __init__(
         self,
         program: Program,
-        parts: list[nn.Parameter],
+        local_parameters: list[nn.Parameter],
         sync: GradientSync | None,
         after_step: Callable[[], None],
     ) -> None:
         self._program, self._sync, self._after_step = program, sync, after_step
-        self._local_parameters = dict(zip(program.weights, parts))
+        self._local_parameters = dict(zip(program.weights, local_parameters))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
         self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
         self._published: dict[Weight, torch.Tensor] = {}
@@ -61,11 +61,11 @@ class OptimizerBinding:
         """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
         self._stale = {id(item): weakref.ref(item) for item in parameters if id(item) not in self._by_id}
 
-    def make(
-        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[Any] | None, settings: Mapping[str, Any]
+    def make_optimizer(
+        self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[object] | None, settings: Mapping[str, Any]
     ) -> torch.optim.Optimizer:
         """Returns a new optimizer over this rank's shards; see `HybridParallelStrategy.optimizer`."""
-        parameters: list[Any] = (
+        parameters: list[object] = (
             [weight.parameter for weight in self._local_parameters] if groups is None else list(groups)
         )
         optimizer = make([self._replace_by_local(item) for item in parameters], **settings)
@@ -137,7 +137,9 @@ class OptimizerBinding:
         entry = self._bound.get(id(optimizer))
         return entry[1] if entry is not None and entry[0]() is optimizer else None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]
+    ) -> None:
         """Checks an optimizer before its step, and gives it plain gradients."""
         weights = self._bound_weights_of(optimizer)
         is_bound = weights is not None
@@ -152,7 +154,7 @@ class OptimizerBinding:
         self._refuse_unsupported(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
         if self._sync is not None:
             self._sync.check_step()
-            self._sync.hide()
+            self._sync.hide_gradients()
         for weight in weights or ():
             local_parameter = self._local_parameters[weight]
             # a gradient that user code has replaced on the shard is left alone
@@ -164,7 +166,7 @@ class OptimizerBinding:
                 gradient = weight.gradient
                 local_parameter.grad = None if gradient is None else plain_gradient(gradient)
 
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Clears the shards' gradients and wraps the weights' again after a step."""
         if self.starting:
             return
@@ -176,7 +178,7 @@ class OptimizerBinding:
             self._local_parameters[weight].grad = None
             self._published.pop(weight, None)
         if self._sync is not None:
-            self._sync.show()
+            self._sync.show_gradients()
         self._after_step()
 
     def _refuse_unsupported(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
@@ -206,7 +208,7 @@ class OptimizerBinding:
                 )
             self._elementwise.add(optimizer_class)
 
-    def _replace_by_local(self, item: Any) -> Any:
+    def _replace_by_local(self, item: object) -> object:
         """Returns a parameter, or a group of them, with this rank's shards in their places."""
         if isinstance(item, dict):
             members = item["params"]
@@ -244,13 +246,13 @@ def _install_hooks() -> None:
     register_optimizer_step_post_hook(_after_every_step)
 
 
-def _before_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _before_every_step(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Calls every binding before an optimizer's step."""
     for binding in list(_bindings):
         binding._before_step(optimizer, args, kwargs)
 
 
-def _after_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _after_every_step(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Calls every binding after an optimizer's step."""
     for binding in list(_bindings):
         binding._after_optimizer_step(optimizer, args, kwargs)
@@ -259,7 +261,7 @@ def _after_every_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
 def _make_zero_grad(binding: OptimizerBinding, weights: list[Weight]) -> Callable[..., None]:
     """Returns a zero_grad that clears the weights' gradients, where autograd accumulates, and the shards'."""
 
-    def zero_grad(_: Any, set_to_none: bool = True) -> None:
+    def zero_grad(_: object, set_to_none: bool = True) -> None:
         for weight in weights:
             gradient = weight.gradient
             if not set_to_none and gradient is not None:
@@ -279,7 +281,7 @@ def _refuse_state_dict(_: torch.optim.Optimizer) -> None:
     )
 
 
-def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, Any]:
+def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, object]:
     """Returns the optimizer state of a full weight, cut to this rank's shard."""
     local_state: dict[str, Any] = {}
     for key, value in state.items():

@@ -124,7 +124,7 @@ class PipelineEngine:
         if isinstance(optimizer, torch.optim.Optimizer):
             sharded_model.optimizers.rebuild(optimizer, original.names)
         else:
-            optimizer = sharded_model.optimizers.make(optimizer, None, {})
+            optimizer = sharded_model.optimizers.make_optimizer(optimizer, None, {})
         self._built = program, sharded_model, optimizer
 
     def _require_built(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:
@@ -171,7 +171,7 @@ class PipelineEngine:
         """Bytes of the weights that this rank holds."""
         return self.sharded_model.bytes
 
-    def train_epoch(self, loader: Iterable[Any]) -> float:
+    def train_epoch(self, loader: Iterable[object]) -> float:
         """Trains on every batch, a step each, and returns the mean loss.
 
         Args:
@@ -183,11 +183,11 @@ class PipelineEngine:
         """
         return self._mean([self._step(*self._training_batch(batch)) for batch in loader])
 
-    def step(self, inputs: Any, targets: torch.Tensor | None = None) -> float:
+    def step(self, inputs: object, targets: torch.Tensor | None = None) -> float:
         """Trains on one batch, (inputs, targets) or in a form of `train_epoch`; returns its loss over all readers."""
         return self._mean([self._step(*self._training_batch(inputs if targets is None else (inputs, targets)))])
 
-    def evaluate(self, loader: Iterable[Any]) -> float:
+    def evaluate(self, loader: Iterable[object]) -> float:
         """Returns the mean loss over every row, without training on it; batches may be of any size."""
         sums = [self._program.evaluate(MicroBatch(*self._on_device(batch), None)) for batch in loader]
         # no backward frees the gathered weights

@@ -8,15 +8,21 @@ full gradient is refused. Optimizers step on the plain tensors, so the subclass 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.weights import Weight, as_dtensor_like
-from meshwright.torch_compat.tensors import local_tensor, without_tensor_subclasses
+from meshwright.torch_compat.tensors import (
+    TorchArgs,
+    TorchFunction,
+    TorchKwargs,
+    local_tensor,
+    without_tensor_subclasses,
+)
 
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__")
@@ -45,6 +51,9 @@ class GradientNorms(Protocol):
         """True when gradients are those of the global batch."""
 
 
+T = TypeVar("T")
+
+
 class ShardedGradient(torch.Tensor):
     """A shard of a gradient that is a plain tensor."""
 
@@ -52,7 +61,9 @@ class ShardedGradient(torch.Tensor):
     weight: Weight
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
+    ) -> object:
         """Called by torch instead of each of its functions."""
         return call_on_shards(func, args, kwargs or {})
 
@@ -63,7 +74,9 @@ class ShardedDTensorGradient(DTensor):
     __slots__ = ()
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
+    ) -> object:
         """Called by torch instead of each of its functions."""
         return call_on_shards(func, args, kwargs or {})
 
@@ -88,7 +101,7 @@ def plain_gradient(gradient: torch.Tensor) -> torch.Tensor:
         return gradient.detach().as_subclass(torch.Tensor) if isinstance(gradient, ShardedGradient) else gradient
 
 
-def call_on_shards(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def call_on_shards(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
     """Runs one torch function that has shards of gradients among its arguments."""
     name = getattr(func, "__name__", str(func))
     if name == "_foreach_norm":
@@ -107,12 +120,12 @@ def call_on_shards(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     return _call_on_one(func, name, args, kwargs)
 
 
-def is_sharded_gradient(value: Any) -> bool:
+def is_sharded_gradient(value: object) -> bool:
     """Returns whether a value is a shard of a gradient of a sharded model."""
     return isinstance(value, (ShardedGradient, ShardedDTensorGradient))
 
 
-def _norm(gradient: Any, order: Any) -> torch.Tensor:
+def _norm(gradient: torch.Tensor, order: float | str) -> torch.Tensor:
     """Returns the norm, a scalar, of the full gradient for a shard, else of the tensor itself."""
     if is_sharded_gradient(gradient):
         norm = gradient.owner.weight_norm(gradient.weight, float(order))
@@ -120,10 +133,10 @@ def _norm(gradient: Any, order: Any) -> torch.Tensor:
     return torch.linalg.vector_norm(gradient, float(order))
 
 
-def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
+def _vector_norm(name: str, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Returns the norm over all dims, a scalar; refuses one over some dims of a shard."""
     gradient = args[0]
-    options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | kwargs
+    options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | dict(kwargs)
     # torch.norm calls the order p, torch.linalg.norm ord
     order = options.pop("ord", options.pop("p", 2))
     if not is_sharded_gradient(gradient) or any(value not in (None, False) for value in options.values()):
@@ -133,7 +146,7 @@ def _vector_norm(name: str, args: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     return _norm(gradient, order)
 
 
-def _local(value: Any) -> Any:
+def _local(value: T) -> T | torch.Tensor:
     """Returns this rank's shard as a plain tensor; lists by item, other values unchanged."""
     if isinstance(value, DTensor):
         return local_tensor(value)
@@ -144,7 +157,7 @@ def _local(value: Any) -> Any:
     return value
 
 
-def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_on_lists(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
     """Runs an operation on lists of tensors over their shards, which may be of several meshes."""
     _check_summed(func.__name__.removeprefix("_foreach_"), [item for item in args[0] if is_sharded_gradient(item)])
     with without_tensor_subclasses():
@@ -157,7 +170,7 @@ def _call_on_lists(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) 
     return type(results)(as_dtensor_like(original, result) for original, result in zip(args[0], results))
 
 
-def _unwrap(value: Any) -> Any:
+def _unwrap(value: object) -> object:
     """Returns a value without the wrapper; lists by item."""
     if is_sharded_gradient(value):
         return plain_gradient(value)
@@ -166,7 +179,7 @@ def _unwrap(value: Any) -> Any:
     return value
 
 
-def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchKwargs) -> object:
     """Runs an operation on one gradient; its result must be another shard, unless this rank has the full weight."""
     sharded = [item for item in _flatten((*args, *kwargs.values())) if is_sharded_gradient(item)]
     if name in ("__repr__", "__format__", "__str__"):
@@ -197,7 +210,7 @@ def _call_on_one(func: Callable[..., Any], name: str, args: Any, kwargs: dict[st
     return result
 
 
-def _check_summed(name: str, shards: Sequence[Any]) -> None:
+def _check_summed(name: str, shards: Sequence[ShardedGradient | ShardedDTensorGradient]) -> None:
     """Refuses to read gradients between micro-batches."""
     if shards and name not in _CLEARING and not shards[0].owner.summed:
         raise ConfigError(
@@ -206,9 +219,9 @@ def _check_summed(name: str, shards: Sequence[Any]) -> None:
         )
 
 
-def _flatten(values: Sequence[Any]) -> list[Any]:
+def _flatten(values: Iterable[object]) -> list[Any]:
     """Returns nested lists and tuples as one list."""
-    items: list[Any] = []
+    items: list[object] = []
     for value in values:
         items += _flatten(value) if isinstance(value, (list, tuple)) else [value]
     return items

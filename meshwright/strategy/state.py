@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Collection
+from typing import Self
 
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
 
 from meshwright.parallel.dcp_shards import LocalBoxes
-from meshwright.torch_compat.tensors import wrapper_tensor
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, wrapper_tensor
 
 
 class SavedShards(torch.Tensor):
@@ -26,24 +29,26 @@ class SavedShards(torch.Tensor):
         return placeholder
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
+    ) -> object:
         """Called by torch for every operation: detach returns the same wrapper, any other is an error."""
         # dcp detaches every tensor of a state dict
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise NotImplementedError(f"{func} reads values, but this rank holds only parts of them: save them with dcp")
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"SavedShards({tuple(self.shape)}, boxes={[box for box, _ in self.local_boxes.boxes]})"
 
-    def __create_write_items__(self, name: str, whole: Any) -> list[Any]:
+    def __create_write_items__(self, name: str, whole: object) -> list[WriteItem]:
         """Called by dcp.save."""
         return self.local_boxes.__create_write_items__(name, whole)
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """Called by dcp.load."""
         return self.local_boxes.__create_chunk_list__()
 
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         """Called by dcp for the memory of a box, a tensor of its sizes."""
         return self.local_boxes.__get_tensor_shard__(index)

@@ -43,7 +43,7 @@ class ZeroRedundancyOptimizer(TorchZeroOptimizer):
         optimizer_class: type[torch.optim.Optimizer],
         process_group: dist.ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
-        **defaults: Any,
+        **defaults: object,
     ) -> None:
         groups = list(params)
         parameters = [item for group in groups for item in (group["params"] if isinstance(group, dict) else [group])]

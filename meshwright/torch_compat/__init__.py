@@ -25,7 +25,7 @@ class PrivateName:
     until: str = ""
     """Last version that has it; empty where the newest does."""
 
-    def resolve(self) -> Any:
+    def resolve(self) -> object:
         """Returns the object.
 
         Raises:
@@ -33,7 +33,7 @@ class PrivateName:
             ImportError: this torch doesn't have its module.
         """
         module, _, attributes = self.path.partition(":")
-        found: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for name in attributes.split("."):
-            found = getattr(found, name)
-        return found
+            value = getattr(value, name)
+        return value

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
@@ -32,7 +30,7 @@ def local_box(tensor: DTensor) -> tuple[tuple[int, int], ...]:
     return tuple((int(start), int(start) + int(size)) for start, size in zip(offset, sizes))
 
 
-def local_rows(parameter: Any) -> tuple[int, int]:
+def local_rows(parameter: torch.Tensor) -> tuple[int, int]:
     """Returns (first row, number of rows) of this rank's shard along dim 0; all rows of a plain tensor."""
     if not isinstance(parameter, DTensor):
         return 0, int(parameter.shape[0])

@@ -50,7 +50,7 @@ PRIVATE_NAMES = (
 )
 
 
-def fsdp_groups(unit: Any) -> list[Any]:
+def fsdp_groups(unit: nn.Module) -> list[Any]:
     """Returns FSDP2's own groups (`FSDPParamGroup`) of one unit: any number since torch 2.12, one or none in 2.11."""
     state = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
@@ -65,7 +65,7 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
-def set_async_unshard(unit: Any) -> None:
+def set_async_unshard(unit: nn.Module) -> None:
     """Makes a unit's gathers collectives under way instead of work on a stream of their own."""
     unit._set_unshard_async_op(True)
 
@@ -86,7 +86,7 @@ def accumulate_unsharded_gradients(module: nn.Module) -> None:
             fsdp_param.to_accumulated_grad_if_needed()
 
 
-def gathered_tensors(unit: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def gathered_tensors(unit: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Returns a unit's (gathered parameters, full gradients kept for later), under way or arrived."""
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []

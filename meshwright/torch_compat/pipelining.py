@@ -64,7 +64,7 @@ def unsupported() -> str:
     return f"torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do"
 
 
-def make_runtime(stages: Sequence[Any], microbatches: int, loss: Any) -> Any:
+def make_runtime(stages: Sequence[Any], microbatches: int, loss: Any) -> object:
     """Returns torch's runtime for lists of actions over the stages of this rank."""
     # What fails is raised; torch would print the whole schedule beside it, from every rank.
     logging.getLogger("torch.distributed.pipelining.schedules").setLevel(logging.CRITICAL)

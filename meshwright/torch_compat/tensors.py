@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils.checkpoint as torch_checkpoint
@@ -38,7 +38,10 @@ __all__ = [
     "FakeTensorMode",
     "MappingKey",
     "SequenceKey",
+    "TorchArgs",
     "TorchDispatchMode",
+    "TorchFunction",
+    "TorchKwargs",
     "TreeSpec",
     "after_backward",
     "collective_dump",
@@ -151,7 +154,13 @@ PRIVATE_NAMES = (
     ),
 )
 
-FUSED_ATTENTION: tuple[Any, ...] = (
+TorchFunction: TypeAlias = Callable[..., Any]
+"""A function of torch, as ``__torch_function__`` gets it."""
+TorchArgs: TypeAlias = Sequence[Any]
+"""Positional arguments of a `TorchFunction`."""
+TorchKwargs: TypeAlias = Mapping[str, Any]
+"""Keyword arguments of a `TorchFunction`."""
+FUSED_ATTENTION: tuple[TorchFunction, ...] = (
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
     torch.ops.aten._scaled_dot_product_flash_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention,
@@ -160,14 +169,14 @@ FUSED_ATTENTION: tuple[Any, ...] = (
 """Operators behind `scaled_dot_product_attention`."""
 BatchNormBase = _BatchNorm
 storage_layout: Callable[[str], torch.layout] = _get_layout
-foreach_norm: Callable[..., Any] = torch._foreach_norm
-foreach_mul_: Callable[..., Any] = torch._foreach_mul_
-foreach_copy_: Callable[..., Any] = torch._foreach_copy_
-fused_adamw_: Callable[..., Any] = torch._fused_adamw_
-run_backward: Callable[..., Any] = _engine_run_backward
+foreach_norm: TorchFunction = torch._foreach_norm
+foreach_mul_: TorchFunction = torch._foreach_mul_
+foreach_copy_: TorchFunction = torch._foreach_copy_
+fused_adamw_: TorchFunction = torch._fused_adamw_
+run_backward: TorchFunction = _engine_run_backward
 
 
-def local_tensor(tensor: Any) -> torch.Tensor:
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor's shard on this rank, (n_local, ...), sharing its memory; a plain tensor itself."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
@@ -188,7 +197,7 @@ def function_modes() -> list[Any]:
     return list(_get_current_function_mode_stack())
 
 
-def dispatch_mode() -> Any:
+def dispatch_mode() -> object:
     """Returns the innermost TorchDispatchMode that is entered; None without one."""
     return _get_current_dispatch_mode()
 
@@ -199,7 +208,7 @@ def without_dispatch_mode() -> AbstractContextManager[Any]:
     return context
 
 
-def tensor_factories() -> Sequence[Callable[..., Any]]:
+def tensor_factories() -> Sequence[TorchFunction]:
     """Returns torch's functions that make tensors and take a ``device``."""
     return tuple(_device_constructors())
 
@@ -225,17 +234,17 @@ def wrapper_tensor(cls: type[Any], size: Sequence[int], dtype: torch.dtype, devi
         dtype: its element type.
         device: where it says that it lies.
     """
-    make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
-    return make(cls, size, dtype=dtype, device=device, requires_grad=False)
+    make_subclass: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make_subclass(cls, size, dtype=dtype, device=device, requires_grad=False)
 
 
 def collective_dump() -> Callable[[bool, bool], bytes] | None:
     """Returns torch's dump of this process's collectives, (with them, active ones alone) to JSON; None without one."""
-    found = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
-    return found if callable(found) else None
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or getattr(c10d, "_dump_fr_trace_json", None)
+    return dump if callable(dump) else None
 
 
-def wrap_checkpoint_generator(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+def wrap_checkpoint_generator(wrap: Callable[[TorchFunction], TorchFunction]) -> None:
     """Replaces the generator that `torch.utils.checkpoint` runs around a first forward.
 
     Args:

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.tensor_shards import TensorShard, cells_of, collect_local_shards, within
+from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, split_into_cells, view_within
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
@@ -132,7 +133,7 @@ class CopyCheck:
         """Steps between comparisons."""
         self._holder_sets: list[HolderSet] = []
         self._addresses: list[int] = []
-        self._state: dict[str, Any] | None = None
+        self._state: dict[str, StateTensor] | None = None
         self._tolerated: set[tuple[int, ...]] = set()
         self._cost_ns = self._width = 0
         self._last_comparison = (0, time.monotonic())
@@ -197,14 +198,14 @@ class CopyCheck:
         for shard in (shard for table in tables for shard in table):
             boxes.setdefault((shard.name, shard.shape), set()).add(shard.box)
         # Shards of ranks may overlap partly: their boxes are cut into cells that each rank holds entirely or not.
-        cells = {key: cells_of(key[1], shard_boxes) for key, shard_boxes in boxes.items()}
+        cells = {key: split_into_cells(key[1], shard_boxes) for key, shard_boxes in boxes.items()}
         for rank, table in enumerate(tables):
             for shard in table:
                 for box in cells[shard.name, shard.shape][shard.box]:
                     holders.setdefault((shard.name, shard.shape, box), set()).add(rank)
         # This rank's views of the cells that it holds, through its own shards.
         views = {
-            (shard.name, shard.shape, box): within(view, shard.box, box)
+            (shard.name, shard.shape, box): view_within(view, shard.box, box)
             for shard, view in local_shards
             for box in cells[shard.name, shard.shape][shard.box]
         }
@@ -368,7 +369,7 @@ def _as_int64(value: int | torch.Tensor) -> int:
     return number - _WORD if number >= _WORD // 2 else number
 
 
-def as_values(values: Mapping[str, Any]) -> list[float]:
+def as_values(values: JsonObject) -> list[float]:
     """Returns the numbers among plain values as floats, ordered by name."""
     numbers = ((name, value) for name, value in sorted(values.items()) if isinstance(value, (int, float)))
     return [float(value) for _, value in numbers]

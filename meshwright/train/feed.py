@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class MicroBatch:
 class Feed(Protocol):
     """The trainer's source of micro-batches."""
 
-    def micro_batches(self, step: int) -> Sequence[Any]:
+    def micro_batches(self, step: int) -> Sequence[MicroBatch]:
         """Returns this rank's micro-batches of a step (steps done before it)."""
 
     def targets(self, step: int) -> int:
@@ -41,7 +41,7 @@ class Feed(Protocol):
     def epoch(self, step: int) -> float:
         """Returns the passes over the training rows before a step."""
 
-    def evaluation(self, rows: int | None) -> Iterator[Any]:
+    def evaluation(self, rows: int | None) -> Iterator[MicroBatch]:
         """Yields this rank's batches of held-out rows, as many on every rank; None for all rows."""
 
     def bits_per_byte(self, loss: float) -> float:

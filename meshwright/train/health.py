@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from meshwright.json_types import JsonObject
 from meshwright.train.config import RecoveryConfig
 
 REMEMBERED = 64
@@ -124,11 +125,11 @@ class Health:
         """
         self._losses, self._norms, self._quiet = [], [], REMEMBERED
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Returns plain values for a checkpoint."""
         return {"losses": self._losses, "norms": self._norms, "quiet": self._quiet}
 
-    def restore(self, values: Mapping[str, Any]) -> None:
+    def restore(self, values: JsonObject) -> None:
         """Restores `state`'s values; a checkpoint without norms restores no past."""
         losses, norms = ([float(value) for value in values.get(name, [])] for name in ("losses", "norms"))
         self._losses, self._norms = (losses, norms) if len(losses) == len(norms) else ([], [])

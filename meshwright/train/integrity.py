@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.errors import RankError
+from meshwright.json_types import JsonObject
 from meshwright.parallel.program import Program
 from meshwright.train.bounds import StateBounds
 from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
@@ -168,7 +169,7 @@ class Integrity:
             return False
         return self._copy_check.due(step) or any(self._earlier_damage_at(kind, step) for kind in (COPIES, BOUNDS))
 
-    def agrees(self, step: int, counters: Mapping[str, Any]) -> bool:
+    def agrees(self, step: int, counters: JsonObject) -> bool:
         """Compares all copies after ``step`` steps; returns whether the state may be saved.
 
         Args:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.vocab_cross_entropy import VocabShard
 
@@ -23,7 +24,12 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, scale: Scale, reuse: bool, vocab: VocabShard | None
+        ctx: FunctionCtx,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        scale: Scale,
+        reuse: bool,
+        vocab: VocabShard | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         wants_gradient = ctx.needs_input_grad[0]
         # The logits' memory becomes their gradient: at large V this halves the peak of the head.
@@ -39,7 +45,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (loss_sum * scale).to(dtype), sums
 
     @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> Any:
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         factor = upstream[0]
         # The incoming gradient is usually 1; testing that on a GPU would synchronise.

@@ -7,12 +7,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from meshwright.checkpoint.agreement import Agreement
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State
+from meshwright.checkpoint.snapshot import Segment, State
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import assign_saved_shards, collect_local_shards, digest
 from meshwright.errors import CheckpointError
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
@@ -142,12 +144,12 @@ class StateSnapshots:
         make: makes the writer for a state's tensors.
     """
 
-    def __init__(self, make_writer: Callable[[Mapping[str, Any]], SnapshotWriter]) -> None:
+    def __init__(self, make_writer: Callable[[Mapping[str, StateTensor]], SnapshotWriter]) -> None:
         self._make_writer = make_writer
         self._writer: SnapshotWriter | None = None
         self._addresses: list[int] = []
 
-    def save(self, step: int, program: Program, optimizer: LocalAdamW, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, program: Program, optimizer: LocalAdamW, values: JsonObject) -> None:
         """Copies the state; the optimizer's next update waits for a copy that runs asynchronously on the device."""
         addresses = state_addresses(program, optimizer)
         # The writer keeps the last tensors alive, so that equal addresses mean the same tensors.
@@ -160,7 +162,7 @@ class StateSnapshots:
             # `state_tensors` creates moments that didn't exist yet, so the addresses are read again.
             self._addresses = state_addresses(program, optimizer)
         # The copy runs on its own stream; the update would overwrite what it still reads.
-        optimizer.wait_for(self._writer.copier.done)
+        optimizer.wait_for(self._writer.copier.copy_event)
 
     def wait(self) -> None:
         """Waits until the last snapshot is complete."""
@@ -220,7 +222,7 @@ class RankMemory:
         """Whether the supervisor requested a reconfiguration."""
         return self._memory.control.reconfiguration_requested
 
-    def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> Mapping[str, Any] | None:
+    def restore(self, program: Program, optimizer: LocalAdamW, scaler: LossScaler) -> JsonObject | None:
         """Fills weights, moments and counters from the previous ranks' state; returns its plain values, if any.
 
         Raises:
@@ -249,7 +251,7 @@ class RankMemory:
         return self._memory.every > 0 and (is_first or step % self._memory.every == 0)
 
     def save_snapshot(
-        self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **values: Any
+        self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **values: object
     ) -> float:
         """Takes a snapshot after ``step`` steps; returns the seconds for which it blocked training."""
         # The snapshot that peers lack must not be overwritten: wait until the last one has arrived.
@@ -286,7 +288,7 @@ class RankMemory:
         scaler: LossScaler,
         tokens: int,
         limit_s: float,
-        **values: Any,
+        **values: object,
     ) -> float:
         """Copies the state for the supervisor, which writes it to disk beside the training.
 
@@ -314,7 +316,7 @@ class RankMemory:
             self.snapshot_step = step  # it can be restored like a snapshot, but the courier doesn't send it
         return time.perf_counter() - started
 
-    def _writer_factory(self, tensors: Mapping[str, Any]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
+    def _writer_factory(self, tensors: Mapping[str, StateTensor]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
         """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
         if self._make_writer is None:
             local_shards = [shard for shard, _ in collect_local_shards(tensors)]

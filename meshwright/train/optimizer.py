@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.weights import Weight
 from meshwright.torch_compat.tensors import foreach_mul_
 from meshwright.train.config import OptimizerConfig
@@ -30,7 +31,7 @@ class LocalAdamW:
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self.config, self._on_host = config, on_host
-        self._pending_copies: list[Any] = []
+        self._pending_copies: list[torch.cuda.Event] = []
         # Weights without an element on this rank have no state here.
         self._local_weights = [weight for weight in weights if weight.local.numel()]
         self._all = list(weights)
@@ -40,7 +41,7 @@ class LocalAdamW:
             weight.name: parameter for weight, parameter in zip(self._local_weights, self._parameters)
         }
         decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._local_weights]
-        groups: list[dict[str, Any]] = []
+        groups: list[dict[str, object]] = []
         # torch's AdamW has one weight decay for each parameter group.
         for decays_group, decay in ((True, config.weight_decay), (False, 0.0)):
             members = [parameter for parameter, decayed in zip(self._parameters, decays) if decayed is decays_group]
@@ -62,7 +63,7 @@ class LocalAdamW:
             shard = _host_like(shard).copy_(shard)
         return nn.Parameter(shard, requires_grad=False)
 
-    def wait_for(self, event: Any) -> None:
+    def wait_for(self, event: torch.cuda.Event | None) -> None:
         """Makes the next update wait on the device for a CUDA event, because a snapshot is copying the state."""
         if event is not None:
             self._pending_copies.append(event)
@@ -124,7 +125,7 @@ class LocalAdamW:
             return int(state["step"])
         return 0
 
-    def state(self) -> Iterator[tuple[str, Any]]:
+    def state(self) -> Iterator[tuple[str, StateTensor]]:
         """Yields (``exp_avg/<weight>``, tensor sharded like the weight) for each moment of each weight."""
         for weight in self._all:
             parameter = self._parameter_by_name.get(weight.name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import torch
 from torch import nn
@@ -59,7 +58,7 @@ class Spoiler:
         """Flips a bit in the next output of one of the rank's layers, once."""
         layers = [layer for stage in self._program.stages for layer in stage.layers]
 
-        def damage(module: nn.Module, inputs: Any, output: Any) -> None:
+        def damage(module: nn.Module, inputs: object, output: object) -> None:
             # Once: a flip is a transient error.
             handle.remove()
             tensor = output[0] if isinstance(output, (tuple, list)) else output

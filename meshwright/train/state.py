@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -17,13 +16,13 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 
 
-def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, Any]:
+def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, StateTensor]:
     """Returns every tensor of a checkpoint by name; they share memory with the program and the optimizer.
 
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
     the module itself saves. Sharded ones are DTensors or boxes.
     """
-    tensors: dict[str, Any] = {}
+    tensors: dict[str, StateTensor] = {}
     for weight in (*program.weights, *program.frozen):
         # Frozen weights are saved too: a checkpoint is complete without the pretrained model.
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
@@ -49,7 +48,7 @@ def save_state(
     scaler: LossScaler,
     origin: Origin,
     tokens: int,
-    **values: Any,
+    **values: object,
 ) -> SavedCheckpoint:
     """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with further plain values.
 
@@ -59,12 +58,12 @@ def save_state(
     return store.save(step, state_tensors(program, optimizer), plain, origin)
 
 
-def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict[str, Any]:
+def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict[str, StateTensor]:
     """Returns a state's plain values beside its tensors and its step (`adopt_values` restores them)."""
     return {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
 
 
-def adopt_values(values: Mapping[str, Any], optimizer: LocalAdamW, scaler: LossScaler) -> None:
+def adopt_values(values: JsonObject, optimizer: LocalAdamW, scaler: LossScaler) -> None:
     """Restores the plain values of a state whose tensors have been filled."""
     optimizer.restored(int(values["updates"]))
     scaler.restore(dict(values["scaler"]))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from meshwright.parallel.program import Program
-from meshwright.parallel.stage_module import Stamp
+from meshwright.parallel.stage_module import RowBatch, Stamp
 from meshwright.parallel.weights import view_box
 from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
@@ -134,7 +133,7 @@ class Stepper:
     def run(
         self,
         step: int,
-        batches: Sequence[Any],
+        batches: Sequence[RowBatch],
         targets: int,
         lr: float,
         stop: float,

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
+from meshwright.json_types import JsonObject
 from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
@@ -88,7 +88,7 @@ class Trainer:
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
         self._position = RankProgress(deps.progress, deps.faults, lambda: self.step)
-        deps.program.progress_hooks.tell = self._position.enter
+        deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
 
@@ -116,7 +116,7 @@ class Trainer:
             self._adopt(checkpoint.meta)
             for refused in checkpoint.refused:
                 self._event("checkpoint_refused", path=str(refused.path), reason=refused.reason)
-            for notice in checkpoint.asked:
+            for notice in checkpoint.mirror_events:
                 self._event(**notice)
             self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
         self._skip_anomalous_rows()
@@ -129,12 +129,12 @@ class Trainer:
             self.passed_over = anomalous_step - self.step
             self._event("rewound", step=self.step, sick=anomalous_step, passed_over=self.passed_over)
 
-    def _counters(self) -> dict[str, Any]:
+    def _counters(self) -> dict[str, object]:
         """Returns the loop's own plain values for a checkpoint, beside step and tokens."""
         counters = {"sick": self._anomalous_steps, "passed_over": self.passed_over}
         return {"validation_loss": self.validation_loss} | counters | self._health.state()
 
-    def _adopt(self, values: Mapping[str, Any]) -> None:
+    def _adopt(self, values: JsonObject) -> None:
         """Restores tokens and `_counters` from a state's plain values."""
         self.tokens, self._anomalous_steps = int(values["tokens"]), int(values.get("sick", 0))
         self.validation_loss = values.get("validation_loss")
@@ -218,7 +218,7 @@ class Trainer:
         deps.program.step_timer.lap("snapshot")
         self._phase("record", 0)
 
-    def _values(self) -> dict[str, Any]:
+    def _values(self) -> dict[str, object]:
         """Returns the plain values of a snapshot."""
         deps = self._deps
         peak = deps.peak_flops / deps.layout.world if deps.peak_flops else None
@@ -385,7 +385,7 @@ class Trainer:
         """Returns this rank's bytes of state by kind, as far as they were measured, and its peak."""
         return self._state_bytes | {"peak": peak_bytes()}
 
-    def _event(self, kind: str, **data: Any) -> None:
+    def _event(self, kind: str, **data: object) -> None:
         """Records on rank 0 an event that all ranks know."""
         if self._deps.rank == 0:
             self._deps.monitor.event(Event(kind=kind, rank=0, data=data))

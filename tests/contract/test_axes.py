@@ -20,7 +20,6 @@ from meshwright.spec.groups import (
     state_index,
     state_shards,
     world_size,
-    writes,
 )
 
 LARGEST = 512
@@ -123,20 +122,6 @@ def test_losses_are_summed_over_all_that_read_other_data() -> None:
         over = math.prod(mesh_shape(degrees, axes)[name] for name in loss_axes(axes))
         tokens = math.prod(size for name, size in degrees.items() if axes[name].reads is Reads.TOKENS)
         assert over == reader(0, degrees, axes)[1] * tokens
-
-
-def test_every_part_has_one_writer() -> None:
-    axes = known_axes()
-    for degrees in products(axes):
-        for split in splits(axes):
-            apart = [name for name in mesh_shape(degrees) if name in split or axes[name].holds is Holds.STAGE]
-            writers: dict[tuple[int, ...], int] = {}
-            for rank in range(world_size(degrees)):
-                if writes(rank, split, degrees):
-                    place = coordinates(rank, degrees)
-                    key = tuple(place[name] for name in apart)
-                    assert writers.setdefault(key, rank) == rank
-            assert len(writers) == math.prod(mesh_shape(degrees)[name] for name in apart)
 
 
 def test_ranks_are_named_by_their_places() -> None:

@@ -121,14 +121,14 @@ def _forgotten_scatter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _early_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients are summed after the first micro-batch of an accumulation, and once more after the last."""
-    begin = GradientReducer.begin
+    begin = GradientReducer.begin_microbatch
 
     def early(self: GradientReducer, last: bool) -> None:
         if last:
             self.finish()
         begin(self, last)
 
-    monkeypatch.setattr(GradientReducer, "begin", early)
+    monkeypatch.setattr(GradientReducer, "begin_microbatch", early)
 
 
 @pytest.mark.parametrize(

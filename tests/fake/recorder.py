@@ -20,7 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from meshwright.models.build import BuiltModel
 from meshwright.parallel import schedule_run
 from meshwright.parallel.program import Program
-from meshwright.parallel.stage import copied
+from meshwright.parallel.stage import copy_module
 from meshwright.parallel.token_dispatch import Dispatch
 from meshwright.parallel.transform import DTYPES
 from meshwright.proof.verify import random_batches
@@ -154,7 +154,7 @@ def known_boundary(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[None]
 
 def build_rank(built: BuiltModel, layout: Layout, facts: ModelAnalysis) -> Program:
     """Builds this rank's program on a copy of the model."""
-    own = dataclasses.replace(built, module=copied(built.module))
+    own = dataclasses.replace(built, module=copy_module(built.module))
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     return build_program(own, plan, torch.device("cpu"), facts=facts)
 

@@ -34,7 +34,7 @@ def work(context: RankContext, text: str, rank: int) -> str:
     layers = model.structure.layers
     counts = [sum(item.numel() for item in model.module.get_submodule(layer).parameters()) for layer in layers]
     total = sum(item.numel() for item in model.module.parameters())
-    builder.settle = lambda module: None  # it gathers each unit once, which no fake rank can
+    builder.finalise_fsdp_shards = lambda module: None  # it gathers each unit once, which no fake rank can
 
     def fill(name: str, box: Box) -> torch.Tensor:
         return torch.empty([stop - start for start, stop in box], device="meta")

@@ -21,7 +21,7 @@ RANKS = {"gpt3": (0, 1234, 4095), "mixture": (7, 2900, 4095)}
 def work(context: RankContext, case: str) -> str:
     """Builds the ranks one after another in a process of its own; returns what was measured, as JSON."""
     warnings.simplefilter("ignore")
-    builder.settle = lambda module: None  # it gathers each unit once, which no fake rank can
+    builder.finalise_fsdp_shards = lambda module: None  # it gathers each unit once, which no fake rank can
     return json.dumps(bench_scale.measure(case, "", list(RANKS[case])))
 
 

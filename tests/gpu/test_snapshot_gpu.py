@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots
+from meshwright.checkpoint.snapshot import Segment, find_complete_states, read_snapshots
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig

@@ -22,7 +22,7 @@ from meshwright.models.random_draws import may_draw
 from meshwright.parallel import random_ops
 from meshwright.parallel.activation_boxes import AmbiguousActivation, TokenSplit, Units, locate_box
 from meshwright.parallel.dropout_rng import DropoutRng
-from meshwright.parallel.keyed_random import Box, _bits_on, dropout_mask, row_keys, uniform
+from meshwright.parallel.keyed_random import RowBox, _bits_on, dropout_mask, row_keys, uniform
 from meshwright.proof.compare import Verdict
 from meshwright.proof.masks import Masks
 from meshwright.proof.reference import OptimizerRecipe
@@ -227,13 +227,13 @@ def test_planted_faults_are_caught(
 
 
 def test_both_ways_to_hash_give_the_same_bits_and_fair_ones() -> None:
-    keys, box = row_keys("3,1,layer:0,0", np.arange(2, 6)), Box(np.arange(7, 600, 3), np.arange(64))
+    keys, box = row_keys("3,1,layer:0,0", np.arange(2, 6)), RowBox(np.arange(7, 600, 3), np.arange(64))
     bits = (_bits_on(keys, box, CPU).to(torch.float64) + (2**31 + 0.5)) / 2**32
     drawn = uniform(keys, box, CPU)
     assert torch.equal(bits, drawn)
     assert torch.equal(dropout_mask(keys, box, 0.25, CPU), drawn >= 0.25)
     assert not dropout_mask(keys, box, 1.0, CPU).any()
-    spread = len(keys) * len(box.lines) * len(box.last)
+    spread = len(keys) * len(box.lines) * len(box.columns)
     assert abs(float(drawn.mean()) - 0.5) < 5 / (12 * spread) ** 0.5
     flat = drawn.flatten() - 0.5
     for shift in (1, 64, 64 * 198):

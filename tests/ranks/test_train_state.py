@@ -208,7 +208,7 @@ class Allocations(TorchDispatchMode):
 def test_no_weight_is_ever_whole_on_a_rank_that_holds_a_part() -> None:
     def work(rank: int) -> tuple[int, int, int, int]:
         torch.set_num_threads(1)
-        build.settle = lambda module: None  # it gathers each unit once, as every step does
+        build.finalise_fsdp_shards = lambda module: None  # it gathers each unit once, as every step does
         config = ModelConfig(name="llama", layers=2, width=128, heads=4, tie=False)
         built = build_meta(config, vocab=16384, context=8)
         whole = [item.numel() for item in built.module.parameters()]

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.snapshot import Segment, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.parallel.weights import named_weights
@@ -80,7 +81,7 @@ def test_no_header_stands_while_checksums_are_made(monkeypatch: pytest.MonkeyPat
         seen.append(read_step(segment))
         return checksum(*data)
 
-    monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=looked))
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_writer.zlib", SimpleNamespace(crc32=looked))
     writer = writer_of(state, [segment])
     for step in (1, 2):
         writer.save(step, state, {})
@@ -99,7 +100,7 @@ def test_the_next_copy_waits_for_the_checksums_of_the_last(monkeypatch: pytest.M
             summed.append(struct.unpack_from("<f", data)[0])
         return checksum(data, *more)
 
-    monkeypatch.setattr("meshwright.checkpoint.snapshot.zlib", SimpleNamespace(crc32=slow))
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_writer.zlib", SimpleNamespace(crc32=slow))
     writer = writer_of(state, [segment])
     for step in (1, 2, 3):
         state["w"].fill_(step)

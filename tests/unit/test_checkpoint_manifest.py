@@ -90,6 +90,6 @@ def test_misfit_names_every_kind():
     assert "b (saved (2,), wanted (3,))" in text and "c (saved float32, wanted bfloat16)" in text
     assert fit.describe_misfit(saved, saved) is None
     with pytest.raises(CheckpointError, match="meta device"):
-        fit.tabulate({"m": torch.empty(2, device="meta")})
+        fit.tabulate_tensors({"m": torch.empty(2, device="meta")})
     with pytest.raises(CheckpointError, match="rank 1 has 'b'"):
-        fit.merge([saved, wanted])
+        fit.merge_tables([saved, wanted])

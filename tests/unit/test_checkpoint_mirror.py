@@ -110,7 +110,11 @@ def loaded(store: CheckpointStore) -> tuple[float, list[str], list[dict]]:
     target = {"weight": torch.zeros(4, 8)}
     found = store.load(target)
     assert found is not None
-    return float(target["weight"][0, 0]), [one.path.name for one in found.refused], [dict(one) for one in found.asked]
+    return (
+        float(target["weight"][0, 0]),
+        [one.path.name for one in found.refused],
+        [dict(one) for one in found.mirror_events],
+    )
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ import torch
 from meshwright.checkpoint.snapshot import (
     Segment,
     Snapshot,
-    SnapshotWriter,
     State,
     find_complete_states,
     read_snapshots,
 )
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import (
     TensorShard,
     assign_saved_shards,
@@ -23,7 +23,7 @@ from meshwright.checkpoint.tensor_shards import (
     collect_local_shards,
     digest,
     fill,
-    uncovered,
+    find_coverage_fault,
 )
 from meshwright.errors import CheckpointError
 from meshwright.parallel.dcp_shards import LocalBoxes
@@ -181,8 +181,8 @@ def test_what_does_not_fit_is_refused() -> None:
         fill({"w": torch.zeros(SHAPE)}, source)
     with pytest.raises(CheckpointError, match=r"two parts|of 35 elements"):
         check_covered(TensorShard("w", SHAPE, "float64", box) for box in [((0, 4), (0, 5)), ((3, 7), (0, 5))])
-    assert uncovered((4,), [((0, 2),), ((1, 3),)]) == "has two parts at ((1, 3),)"
-    assert uncovered((4,), [((0, 5),)]) == "has a part ((0, 5),) outside its shape (4,)"
+    assert find_coverage_fault((4,), [((0, 2),), ((1, 3),)]) == "has two parts at ((1, 3),)"
+    assert find_coverage_fault((4,), [((0, 5),)]) == "has a part ((0, 5),) outside its shape (4,)"
     state = newest_state(read_snapshots(written(LAYOUTS["one"])[0]))
     assert state is not None
     with pytest.raises(CheckpointError, match="has no v"):

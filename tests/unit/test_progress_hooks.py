@@ -47,13 +47,13 @@ def test_layers_tell_forward_in_order_and_backward_in_reverse(mode: str) -> None
     if mode == "full":
         recompute.apply(layers, Recompute(mode), None)
     progress_hooks = LayerProgressHooks()
-    progress_hooks.watch(layers, first=4)
+    progress_hooks.watch(layers, first_layer=4)
     assert list(inspect.signature(layers[0].forward).parameters)[:2] != [], "what it took, it takes"
     x = torch.ones(2, 3)
     through(layers, x).sum().backward()
     assert told == [], "nobody listens"
     runs = layers[0].runs
-    progress_hooks.tell = told.append
+    progress_hooks.listener = told.append
     out = through(layers, x)
     assert told == [4, 5, 6, 7, OUTSIDE]
     out.sum().backward()

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from meshwright.checkpoint.remote import RemoteSnapshot, Shelf
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
+from meshwright.checkpoint.snapshot import Segment, State, read_snapshots
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import listen_at

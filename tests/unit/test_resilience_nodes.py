@@ -14,7 +14,8 @@ import torch
 
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.remote import complete_steps
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter, State, read_snapshots
+from meshwright.checkpoint.snapshot import Segment, State, read_snapshots
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.checkpoint.tensor_shards import TensorShard, collect_local_shards, digest

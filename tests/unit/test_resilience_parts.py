@@ -13,7 +13,8 @@ import torch
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.snapshot import Segment, SnapshotWriter
+from meshwright.checkpoint.snapshot import Segment
+from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import TensorShard, digest
 from meshwright.errors import ConfigError, PlanError
 from meshwright.jobs.layouts import _similar_layouts, uneven_shares

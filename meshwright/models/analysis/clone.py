@@ -21,7 +21,7 @@ from meshwright.models.forward import model_output
 from meshwright.models.sizes import layer_count
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
-from meshwright.parallel.stage import copied
+from meshwright.parallel.stage import copy_module
 
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
@@ -142,7 +142,7 @@ def realise_model(
         apart: gives each name of a tied weight its own parameter, and trains frozen ones, so that autograd shows every
             use of a weight.
     """
-    module = copied(source.module)
+    module = copy_module(source.module)
     # kernels without float64, such as grouped products of experts, are switched to plain ones
     use_float64(module)
     module = module.to_empty(device="cpu")

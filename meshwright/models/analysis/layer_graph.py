@@ -26,7 +26,7 @@ from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.stage_rehearsal import Tokens, rehearse_stages
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.model_checkpointing import without_checkpoints
-from meshwright.parallel.stage import copied
+from meshwright.parallel.stage import copy_module
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
@@ -62,11 +62,11 @@ def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -
     try:
         # Copies: forward may leave tensors of its graph in the module, which then can't be copied any more.
         with torch.no_grad():
-            output_a, output_b = (clone.output_of(copied(clone.module, share=True), *arguments) for _ in range(2))
+            output_a, output_b = (clone.output_of(copy_module(clone.module, share=True), *arguments) for _ in range(2))
         # forward draws random numbers: compare in evaluation mode, where it draws none
         if not torch.equal(output_a, output_b):
             clone.module.eval()
-        probe = _Probe(copied(clone.module, share=True), clone)
+        probe = _Probe(copy_module(clone.module, share=True), clone)
         layer_graph = probe.run(arguments)
         trial = rehearse_stages(clone, layer_graph, arguments)
     except PlanError as error:

@@ -12,7 +12,7 @@ from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import Clone
 from meshwright.models.analysis.evidence import StageTrial
 from meshwright.models.analysis.rehearsal import PassComparison, run_passes
-from meshwright.parallel.stage import Stage, copied
+from meshwright.parallel.stage import Stage, copy_module
 from meshwright.spec.layer_graph import LayerGraph, weights_by_stage
 from meshwright.torch_compat.pipelining import stage_backward_input, stage_backward_weight
 
@@ -49,7 +49,7 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
         return output_grad[0]
 
     # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
-    shared_copy = copied(module, share=True)
+    shared_copy = copy_module(module, share=True)
     expected = run_passes(lambda: clone.output_of(shared_copy, *arguments), module, draw_output_grad)
     names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     bounds = _spread_bounds(layer_graph)
@@ -136,7 +136,7 @@ def _run_stages(
     received: tuple[torch.Tensor, ...] = ()
     stage_calls: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
     for weight_names, start, stop in zip(stage_weights, bounds, bounds[1:]):
-        stage = Stage(copied(module, share=True), layer_graph, start, stop, weight_names)
+        stage = Stage(copy_module(module, share=True), layer_graph, start, stop, weight_names)
         stage.arm(torch.float64, torch.device("cpu"))
         sent = stage.run(functools.partial(run_model, stage.module), received)
         stage_calls.append((received, sent, stage.module))

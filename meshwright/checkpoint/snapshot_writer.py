@@ -1,0 +1,147 @@
+"""Writes a rank's snapshots into shared memory: copies the state, then its checksums and, last, the header."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from meshwright.checkpoint.copier import Copier
+from meshwright.checkpoint.snapshot import (
+    HEADER_BYTES,
+    META_BYTES,
+    Segment,
+    encode_table,
+    pack_header,
+    pad_to_alignment,
+)
+from meshwright.checkpoint.tensor_shards import TensorShard, itemsize
+from meshwright.errors import CheckpointError
+from meshwright.json_types import JsonObject
+from meshwright.parallel.dcp_shards import StateTensor
+
+
+class SnapshotWriter:
+    """Copies a rank's saved shards into its segments in turn.
+
+    Only the copy blocks training; from a GPU it runs on a side stream and blocks only the next update. A thread then
+    computes the checksums and writes the header, which completes the snapshot.
+
+    Args:
+        segments: two or more, which outlive this process.
+        rank: this rank.
+        generation: how many times the ranks of this run were started before.
+        tensors: fingerprint of the whole state's tensors.
+        ranks: how many ranks write snapshots; 0 when unknown.
+        local_shards: this rank's shards, in the order of `tensor_shards.collect_local_shards`.
+        saved_shards: (index into ``local_shards``, shard) of those that it saves (`tensor_shards.assign_saved_shards`).
+        changing: name prefix of the tensors that a forward may change (buffers); empty for none.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        *,
+        rank: int,
+        generation: int,
+        tensors: str,
+        ranks: int = 0,
+        local_shards: Sequence[TensorShard],
+        saved_shards: Sequence[tuple[int, TensorShard]],
+        changing: str = "",
+    ) -> None:
+        self._generation = generation
+        self._saved_shards = [shard for _, shard in saved_shards]
+        self._table = encode_table(rank, self._saved_shards, tensors, ranks)
+        table_end = HEADER_BYTES + len(self._table) + 4 * len(self._saved_shards) + META_BYTES
+        # Data starts on a page boundary, behind the room reserved for the trainer's values.
+        self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
+        size = self._data_at + sum(pad_to_alignment(shard.size_bytes) for shard in self._saved_shards)
+        self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
+        self._views = [self._map_views(memory) for memory in self._memories]
+        self.copier = Copier(local_shards, saved_shards, changing)
+        """Copies the state; the next update waits for its event."""
+        self._next_segment = 0
+        self._thread: threading.Thread | None = None
+        self.size_bytes = size
+        """Bytes of one snapshot of this rank."""
+
+    def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
+        """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
+        views, offset = [], self._data_at
+        for shard in self._saved_shards:
+            flat_view = torch.frombuffer(
+                memory,
+                dtype=getattr(torch, shard.dtype),
+                offset=offset,
+                count=shard.size_bytes // itemsize(shard.dtype),
+            )
+            views.append(flat_view.view(shard.sizes))
+            offset += pad_to_alignment(shard.size_bytes)
+        return views
+
+    def save(self, step: int, tensors: Mapping[str, StateTensor] | None, meta: JsonObject) -> float:
+        """Copies the state after ``step`` steps; the snapshot is complete moments later, with its checksums.
+
+        Args:
+            step: optimizer steps done.
+            tensors: name to tensor, as for `tensor_shards.collect_local_shards`; None for the memory of the last call.
+            meta: plain values of the trainer, the same on every rank.
+
+        Returns:
+            Seconds that training was blocked.
+
+        Raises:
+            CheckpointError: when ``meta`` is too long, or the state has other shards than the writer.
+        """
+        began = time.perf_counter()
+        meta_json = json.dumps(dict(meta), separators=(",", ":")).encode()
+        if len(meta_json) > META_BYTES:
+            raise CheckpointError(
+                f"a snapshot takes {META_BYTES} bytes of the trainer's own values, not {len(meta_json)}"
+            )
+        if tensors is not None:
+            self.copier.aim(tensors)
+        self.wait()
+        memory, views = self._memories[self._next_segment], self._views[self._next_segment]
+        self._next_segment = (self._next_segment + 1) % len(self._memories)
+        # A blank header invalidates the older snapshot in this segment before its data is overwritten.
+        memory[:HEADER_BYTES] = bytes(HEADER_BYTES)
+        # From a GPU this returns while the copy runs; the thread waits for its event.
+        self.copier.copy(views, memory)
+        self._thread = threading.Thread(
+            target=self._commit_snapshot, args=(memory, step, meta_json), name="snapshot", daemon=True
+        )
+        self._thread.start()
+        return time.perf_counter() - began
+
+    def wait(self) -> None:
+        """Waits until the last snapshot is complete."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _commit_snapshot(self, memory: mmap.mmap, step: int, meta: bytes) -> None:
+        """Computes checksums and writes tables, then the header.
+
+        Args:
+            memory: a segment's, with the shards' data in place once the copier is done.
+            step: optimizer steps done.
+            meta: the trainer's values as JSON.
+        """
+        self.copier.wait()
+        data = memoryview(memory)
+        checksums, offset = [], self._data_at
+        for shard in self._saved_shards:
+            checksums.append(zlib.crc32(data[offset : offset + shard.size_bytes]))
+            offset += pad_to_alignment(shard.size_bytes)
+        header_bytes, tables = pack_header(self._generation, step, self._table, checksums, meta, self._data_at)
+        memory[HEADER_BYTES : HEADER_BYTES + len(tables)] = tables
+        # The header comes last: whoever reads the segment before sees no snapshot.
+        memory[:HEADER_BYTES] = header_bytes
