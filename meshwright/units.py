@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import NewType
 
-Bytes = NewType("Bytes", int)
-Seconds = NewType("Seconds", float)
 Flops = NewType("Flops", float)
-BytesPerSecond = NewType("BytesPerSecond", float)
+"""Floating-point operations, so that nobody takes them for a rate."""
 
 
 def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:

@@ -29,33 +29,6 @@ WARM_UP = 2
 """Untimed steps, which open connections and allocate memory."""
 
 
-def practise(
-    context: RankContext,
-    config: ModelConfig,
-    layout: Layout,
-    facts: ModelAnalysis,
-    rows: int,
-    steps: int,
-    limit_s: float,
-) -> tuple[list[float], dict[str, int]]:
-    """Runs and times steps on this rank.
-
-    Args:
-        context: of the rank.
-        config: sizes of the model.
-        layout: of the run.
-        facts: analysis of the model for the layout.
-        rows: of the global batch, each of the model's context length.
-        steps: number of timed steps.
-        limit_s: longest wait for another rank.
-
-    Returns:
-        Seconds of each step, and bytes of state by part.
-    """
-    timed_steps = list(_run_steps(context, config, layout, facts, rows, steps, limit_s))
-    return [step.seconds for step in timed_steps], timed_steps[-1].state_bytes
-
-
 def practise_parts(
     context: RankContext,
     config: ModelConfig,
@@ -65,9 +38,18 @@ def practise_parts(
     steps: int,
     limit_s: float,
 ) -> list[dict[str, float]]:
-    """Runs steps as `practise` does; returns each step's parts in seconds of computing, without waiting.
+    """Runs steps on this rank; returns each step's parts in seconds of computing, without waiting.
 
     ``rest`` is everything after backward or the pipeline.
+
+    Args:
+        context: of the rank.
+        config: sizes of the model.
+        layout: of the run.
+        facts: analysis of the model for the layout.
+        rows: of the global batch, each of the model's context length.
+        steps: number of timed steps.
+        limit_s: longest wait for another rank.
     """
     part_seconds = []
     for step in _run_steps(context, config, layout, facts, rows, steps, limit_s):
@@ -91,7 +73,7 @@ def practise_paced(
     steps: int,
     limit_s: float,
 ) -> tuple[list[tuple[float, float, float]], dict[str, int]]:
-    """Runs steps as `practise` does; returns (seconds, pace, processor seconds) of each, and bytes of state by part."""
+    """Runs steps as `practise_parts` does; returns (seconds, pace, processor seconds) of each, and state bytes."""
     timed_steps = list(_run_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
     return [(step.seconds, step.pace_s, step.process_s) for step in timed_steps], timed_steps[-1].state_bytes
 

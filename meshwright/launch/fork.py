@@ -26,7 +26,7 @@ from meshwright.forking import fork_obstacle, release_threads
 from meshwright.launch.addresses import open_store_socket
 from meshwright.launch.child import Birth, run_rank
 from meshwright.launch.config import LaunchConfig
-from meshwright.launch.contract import Entry, HostCommand, NodeRanks, RankContext
+from meshwright.launch.contract import Entry, HostCommand, Launcher, NodeRanks, RankContext
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.process import RankProcess
@@ -39,7 +39,7 @@ _EXIT_S = 3.0
 """Time for a rank to exit after it sent its result; then it is killed."""
 
 
-class ForkLauncher:
+class ForkLauncher(Launcher):
     """Runs ranks as forks of this process, one per device; a `Launcher`.
 
     Each rank has its own process group, dies with the launcher whatever kills it, and sends its result through a pipe.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import ClusterError, LaunchError
-from meshwright.launch.contract import HostCommand
+from meshwright.launch.contract import CommandLauncher, HostCommand
 
 _LINE = re.compile(r"(?P<name>[A-Za-z0-9._:@\[\]-]+)(?:\s+slots\s*=\s*(?P<slots>\d+))?\s*$")
 SSH = ("ssh", "-tt", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ServerAliveInterval=15")
@@ -66,7 +66,7 @@ def read_hostfile(path: Path) -> list[HostfileLine]:
     return list(hosts.values())
 
 
-class HostfileLauncher:
+class HostfileLauncher(CommandLauncher):
     """Runs a supervisor or torchrun on each host over ssh; a `CommandLauncher`.
 
     Without supervisors the first host that fails takes the others down.

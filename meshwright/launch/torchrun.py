@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.forking import die_with_parent
-from meshwright.launch.contract import Entry, HostCommand, RankContext
+from meshwright.launch.contract import Entry, HostCommand, Launcher, RankContext
 from meshwright.launch.devices import count_gpus
 from meshwright.launch.failure import RankLabel, prefixed, rank_prefix
 from meshwright.launch.signals import STOP_SIGNAL
@@ -89,7 +89,7 @@ def _check_restarts(values: Mapping[str, str], shared: bool) -> None:
         )
 
 
-class TorchrunLauncher:
+class TorchrunLauncher(Launcher):
     """Runs this process's rank in this process; torchrun watches it and the others. A `Launcher`."""
 
     def __init__(self, context: RankContext, *, label: RankLabel | None = None) -> None:
