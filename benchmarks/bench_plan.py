@@ -34,7 +34,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.measured_price import Measure, informed, priced, recosted
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import learn
 from meshwright.proof.layouts import all_layouts
@@ -124,11 +124,11 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     question = Question(
         job=PricedJob(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
         cluster=cluster_of_machines(machines),
-        lesson=learn(*run_history_file(machines)),
+        history=learn(*run_history_file(machines)),
     )
     measure = make_measure(build_meta(config), TOKENS, "float32")
-    question = informed(question, measure)
-    chosen = str(recosted(question, choose(question), measure).best[0].layout)
+    question = measure_activations(question, measure)
+    chosen = str(reprice_choice(question, choose(question), measure).best[0].layout)
     layouts = {str(layout): layout for layout in all_layouts(ranks)}
     picked = [layout for at, layout in enumerate(layouts.values()) if at % options.every == 0]
     picked += [] if chosen in map(str, picked) else [Layout.parse(chosen)]
@@ -158,7 +158,7 @@ def _planned(model: str, layout: Layout, question: Question, measure: Measure) -
     check(layout, "cpu", len(built.structure.layers))
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
-    one = priced(question, layout, measure)
+    one = price_layout(question, layout, measure)
     planned = prediction(question, one, model_parts(built, facts))
     state = sum(planned.memory[name] for name in ("parameters", "gradients", "optimizer"))
     assert planned.step_s is not None

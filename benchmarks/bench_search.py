@@ -18,7 +18,7 @@ from pathlib import Path
 from meshwright.cli.arguments import read_config
 from meshwright.jobs.plan_model import model_of_sizes, question_of
 from meshwright.jobs.requests import PlanConfig
-from meshwright.planner.choose import Question, choose, searched
+from meshwright.planner.choose import Question, choose, search_space
 from meshwright.planner.scaling import replan
 from meshwright.planner.unequal import choose_unequal
 
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"{'search':<32}{'clock s':>9}{'core s':>9}  layouts")
     for name, words in SEARCHES.items():
         asked = _question(words)
-        _print(name, rounds, lambda asked=asked: f"{searched(asked).considered}")  # type: ignore[misc]
+        _print(name, rounds, lambda asked=asked: f"{search_space(asked).considered}")  # type: ignore[misc]
     print(f"{'planning again, warm':<32}{'clock s':>9}{'core s':>9}  plan")
     for name, words in LOSSES.items():
         asked = _question(words)

@@ -38,7 +38,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.measured_price import informed, priced, recosted
+from meshwright.planner.measured_price import measure_activations, price_layout, reprice_choice
 from meshwright.planner.predict import prediction
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
@@ -182,12 +182,16 @@ def _node(options: argparse.Namespace) -> int:
 def _asked(name: str, machines: Machines) -> Question:
     built = build_meta(MODELS[name])
     job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=ROWS, precision="float32")
-    return informed(Question(job=job, cluster=cluster_of_machines(machines)), make_measure(built, TOKENS, "float32"))
+    return measure_activations(
+        Question(job=job, cluster=cluster_of_machines(machines)), make_measure(built, TOKENS, "float32")
+    )
 
 
 def _chosen(name: str, machines: Machines) -> Layout:
     asked = _asked(name, machines)
-    return recosted(asked, choose(asked), make_measure(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
+    return (
+        reprice_choice(asked, choose(asked), make_measure(build_meta(MODELS[name]), TOKENS, "float32")).best[0].layout
+    )
 
 
 def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, steps: int) -> dict[str, Any]:
@@ -196,7 +200,7 @@ def _row(name: str, layout: Layout, launcher: ForkLauncher, machines: Machines, 
     facts = analyse_model(built, layout)
     check_shapes(facts, layout, ROWS, TOKENS)
     asked = _asked(name, machines)
-    one = priced(asked, layout, make_measure(built, TOKENS, "float32"))
+    one = price_layout(asked, layout, make_measure(built, TOKENS, "float32"))
     planned = prediction(asked, one, model_parts(built, facts)).step_s
     assert planned is not None
     found = launcher.run(practise_paced, MODELS[name], layout, facts, ROWS, steps, LIMIT_S, timeout_s=LIMIT_S)

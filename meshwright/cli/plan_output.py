@@ -71,7 +71,7 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
     )
     console.print(f"[bold green]{best.layout}[/bold green]\n  {reason(question, choice)}")
     console.print(
-        f"  considered {choice.considered} layouts in {format_seconds(choice.took_s)}: priced {choice.priced}, of "
+        f"  considered {choice.considered} layouts in {format_seconds(choice.search_s)}: priced {choice.priced}, of "
         f"which {choice.too_large} don't fit; a bound shows that the others can't be better"
     )
     console.print(_ranking_table(question, choice))

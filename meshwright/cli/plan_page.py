@@ -72,7 +72,7 @@ def _summary_tiles(question: Question, choice: Choice) -> Markup:
     entries = [
         ("a step", format_seconds(best.price.step_s), f"{format_count(best.tokens_per_s)} tokens/s"),
         ("fullest rank", format_bytes(best.price.peak), f"{format_bytes(free)} free"),
-        ("layouts", format_count(choice.considered), f"{choice.priced} priced in {format_seconds(choice.took_s)}"),
+        ("layouts", format_count(choice.considered), f"{choice.priced} priced in {format_seconds(choice.search_s)}"),
     ]
     if best.price.host:
         entries.append(("in host memory", format_bytes(best.price.host), "of a rank"))

@@ -16,10 +16,10 @@ from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
-from meshwright.planner.measured_price import informed, recosted
+from meshwright.planner.measured_price import measure_activations, reprice_choice
 from meshwright.planner.run_history import learn
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
@@ -148,9 +148,9 @@ def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, 
     try:
         question = _make_question(config, model, machines.for_ranks(plan.ranks), precision)
         if plan.layout.offload != "none":  # the plan's total includes bytes in host memory; compare the device's alone
-            planned = candidate(question, plan.layout).price.peak
+            planned = price_candidate(question, plan.layout).price.peak
         measure = make_measure(model.built, config.data.sequence, precision)
-        front = recosted(question, choose(question), measure).front
+        front = reprice_choice(question, choose(question), measure).front
     except (ClusterError, PlanError):
         front = ()
     fits = [(step_s, size, text) for step_s, size, text in front if size <= LEANER_SHARE * planned]
@@ -218,8 +218,8 @@ def _planner_plans(
     try:
         question = _make_question(config, model, machines, precision)
         measure = make_measure(model.built, config.data.sequence, precision)
-        question = informed(question, measure)
-        choice = recosted(question, choose(question), measure)
+        question = measure_activations(question, measure)
+        choice = reprice_choice(question, choose(question), measure)
     except (ClusterError, PlanError) as error:
         memory = device_memory_bytes(devices, ranks)
         plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
@@ -254,5 +254,5 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
-        lesson=learn(*run_history_file(machines)),
+        history=learn(*run_history_file(machines)),
     )

@@ -17,11 +17,11 @@ from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import found_devices
-from meshwright.planner.choose import Candidate, Choice, Question, choose, joined
+from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.explain import reason, why
-from meshwright.planner.measured_price import Measure, informed, priced, recosted
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.unequal import choose_unequal, why_unequal
 from meshwright.spec.axes import known_axes
@@ -94,7 +94,7 @@ class PlanResult:
                 "considered": choice.considered,
                 "priced": choice.priced,
                 "too_large": choice.too_large,
-                "seconds": choice.took_s,
+                "seconds": choice.search_s,
             },
             "compared": dict(self.compared),
             "notes": list(choice.notes),
@@ -169,10 +169,10 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     question, measure = question_of(config, model, cluster), None
     if model.measure is not None:
         measure = model.measure(config.sequence, question.job.precision)
-        question = informed(question, measure)
+        question = measure_activations(question, measure)
     if question.cluster.uniform:
         # The search prices by formulas; the best are priced again by the measured work of the model's modules.
-        choice = recosted(question, choose(question, config.show), measure)
+        choice = reprice_choice(question, choose(question, config.show), measure)
     else:
         choice = choose_unequal(question, config.show)
     choice, compared = _compare_layouts(config, question, choice, measure)
@@ -304,15 +304,15 @@ def _compare_layouts(
     for layout in layouts:
         try:
             if question.cluster.uniform:
-                candidates.append(priced(question, layout, measure))
+                candidates.append(price_layout(question, layout, measure))
             else:
                 reasons[str(layout)] = why_unequal(question, layout, choice)
         except MeshwrightError as error:
             reasons[str(layout)] = f"can't be: {error}"
-    choice = joined(question, choice, candidates)
+    choice = add_named_layouts(question, choice, candidates)
     for candidate in candidates:
         reasons[str(candidate.layout)] = why(
-            question, candidate, choice, lambda layout: priced(question, layout, measure)
+            question, candidate, choice, lambda layout: price_layout(question, layout, measure)
         )
     return choice, {str(layout): reasons[str(layout)] for layout in layouts}
 

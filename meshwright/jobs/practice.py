@@ -19,7 +19,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.measured_price import informed, priced
+from meshwright.planner.measured_price import measure_activations, price_layout
 from meshwright.planner.predict import prediction
 from meshwright.planner.run_history import record
 from meshwright.spec.layout import Layout
@@ -96,7 +96,7 @@ class _Runner:
         self._measure = make_measure(self._built, self._tokens, precision)
         job = PricedJob(shape=measure_shape(self._built), sequence=self._tokens, rows=self._rows, precision=precision)
         question = Question(job=job, cluster=cluster_of_machines(machines), base=Layout(precision=precision))
-        self._question = informed(question, self._measure)
+        self._question = measure_activations(question, self._measure)
         self._launcher = ForkLauncher(ranks, devices=devices.only(range(ranks)))
 
     def run(self, layout: Layout) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class _Runner:
         """
         analysis = analyse_model(self._built, layout, tokens=self._tokens)
         check_shapes(analysis, layout, self._rows, self._tokens)
-        candidate = priced(self._question, layout, self._measure)
+        candidate = price_layout(self._question, layout, self._measure)
         planned = prediction(self._question, candidate, model_parts(self._built, analysis)).step_s
         rank_results = self._launcher.run(
             practise_paced, MODEL, layout, analysis, self._rows, STEPS, LIMIT_S, timeout_s=LIMIT_S

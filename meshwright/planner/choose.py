@@ -82,7 +82,7 @@ class Choice:
     """Of these, how many were priced; a lower bound pruned the others."""
     too_large: int
     """Of the priced, how many don't fit."""
-    took_s: float
+    search_s: float
     """Seconds of the search."""
     notes: tuple[str, ...] = ()
     """Further sentences for the user."""
@@ -112,7 +112,7 @@ class Question:
     """One of `OBJECTIVES`."""
     usable: float = USABLE
     """Share of a device's memory that may be filled."""
-    lesson: RunHistory = field(default_factory=RunHistory)
+    history: RunHistory = field(default_factory=RunHistory)
     """Measured over priced times of earlier runs on these machines."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Fields of `Space` that differ from their defaults."""
@@ -144,7 +144,7 @@ class Question:
         return TIME_TOLERANCE_ON_CORES if self.cluster.device.name.startswith("cpu") else TIME_TOLERANCE
 
     @property
-    def room_bytes(self) -> float:
+    def usable_bytes(self) -> float:
         """Bytes that a layout may fill on each device."""
         return self.usable * self.cluster.memory_bytes
 
@@ -185,23 +185,23 @@ def choose(question: Question, show: int = 10) -> Choice:
     Raises:
         PlanError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
     """
-    result = searched(question)
+    result = search_space(question)
     if result.best is None:
         raise PlanError(_nothing_fits_message(question, result))
-    return chosen(question, result, show)
+    return build_choice(question, result, show)
 
 
-def searched(question: Question, under: float = np.inf) -> SearchResult:
+def search_space(question: Question, under: float = np.inf) -> SearchResult:
     """Searches the whole space for layouts of at most ``under`` seconds a step.
 
     Raises:
         PlanError: when no layout exists.
     """
-    job, memory_bytes, engine = question.job, question.room_bytes, question.runtime.for_layout(question.base)
+    job, memory_bytes, engine = question.job, question.usable_bytes, question.runtime.for_layout(question.base)
     return search(job, question.space, question.machine, engine, memory_bytes, under=under)
 
 
-def chosen(question: Question, result: SearchResult, show: int) -> Choice:
+def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
     """Builds the answer from a search's result.
 
     Args:
@@ -210,23 +210,25 @@ def chosen(question: Question, result: SearchResult, show: int) -> Choice:
         show: most layouts in the answer.
     """
     assert result.best is not None
-    candidates = [candidate(question, layout) for layout in _best_by_kind(question, *result.best, max(show, FINALISTS))]
-    best, ties = arranged(candidates[:FINALISTS], question.same)
+    candidates = [
+        price_candidate(question, layout) for layout in _best_by_kind(question, *result.best, max(show, FINALISTS))
+    ]
+    best, ties = sort_candidates(candidates[:FINALISTS], question.same)
     return Choice(
         best=best,
         ties=ties,
         more=tuple(candidates[FINALISTS:]),
         show=show,
-        front=front_of([candidate(question, layout) for layout in _pareto_layouts(question, *result.best)]),
+        front=pareto_front([price_candidate(question, layout) for layout in _pareto_layouts(question, *result.best)]),
         considered=result.considered,
         priced=result.priced,
         too_large=result.too_large,
-        took_s=result.took_s,
+        search_s=result.search_s,
         notes=notes(question, best[0]),
     )
 
 
-def arranged(candidates: Sequence[Candidate], tolerance: float) -> tuple[tuple[Candidate, ...], int]:
+def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[tuple[Candidate, ...], int]:
     """Returns the candidates, the plan first and the others by time; and how many tie with the fastest.
 
     Args:
@@ -246,7 +248,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     return axes + choices, layout.zero, layout.microbatches
 
 
-def candidate(question: Question, layout: Layout) -> Candidate:
+def price_candidate(question: Question, layout: Layout) -> Candidate:
     """Prices one layout in full.
 
     Raises:
@@ -314,7 +316,7 @@ def _pareto_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> l
     return layouts
 
 
-def front_of(candidates: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
+def pareto_front(candidates: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
     """Returns the Pareto front of candidates: (seconds, bytes of the fullest rank, layout), fastest first."""
     lowest_peak, front = np.inf, []
     for option in sorted(candidates, key=lambda option: (option.price.step_s, option.price.peak)):
@@ -324,7 +326,7 @@ def front_of(candidates: Sequence[Candidate]) -> tuple[tuple[float, float, str],
     return tuple(front)
 
 
-def joined(question: Question, choice: Choice, named: Sequence[Candidate]) -> Choice:
+def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candidate]) -> Choice:
     """Returns the answer with the named layouts that are faster than all finalists once priced in full.
 
     Args:
@@ -333,7 +335,7 @@ def joined(question: Question, choice: Choice, named: Sequence[Candidate]) -> Ch
         named: layouts that the user named, priced like the finalists.
     """
     limit = min(option.price.step_s for option in choice.best) / (1 + question.same)
-    fitting = [option for option in named if option.price.step_s < limit and option.price.peak <= question.room_bytes]
+    fitting = [option for option in named if option.price.step_s < limit and option.price.peak <= question.usable_bytes]
     if not fitting:
         return choice
     core_rows = cores(question.job, question.space)
@@ -342,7 +344,7 @@ def joined(question: Question, choice: Choice, named: Sequence[Candidate]) -> Ch
     ]
     if not faster:
         return choice
-    best, ties = arranged([*choice.best, *faster], question.same)
+    best, ties = sort_candidates([*choice.best, *faster], question.same)
     note = "the plan is a layout that was named: priced in full it is faster than what the search put first"
     return dataclasses.replace(choice, best=best, ties=ties, notes=(*notes(question, best[0]), note))
 
@@ -359,8 +361,8 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     bubble = best.price.parts.get("bubble", 0.0) / best.price.step_s
     if bubble > 0.2:
         sentences.append(f"{bubble:.0%} of the step is the pipeline's bubble: a larger batch would fill it")
-    if question.lesson.note:
-        sentences.append(question.lesson.note)
+    if question.history.note:
+        sentences.append(question.history.note)
     measured = question.cluster.calibration
     if measured is not None and measured.pace_spread > NOTED_PACE_SPREAD:
         sentences.append(
@@ -373,7 +375,7 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
 
 
 def _nothing_fits_message(question: Question, result: SearchResult) -> str:
-    job, usable_bytes = question.job, question.room_bytes
+    job, usable_bytes = question.job, question.usable_bytes
     if result.leanest is None:
         return f"no layout of {question.cluster} exists for {job.shape.name}"
     batch, prices = result.leanest

@@ -107,7 +107,7 @@ def why(question: Question, candidate: Candidate, choice: Choice, price: Callabl
     """
     layout, best = candidate.layout, choice.best[0]
     unsplit_note = f"; {layout.unsplit_backward_reason}" if layout.unsplit_backward_reason else ""
-    if candidate.price.peak <= question.room_bytes:
+    if candidate.price.peak <= question.usable_bytes:
         host_bytes, step_s = candidate.price.host, candidate.price.step_s
         host_note = f" with {format_bytes(host_bytes)} of a rank in host memory" if host_bytes else ""
         comparison = against(candidate, best, question.same)
@@ -118,7 +118,7 @@ def why(question: Question, candidate: Candidate, choice: Choice, price: Callabl
             alternative = price(variant)
         except PlanError:
             continue
-        if alternative.price.peak <= question.room_bytes:
+        if alternative.price.peak <= question.usable_bytes:
             slowdown = alternative.price.step_s / candidate.price.step_s - 1
             sentences.append(f"{_changed_fields(layout, variant)} fits and costs {slowdown:.0%}")
             break

@@ -11,7 +11,15 @@ import dataclasses
 from collections.abc import Callable
 
 from meshwright.planner.activation_bytes import count_activation_bytes
-from meshwright.planner.choose import Candidate, Choice, Question, arranged, candidate, front_of, priced_candidate
+from meshwright.planner.choose import (
+    Candidate,
+    Choice,
+    Question,
+    pareto_front,
+    price_candidate,
+    priced_candidate,
+    sort_candidates,
+)
 from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
@@ -22,7 +30,7 @@ Measure = Callable[[Layout, int], ModelWork | None]
 """Maps (layout, rows of a micro-batch) to a rank's operators; None where the model can't run on fake tensors."""
 
 
-def corrected(question: Question, closed_candidate: Candidate, measure: Measure) -> Candidate:
+def correct_price(question: Question, closed_candidate: Candidate, measure: Measure) -> Candidate:
     """Returns the candidate with the seconds of the model's own operators, where the machine was calibrated.
 
     Args:
@@ -44,7 +52,7 @@ def corrected(question: Question, closed_candidate: Candidate, measure: Measure)
     return priced_candidate(question, layout, times.price())
 
 
-def priced(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
+def price_layout(question: Question, layout: Layout, measure: Measure | None) -> Candidate:
     """Returns a layout with the price by which layouts are compared, shown and planned.
 
     That is the closed form with a simulated pipeline, corrected by the model's operators where the machine was
@@ -60,15 +68,15 @@ def priced(question: Question, layout: Layout, measure: Measure | None) -> Candi
     """
     layout.check_ranks(question.cluster.devices)
     layout.check_batch(question.job.rows)
-    return _corrected_and_scaled(question, candidate(question, layout), measure)
+    return _corrected_and_scaled(question, price_candidate(question, layout), measure)
 
 
 def _corrected_and_scaled(question: Question, closed_candidate: Candidate, measure: Measure | None) -> Candidate:
-    corrected_candidate = closed_candidate if measure is None else corrected(question, closed_candidate, measure)
+    corrected_candidate = closed_candidate if measure is None else correct_price(question, closed_candidate, measure)
     return _scaled_by_history(question, corrected_candidate)
 
 
-def informed(question: Question, measure: Measure) -> Question:
+def measure_activations(question: Question, measure: Measure) -> Question:
     """Returns the question with the bytes that the model's own modules keep, where they run on fake tensors."""
     work = measure(Layout(), 1)
     if work is None:
@@ -77,20 +85,20 @@ def informed(question: Question, measure: Measure) -> Question:
     return dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
 
 
-def recosted(question: Question, choice: Choice, measure: Measure | None) -> Choice:
-    """Returns the answer with every layout priced by `priced`, sorted again."""
+def reprice_choice(question: Question, choice: Choice, measure: Measure | None) -> Choice:
+    """Returns the answer with every layout priced by `price_layout`, sorted again."""
     repriced_candidates = [
         [_corrected_and_scaled(question, finalist, measure) for finalist in finalists]
         for finalists in (choice.best, choice.more)
     ]
-    best, ties = arranged(repriced_candidates[0], question.same)
-    front = front_of([priced(question, Layout.parse(text), measure) for _, _, text in choice.front])
+    best, ties = sort_candidates(repriced_candidates[0], question.same)
+    front = pareto_front([price_layout(question, Layout.parse(text), measure) for _, _, text in choice.front])
     return dataclasses.replace(choice, best=best, ties=ties, more=tuple(repriced_candidates[1]), front=front)
 
 
 def _scaled_by_history(question: Question, unscaled: Candidate) -> Candidate:
     """Returns the candidate with its times scaled by the factor of earlier runs with its axes."""
-    factor = question.lesson.of(unscaled.layout)
+    factor = question.history.of(unscaled.layout)
     if factor == 1.0:
         return unscaled
     price = unscaled.price

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
-from meshwright.planner.measured_price import Measure, priced
+from meshwright.planner.measured_price import Measure, price_layout
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
@@ -20,7 +20,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
 
     Args:
         question: what was planned.
-        candidate: the layout, priced by `priced`.
+        candidate: the layout, priced by `price_layout`.
         sizes: of the model's state.
     """
     state = predict(candidate.layout, sizes)
@@ -42,7 +42,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         parts=parts,
         traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),
-        learned=question.lesson.of(candidate.layout),
+        learned=question.history.of(candidate.layout),
     )
 
 
@@ -55,7 +55,7 @@ def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts)
 
 def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:
     """Returns the plan for a layout that the user named, priced like any other."""
-    candidate = priced(question, layout, measure)
+    candidate = price_layout(question, layout, measure)
     ranks = question.cluster.devices
     return Plan(layout=layout, prediction=prediction(question, candidate, sizes), ranks=ranks, reason=named(layout))
 

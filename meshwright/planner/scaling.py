@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, chosen, searched
+from meshwright.planner.choose import Candidate, Choice, Question, build_choice, choose, search_space
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
 
@@ -102,7 +102,7 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
     limit_s = np.inf
     for smaller in _smaller_questions(question):
         try:
-            result = searched(smaller, limit_s)
+            result = search_space(smaller, limit_s)
         except PlanError:
             continue
         if result.best is None:
@@ -112,7 +112,7 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
             best, limit_s = (smaller, result), step_s * (1 + question.same)
     if best is None:
         return question, choose(question, show)
-    return best[0], chosen(*best, show)
+    return best[0], build_choice(*best, show)
 
 
 def _smaller_questions(question: Question) -> list[Question]:

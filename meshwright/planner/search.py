@@ -48,7 +48,7 @@ class SearchResult:
     """Of the priced, how many don't fit."""
     leanest: tuple[LayoutBatch, Prices] | None
     """Of those that don't fit, the one with the lowest peak memory; None where none was refused."""
-    took_s: float
+    search_s: float
     """Seconds of the search."""
 
 
@@ -96,7 +96,7 @@ def search(
         priced=pool.priced,
         too_large=pool.refused,
         leanest=pool.leanest_refused or min(pool.leanest_forms, key=lambda form: float(form[1].peak[0]), default=None),
-        took_s=time.perf_counter() - started_s,
+        search_s=time.perf_counter() - started_s,
     )
 
 

@@ -63,7 +63,7 @@ def choose_unequal(question: Question, show: int = 10) -> Choice:
         considered=len(layouts),
         priced=len(layouts),
         too_large=int(np.isinf(seconds).sum()),
-        took_s=time.perf_counter() - started_s,
+        search_s=time.perf_counter() - started_s,
         notes=_compare_single_kinds(question, best[0]),
     )
 

@@ -222,7 +222,7 @@ class Controller:
             shares=shares,
             members=tuple(sorted(reports)),
             store=reports[devices[0][0]].address("store"),
-            shelves={node: report.address("shelf") for node, report in reports.items()},
+            snapshot_servers={node: report.address("snapshots") for node, report in reports.items()},
             state=self._newest_state(),
             peak_flops=next((peak for peak in peaks if peak), None),
             lost_for_s=None if self._lost_at is None else time.monotonic() - self._lost_at,
@@ -380,8 +380,8 @@ class Controller:
             return error
         self._members.broadcast(Busy(_BUSY_S))
         self._local.storage.settle()
-        shelves = {node: report.address("shelf") for node, report in self._members.reports.items()}
-        state = self._local.open_state(location, shelves)
+        servers = {node: report.address("snapshots") for node, report in self._members.reports.items()}
+        state = self._local.open_state(location, servers)
         event_fields = save_newest_state(self._store, state, job_origin(self._local.job, self.order.plan.layout))
         if event_fields is not None:
             self._event(**event_fields)

@@ -38,7 +38,7 @@ STALL_S = 30.0
 """A transfer that stalls for so long is aborted, so that a restarted sender isn't blocked by its lock."""
 
 
-def start_shelf(
+def start_snapshot_server(
     listener: socket.socket, snapshots: Sequence[Snapshot], key: RunKey, refused: Refused | None = None
 ) -> Helper:
     """Starts a process from which other nodes read snapshots (`checkpoint.remote.Shelf`)."""

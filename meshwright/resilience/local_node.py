@@ -92,12 +92,12 @@ class LocalNode:
             end=self.end,
         )
 
-    def open_state(self, location: StateLocation, shelves: Mapping[int, Address]) -> State:
+    def open_state(self, location: StateLocation, servers: Mapping[int, Address]) -> State:
         """Returns a state in the nodes' memory; snapshots on other nodes are read on first use.
 
         Args:
             location: where it lies.
-            shelves: address of each node's shelf.
+            servers: address of each node's snapshot server.
         """
         step, generation = location.step, location.generation
         local_snapshots = {
@@ -105,7 +105,7 @@ class LocalNode:
             for entry in self.snapshots
             if (entry.snapshot.step, entry.snapshot.generation) == (step, generation)
         }
-        clients = self.storage.open_shelves(shelves)
+        clients = self.storage.connect_snapshot_servers(servers)
         snapshots = [
             local_snapshots.get(rank) or remote_snapshot(clients[holder], (generation, step, rank))
             for rank, holder in sorted(location.holders.items())
@@ -135,7 +135,7 @@ class LocalNode:
         """
         self.end, self.failed_at = GenerationEnd(generation=order.generation), None
         job = self._remake(order.plan, analysis)
-        state = self.open_state(order.state, order.shelves) if order.state is not None else None
+        state = self.open_state(order.state, order.snapshot_servers) if order.state is not None else None
         devices = self.devices.only(order.share(self.node).slots)
         ranks = GenerationRanks(job, devices, order, self.interrupts, self.storage.place_ranks(order))
         error: MeshwrightError | None = None

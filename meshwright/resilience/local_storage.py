@@ -47,7 +47,7 @@ class LocalStorage:
         """Returns None: nobody reads this node's snapshots."""
         return None
 
-    def open_shelves(self, addresses: Mapping[int, Address]) -> dict[int, Shelf]:
+    def connect_snapshot_servers(self, addresses: Mapping[int, Address]) -> dict[int, Shelf]:
         """Returns none: all snapshots are in this node's memory."""
         return {}
 

@@ -47,7 +47,7 @@ class Ports:
     """Ports on which a node listens for a generation."""
 
     store: int
-    shelf: int
+    snapshots: int
     courier: int
     disk: int
 
@@ -184,7 +184,7 @@ class Order:
     """All connected nodes."""
     store: Address
     """Of the ranks' rendezvous."""
-    shelves: Mapping[int, Address] = field(default_factory=dict)
+    snapshot_servers: Mapping[int, Address] = field(default_factory=dict)
     """Where each node's snapshots are read."""
     state: StateLocation | None = None
     """The state to restore; None to restore from disk or start anew."""
@@ -204,8 +204,8 @@ class Order:
         ranks = [rank for share in sorted(self.shares, key=lambda share: share.first_rank) for rank in share.ranks]
         if ranks != list(range(self.plan.layout.world)) or not all(share.slots for share in self.shares):
             raise ValueError(f"{len(ranks)} ranks for a layout of {self.plan.layout.world}")
-        if self.state is not None and not set(self.state.holders.values()) <= self.shelves.keys():
-            raise ValueError("a state at a node without a shelf")
+        if self.state is not None and not set(self.state.holders.values()) <= self.snapshot_servers.keys():
+            raise ValueError("a state at a node without a snapshot server")
         if not 0 <= self.copies.peers < len(nodes):
             raise ValueError(f"copies at {self.copies.peers} of {len(nodes)} nodes")
 

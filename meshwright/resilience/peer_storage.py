@@ -1,7 +1,8 @@
 """The state of a node's ranks beyond them, on a run over several nodes: copies at peers, and shared checkpoints.
 
 The **courier** sends each new snapshot to the next nodes of the ring and receives those of the nodes before; the
-**shelf** serves the snapshots of the last generation to other nodes; the nodes' disk writers make one checkpoint.
+**snapshot server** lets other nodes read the snapshots of the last generation; the nodes' disk writers make one
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
-from meshwright.resilience.courier import Inlet, start_courier, start_shelf
+from meshwright.resilience.courier import Inlet, start_courier, start_snapshot_server
 from meshwright.resilience.disk import DiskWriter, Share
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
 from meshwright.resilience.helper import Helper
@@ -31,7 +32,7 @@ from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
 _POLL_S = 0.01
-_LISTENERS = ("store", "shelf", "courier", "disk")
+_LISTENERS = ("store", "snapshots", "courier", "disk")
 
 
 class PeerStorage:
@@ -47,7 +48,7 @@ class PeerStorage:
     def __init__(self, node: int, host: str, key: RunKey, event: Callable[..., None]) -> None:
         self._node, self.host, self._key, self._event = node, host, key, event
         self._listeners: dict[str, socket.socket] = {}
-        self._shelf: Helper | None = None
+        self._snapshot_server: Helper | None = None
         self._courier: Helper | None = None
         self._start_courier: Callable[[], Helper]
         self._disk: DiskWriter | None = None
@@ -63,16 +64,18 @@ class PeerStorage:
 
     def open_ports(self, snapshots: list[Snapshot]) -> Ports | None:
         """Opens this node's listeners for another generation, and serves its snapshots."""
-        if self._shelf is None:
+        if self._snapshot_server is None:
             for name in _LISTENERS:
                 if name not in self._listeners:
                     # Fresh ports each generation: connections of the previous one can't reach its successors.
                     self._listeners[name] = listen_at(self.host)
-            # The shelf forks with the snapshots of now: it must end before the next generation replaces them.
-            self._shelf = start_shelf(self._listeners["shelf"], snapshots, self._key, self._event)
+            # The server forks with the snapshots of now: it must end before the next generation replaces them.
+            self._snapshot_server = start_snapshot_server(
+                self._listeners["snapshots"], snapshots, self._key, self._event
+            )
         return Ports(**{name: listener.getsockname()[1] for name, listener in self._listeners.items()})
 
-    def open_shelves(self, addresses: Mapping[int, Address]) -> dict[int, Shelf]:
+    def connect_snapshot_servers(self, addresses: Mapping[int, Address]) -> dict[int, Shelf]:
         """Returns clients of other nodes' snapshots, by node, which connect at the first read."""
         return {node: Shelf(address.host, address.port, self._key) for node, address in addresses.items()}
 
@@ -107,9 +110,9 @@ class PeerStorage:
         holders = ranks_to_copy(order, self._node)
         if holders and order.state is not None:
             key = (order.state.generation, order.state.step)
-            shelves = {rank: order.shelves[node] for rank, node in sorted(holders.items())}
+            servers = {rank: order.snapshot_servers[node] for rank, node in sorted(holders.items())}
             self._spare_copies = SpareCopies(
-                {(*key, rank): partial(Shelf, *address, self._key) for rank, address in shelves.items()}
+                {(*key, rank): partial(Shelf, *address, self._key) for rank, address in servers.items()}
             )
         if not order.peers:
             return None
@@ -186,7 +189,7 @@ class PeerStorage:
             raise CheckpointError(disk.failed)
 
     def stop(self, ranks: GenerationRanks, in_order: bool) -> list[Snapshot]:
-        """Ends courier, disk writer, spare copying and shelf; returns the snapshots received from other nodes."""
+        """Ends the processes beside the ranks; returns the snapshots received from other nodes."""
         # A complete spare copy counts though others are missing.
         received = self._spare_copies.snapshots() if self._spare_copies is not None else []
         for helper in (self._courier, self._disk, self._spare_copies):
@@ -212,10 +215,10 @@ class PeerStorage:
         """Does nothing: `await_checkpoint` has waited for the last checkpoint."""
 
     def close(self) -> None:
-        """Ends the shelf and closes the listeners."""
-        if self._shelf is not None:
-            self._shelf.close()
-            self._shelf = None
+        """Ends the snapshot server and closes the listeners."""
+        if self._snapshot_server is not None:
+            self._snapshot_server.close()
+            self._snapshot_server = None
         for listener in self._listeners.values():
             listener.close()
         self._listeners.clear()

@@ -21,18 +21,18 @@ class SpareCopies:
     """Copies snapshots from other nodes to this one in a forked process.
 
     Args:
-        wanted: opens the shelf of each snapshot's holder.
+        servers: connects to the server of each snapshot's holder.
     """
 
-    def __init__(self, shelves: Mapping[Key, Callable[[], Shelf]]) -> None:
-        self.wanted = tuple(shelves)
+    def __init__(self, servers: Mapping[Key, Callable[[], Shelf]]) -> None:
+        self.wanted = tuple(servers)
         """Generation, step and rank of each snapshot."""
-        self._segments = [Segment() for _ in shelves]
+        self._segments = [Segment() for _ in servers]
 
         def copy_all() -> None:
-            for (key, shelf), segment in zip(shelves.items(), self._segments):
+            for (key, server), segment in zip(servers.items(), self._segments):
                 try:
-                    _copy_snapshot(shelf(), key, segment)
+                    _copy_snapshot(server(), key, segment)
                 except CheckpointError:  # its holder is gone, which the leader notices by itself
                     continue
 
@@ -58,15 +58,15 @@ class SpareCopies:
             segment.close()
 
 
-def _copy_snapshot(shelf: Shelf, key: Key, segment: Segment) -> None:
+def _copy_snapshot(server: Shelf, key: Key, segment: Segment) -> None:
     """Copies a snapshot, its header last: a segment without a header holds no snapshot."""
-    header_bytes, size = shelf.read(key, 0, HEADER_BYTES)
+    header_bytes, size = server.read(key, 0, HEADER_BYTES)
     # A copy is a precaution: never at the price of memory that ranks may need.
     if available_bytes() < 2 * size:
         return
     memory = segment.map(size)
     for start in range(HEADER_BYTES, size, _CHUNK_BYTES):
         stop = min(size, start + _CHUNK_BYTES)
-        memory[start:stop] = bytes(shelf.read(key, start, stop - start)[0])
+        memory[start:stop] = bytes(server.read(key, start, stop - start)[0])
     memory[:HEADER_BYTES] = bytes(header_bytes)
-    shelf.close()
+    server.close()

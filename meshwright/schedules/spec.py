@@ -136,8 +136,8 @@ def known_schedules() -> dict[str, ScheduleSpec]:
 
     A new schedule joins by adding ``schedules/<name>.py`` with a ``SCHEDULE``; nothing else lists schedules.
     """
-    import meshwright.schedules as folder
-
+    # The parent package, which is imported before this module of it.
+    folder = importlib.import_module(__package__ or "meshwright.schedules")
     specs = []
     for entry in pkgutil.iter_modules(folder.__path__):
         if entry.ispkg or entry.name.startswith("_"):

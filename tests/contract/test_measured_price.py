@@ -13,13 +13,13 @@ from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question, candidate
+from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.layer_traffic import LayerTraffic
-from meshwright.planner.measured_price import corrected
+from meshwright.planner.measured_price import correct_price
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model
@@ -51,7 +51,7 @@ def priced(layout: str, cores: int = 0, **host: float) -> Price:
     made = calibration(one.world, cores or one.world, **host)
     cluster = Cluster.detected(one.world, "cpu", cores=one.world)
     question = Question(job=JOB, cluster=dataclasses.replace(cluster, calibration=made))
-    return corrected(question, candidate(question, one), MEASURE).price
+    return correct_price(question, price_candidate(question, one), MEASURE).price
 
 
 def test_products_run_at_their_measured_rate() -> None:
@@ -109,7 +109,7 @@ def test_cp_sends_tensors_of_the_type_of_compute(
     assert work is not None
     none = WorkSeconds(forward={}, backward={})
     seconds = PipelineSeconds(first_end=none, layer=none, last_end=none)
-    times = MeasuredTimes(question, candidate(question, layout), work, seconds, calibration(2, 2))
+    times = MeasuredTimes(question, price_candidate(question, layout), work, seconds, calibration(2, 2))
     priced_bytes: list[float] = []
 
     def record(kind: str, size: float, degree: int, rank_stride: int = 1) -> float:

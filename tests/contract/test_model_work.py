@@ -95,7 +95,8 @@ def test_measured_rates_price_operators() -> None:
     operations = [("copy", "float32", True, count, count / 1e9) for count in (1000, 1_000_000)]
     calibration = Calibration(machine={"kind": "cpu"}, ranks=2, matmul=tuple(rows), operations=tuple(operations))
     work = measure_model(built("llama"), ROWS, TOKENS, torch.float32)
-    seconds = price_operators(work, calibration, "float32", True).total(sum(work.counts))
+    by_position = price_operators(work, calibration, "float32", True)
+    seconds = by_position.first_end.plus(by_position.last_end).plus(by_position.layer, sum(work.counts))
     assert seconds.forward["matmul"] == pytest.approx(flops(work, "product") / 1e11, rel=1e-3)
     assert seconds.backward["matmul"] == pytest.approx(2 * seconds.forward["matmul"], rel=1e-3)
     moved = sum(count * item.bytes for count, item in work.operators() if item.kind != "product")

@@ -11,7 +11,7 @@ from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
-from meshwright.planner.choose import Question, candidate
+from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -90,7 +90,7 @@ def test_a_lone_micro_batch_waits_for_each_of_its_sends(stages: int, schedule: s
     rows, sequence, fast = 16, 1024, 2e9
     job = PricedJob(shape=DENSE, sequence=sequence, rows=rows, precision=precision)
     slow_s, fast_s = (
-        candidate(Question(job=job, cluster=_alone(rate, stages), base=Layout()), layout).price.step_s
+        price_candidate(Question(job=job, cluster=_alone(rate, stages), base=Layout()), layout).price.step_s
         for rate in (fast / 2, fast)
     )
     activation = rows * sequence * 4096 * width

@@ -9,13 +9,21 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, candidate, choose, joined, searched
+from meshwright.planner.choose import (
+    Candidate,
+    Choice,
+    Question,
+    add_named_layouts,
+    choose,
+    price_candidate,
+    search_space,
+)
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
-from meshwright.planner.measured_price import priced
+from meshwright.planner.measured_price import price_layout
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
@@ -43,7 +51,7 @@ def told_of(asked: Question, text: str, choice: Choice) -> str:
     """Why a layout isn't the plan."""
 
     def price(layout: Layout) -> Candidate:
-        return priced(asked, layout, None)
+        return price_layout(asked, layout, None)
 
     return why(asked, price(Layout.parse(text)), choice, price)
 
@@ -64,7 +72,7 @@ def _everything(asked: Question) -> tuple[float, int, str]:
         for some in range(1, layers + 1):
             share = np.where(whole.recompute > 0, some / layers, 1.0)
             prices = price_many(job, dataclasses.replace(whole, recompute_share=share), asked.machine, asked.runtime)
-            fits = (prices.peak <= asked.room_bytes) & (prices.host <= HOST_USABLE * host.memory_bytes)
+            fits = (prices.peak <= asked.usable_bytes) & (prices.host <= HOST_USABLE * host.memory_bytes)
             fastest = float(prices.step_s[fits].min(initial=np.inf))
             least, best = (fastest, offload) if fastest < least else (least, best)
     return least, count, best
@@ -88,7 +96,7 @@ def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usa
     asked = question(text, shape, rows, usable=usable)
     least, count, best = _everything(asked)
     assert best == offload
-    found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.room_bytes)
+    found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.usable_bytes)
     assert found.considered == count and found.best is not None
     assert float(found.best[1].step_s[0]) == pytest.approx(least, rel=1e-9)
 
@@ -122,7 +130,7 @@ def test_schedules_that_split_the_backward_are_searched_with_all_layers_kept_alo
 def test_a_split_backward_under_recompute_is_priced_whole(choice: Choice) -> None:
     asked = question()
     rest = "pp=2,shard=8,zero=1,microbatches=4,recompute=full,precision=bf16"
-    found = {name: candidate(asked, Layout.parse(f"{rest},schedule={name}")) for name in ("1f1b", "zerobubble")}
+    found = {name: price_candidate(asked, Layout.parse(f"{rest},schedule={name}")) for name in ("1f1b", "zerobubble")}
     assert found["zerobubble"].price.step_s == pytest.approx(found["1f1b"].price.step_s, rel=1e-6)
     told = told_of(asked, f"{rest},schedule=zerobubble", choice)
     assert "schedule=zerobubble runs each backward whole under recompute=full" in told
@@ -142,7 +150,7 @@ def test_parts_add_up_and_have_names(choice: Choice) -> None:
         assert sum(one.price.parts.values()) == pytest.approx(one.price.step_s)
         assert set(one.price.parts) <= set(NAMES)
         assert one.price.peak == pytest.approx(sum(one.price.stages[one.price.fullest].memory.values()))
-        assert one.price.peak <= question().room_bytes
+        assert one.price.peak <= question().usable_bytes
     times = [one.price.step_s for one in choice.best[1:]]
     assert times == sorted(times)
     assert choice.best[0].price.step_s <= min(times) * 1.05
@@ -193,7 +201,7 @@ def test_the_closed_form_of_a_pipeline_is_near_its_simulation() -> None:
         after = sum(float(closed.parts[name][0]) for name in ("gather", "reduce", "optimizer", "step"))
         piped = float(closed.step_s[0]) - after
         assert abs(piped / run.makespan_s - 1) < 0.12, schedule
-        whole = candidate(asked, layout).price
+        whole = price_candidate(asked, layout).price
         assert whole.step_s - after == pytest.approx(run.makespan_s, rel=0.05)
 
 
@@ -239,12 +247,12 @@ def test_what_is_left_of_a_cluster_is_used_as_far_as_that_is_faster() -> None:
     times = {}
     for count in (120, 112):
         some = dataclasses.replace(left, cluster=left.cluster.restricted(count))
-        found = searched(some)
+        found = search_space(some)
         assert found.best is not None
         times[count] = float(found.best[1].step_s[0])
-        least = searched(some, under=times[count])
+        least = search_space(some, under=times[count])
         assert least.best is not None and float(least.best[1].step_s[0]) == times[count]
-        assert searched(some, under=times[count] * 0.99).best is None
+        assert search_space(some, under=times[count] * 0.99).best is None
     assert part.cluster.devices == min(times, key=lambda count: times[count])
     assert again.best[0] == choose(part).best[0]
     with pytest.raises(PlanError, match="can't be shared by 8 devices"):
@@ -272,14 +280,14 @@ def test_a_named_layout_that_search_misjudged_becomes_the_plan() -> None:
     best = found.best[0]
 
     def at(text: str, share: float) -> Candidate:
-        one = candidate(asked, Layout.parse(text))
+        one = price_candidate(asked, Layout.parse(text))
         step_s = min(item.price.step_s for item in found.best) * share
         return dataclasses.replace(one, price=dataclasses.replace(one.price, step_s=step_s))
 
     inside = "pp=2,shard=8,zero=1,microbatches=4,precision=bf16,schedule=1f1b"
     outside = "pp=2,shard=8,zero=1,precision=bf16,split=5-7"
-    assert joined(asked, found, [at(inside, 0.99), at(outside, 0.5)]).best[0] is best
-    better = joined(asked, found, [at(inside, 0.9)])
+    assert add_named_layouts(asked, found, [at(inside, 0.99), at(outside, 0.5)]).best[0] is best
+    better = add_named_layouts(asked, found, [at(inside, 0.9)])
     assert str(better.best[0].layout) == inside and better.ties == 1
     assert any("a layout that was named" in note for note in better.notes)
 

@@ -14,7 +14,7 @@ import pytest
 from meshwright import schedules as folder
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.prices import Price
@@ -63,7 +63,7 @@ def priced(schedule: str, microbatches: int, stages: int = 0) -> Price:
     layout = Layout(
         degrees=degrees, zero=1, microbatches=microbatches, schedule=schedule, stages=stages, precision="bf16"
     )
-    return candidate(question(), layout).price
+    return price_candidate(question(), layout).price
 
 
 @pytest.mark.parametrize("microbatches", [8, 16, 32])
@@ -148,7 +148,7 @@ def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:
     degrees = LayoutBatch.from_layouts([layout], 16)
     assert held(degrees, 2).tolist() == [[1.0, 2.0]]
     assert degrees.schedules[int(degrees.schedule[0])].owners == (1, 0)
-    there = candidate(question(2), dataclasses.replace(layout, precision="bf16")).price
-    usual = candidate(question(2), Layout.parse("pp=2,microbatches=4,precision=bf16")).price
+    there = price_candidate(question(2), dataclasses.replace(layout, precision="bf16")).price
+    usual = price_candidate(question(2), Layout.parse("pp=2,microbatches=4,precision=bf16")).price
     assert [stage.memory for stage in there.stages] == [stage.memory for stage in reversed(usual.stages)]
     assert there.step_s == pytest.approx(usual.step_s, rel=0.02)

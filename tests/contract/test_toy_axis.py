@@ -26,7 +26,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.monitor.rundir import read_run
 from meshwright.monitor.sections import layout_grid
 from meshwright.parallel.build import check
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
@@ -119,7 +119,7 @@ def test_time_and_memory_are_those_of_the_original() -> None:
         for part in prices[0].memory:
             assert prices[0].memory[part].tolist() == prices[1].memory[part].tolist()
         for copy, other in pairs[::9]:
-            assert candidate(asked, copy).price == candidate(asked, other).price
+            assert price_candidate(asked, copy).price == price_candidate(asked, other).price
         for copy, other in pairs[::29]:
             state = [position_memory(one, models_parts(one)) for one in (copy, other)]
             assert [one.memory for one in state[0]] == [one.memory for one in state[1]]
@@ -128,7 +128,7 @@ def test_time_and_memory_are_those_of_the_original() -> None:
 def test_replicate_and_its_copy_are_one_number_of_copies() -> None:
     asked = question()
     both, one = Layout.parse("replicate=2,twin=4,precision=bf16"), Layout.parse("replicate=8,precision=bf16")
-    assert candidate(asked, both).price == candidate(asked, one).price
+    assert price_candidate(asked, both).price == price_candidate(asked, one).price
 
 
 def models_parts(layout: Layout) -> Any:
@@ -303,7 +303,7 @@ def test_what_has_no_price_is_refused_and_never_priced_as_absent(tmp_path: Path)
         ):
             layout = Layout.parse(f"shard=4,{name}=2,zero=1,precision=bf16")
             with pytest.raises(PlanError, match=rule):
-                candidate(asked, layout)
+                price_candidate(asked, layout)
         with pytest.raises(PlanError, match=r"axis vocab .* has no formula|no layout with vocab above 1 has a price"):
             choose(question({"fixed": {"vocab": 2}}), 3)
         for name, rule in (
@@ -314,7 +314,7 @@ def test_what_has_no_price_is_refused_and_never_priced_as_absent(tmp_path: Path)
                 check(Layout.parse(f"{name}=2"), "cpu", 4)
         (verdict,) = models.verify(models.case("llama"), [Layout.parse("columns=2,precision=float64")])
         assert "no file of parallel/" in (verdict.refused or "")
-        assert candidate(asked, Layout.parse("columns=2,shard=4,zero=1")).price == (
-            candidate(asked, Layout.parse("tp=2,shard=4,zero=1")).price
+        assert price_candidate(asked, Layout.parse("columns=2,shard=4,zero=1")).price == (
+            price_candidate(asked, Layout.parse("tp=2,shard=4,zero=1")).price
         )
     assert "vocab" not in known_axes()

@@ -19,7 +19,7 @@ from meshwright import schedules
 from meshwright.cli.main import main
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, candidate, choose, searched
+from meshwright.planner.choose import Question, choose, price_candidate, search_space
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
@@ -94,13 +94,15 @@ def test_time_and_memory_are_those_of_the_original(name: str) -> None:
     for part in priced[0].memory:
         assert priced[0].memory[part].tolist() == priced[1].memory[part].tolist()
     for copy, original in pairs[::5]:
-        assert candidate(asked, copy).price == candidate(asked, original).price
+        assert price_candidate(asked, copy).price == price_candidate(asked, original).price
 
 
 def test_without_formulas_it_is_priced_by_its_actions() -> None:
     """It holds every micro-batch, as GPipe does; as 1F1B, which it was priced as once, it would hold four."""
     text = "pp=4,shard=2,zero=1,microbatches=32,precision=bf16,schedule="
-    bare, gpipe, usual = (candidate(question(), Layout.parse(text + name)).price for name in (PLAIN, "gpipe", "1f1b"))
+    bare, gpipe, usual = (
+        price_candidate(question(), Layout.parse(text + name)).price for name in (PLAIN, "gpipe", "1f1b")
+    )
     assert [stage.held for stage in bare.stages] == [32] * 4 == [stage.held for stage in gpipe.stages]
     assert bare.memory == gpipe.memory and bare.peak == gpipe.peak > 2 * usual.peak
     assert bare.step_s == pytest.approx(gpipe.step_s, rel=1e-9)
@@ -118,7 +120,7 @@ def test_the_search_looks_at_it() -> None:
     assert [layout for layout, *_ in best[PLAIN]] == [layout for layout, *_ in best["toy"]]
     asked = question({"fixed": {"pp": 4}})
     assert "toyloop" in asked.space.schedules and "toy" not in asked.space.schedules
-    found = searched(asked)
+    found = search_space(asked)
     assert found.best is not None
     degrees, _ = found.best
     seen = {layout_of(degrees, at, asked.base, 16).schedule for at in range(degrees.count)}

@@ -11,7 +11,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
 from meshwright.parallel import random_ops
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES
@@ -127,10 +127,10 @@ def test_a_device_without_float64_refuses_it() -> None:
     job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
     asked = Question(job=job, cluster=Cluster.parse("8xgaudi2"), base=Layout(precision="bf16"))
     with pytest.raises(PlanError, match="precision=float64: device gaudi2 has no rate for float64"):
-        candidate(asked, Layout.parse("replicate=8,precision=float64"))
+        price_candidate(asked, Layout.parse("replicate=8,precision=float64"))
     ours = dataclasses.replace(asked, cluster=CLUSTER)
-    named = candidate(ours, Layout.parse("shard=8,zero=1,precision=float64")).price
-    assert named.step_s > 4 * candidate(ours, Layout.parse("shard=8,zero=1,precision=bf16")).price.step_s
+    named = price_candidate(ours, Layout.parse("shard=8,zero=1,precision=float64")).price
+    assert named.step_s > 4 * price_candidate(ours, Layout.parse("shard=8,zero=1,precision=bf16")).price.step_s
     whole = dataclasses.replace(job, precision="float64")
     ours = dataclasses.replace(ours, job=whole, base=Layout(precision="float64"))
     assert choose(ours).best[0].layout.precision == "float64"

@@ -11,7 +11,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.host import KERNEL_SHARE, host_of
 from meshwright.cluster.node import named_node, standard_node
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, candidate, choose
+from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
@@ -207,16 +207,16 @@ def question(cluster: Cluster, **changes: object) -> Question:
 
 def test_a_host_that_is_missing_or_too_small_is_told() -> None:
     layout = Layout.parse("shard=8,zero=3,precision=bf16,offload=optimizer")
-    assert candidate(question(CLUSTER), layout).price.host > 0
+    assert price_candidate(question(CLUSTER), layout).price.host > 0
     for keys, told in (
         ({"host_link": "none"}, "nodes of h100 have no host_link"),
         ({"host_bandwidth_bytes_per_s": 0}, "have no host_bandwidth_bytes_per_s"),
         ({"host_memory_bytes": 2**36}, r"takes 18\.\d+ GiB of host memory, of 6\.\d+ GiB .* shard it over more ranks"),
     ):
         with pytest.raises(PlanError, match=told):
-            candidate(question(described(**keys)), layout)
+            price_candidate(question(described(**keys)), layout)
     with pytest.raises(PlanError, match="compute on processor cores"):
-        candidate(question(Cluster.parse("8xcpu")), layout)
+        price_candidate(question(Cluster.parse("8xcpu")), layout)
     with pytest.raises(PlanError, match="no host memory for it"):
         choose(question(described(host_link="none"), limits={"offloads": ("optimizer",)}))
 
@@ -224,7 +224,7 @@ def test_a_host_that_is_missing_or_too_small_is_told() -> None:
 def test_a_named_layout_that_offloads_is_explained() -> None:
     asked = question(CLUSTER)
     layout = Layout.parse("shard=8,zero=3,precision=bf16,recompute=full,offload=parameters")
-    told = why(asked, candidate(asked, layout), choose(asked), lambda other: candidate(asked, other))
+    told = why(asked, price_candidate(asked, layout), choose(asked), lambda other: price_candidate(asked, other))
     assert "of a rank in host memory" in told and "copies to and from host memory" in told
 
 
@@ -235,7 +235,7 @@ def test_offload_is_chosen_where_nothing_fits_without() -> None:
     job = PricedJob(shape=shape_from_sizes(BIG), sequence=2048, rows=8)
     asked = Question(job=job, cluster=Cluster.parse("8xa100-40"), base=Layout(precision="bf16"))
     best = choose(asked).best[0]
-    assert best.layout.offload != "none" and best.price.peak <= asked.room_bytes
+    assert best.layout.offload != "none" and best.price.peak <= asked.usable_bytes
     assert Layout.parse(str(best.layout)) == best.layout
     refused = dataclasses.replace(asked, limits={"offloads": ("none",)})
     with pytest.raises(PlanError, match=r"nearest that would: about .* devices, .*or offload=\w+ \("):

@@ -14,7 +14,7 @@ from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import listen_at
-from meshwright.resilience.courier import Inlet, start_courier, start_shelf
+from meshwright.resilience.courier import Inlet, start_courier, start_snapshot_server
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
 
@@ -37,7 +37,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
     address = to.getsockname()
     receiver = start_courier(to, [at.getsockname()], {}, inlet({4: others}), nothing)
     sender = start_courier(at, [address], {4: own}, inlet({}), copied)
-    shelf = None
+    server = None
     try:
         for step in (1, 2, 3, 4):
             tensors["weights/b"].fill_(step)
@@ -47,7 +47,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
         found = read_snapshots(others)
         assert sorted(one.step for one in found) == [3, 4]
         listener = listen_at("127.0.0.1")
-        shelf = start_shelf(listener, found, KEY)
+        server = start_snapshot_server(listener, found, KEY)
         client = Shelf(*listener.getsockname(), KEY)
         remote = RemoteSnapshot(client, (2, 4, 4))
         assert (remote.rank, remote.ranks, remote.meta["tokens"]) == (4, 5, 4)
@@ -56,7 +56,7 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
         with pytest.raises(CheckpointError, match="no snapshot of step 9"):
             RemoteSnapshot(client, (2, 9, 4))
     finally:
-        for helper in (sender, receiver, shelf):
+        for helper in (sender, receiver, server):
             if helper is not None:
                 helper.close()
     with pytest.raises(CheckpointError, match="lost contact"):

@@ -73,7 +73,7 @@ def plan_of(ranks: int) -> Plan:
 def report(node: int, end: GenerationEnd | None = None, slots: int = 1, session: str = "a") -> NodeReport:
     return NodeReport(
         node=node, session=session, slots=tuple(range(slots)), host="h", snapshots=(), peak_flops=1e12,
-        ports=Ports(store=1, shelf=2, courier=3, disk=4), available_bytes=10**9, link_bytes_s=None,
+        ports=Ports(store=1, snapshots=2, courier=3, disk=4), available_bytes=10**9, link_bytes_s=None,
         end=end or GenerationEnd(),
     )  # fmt: skip
 
@@ -83,7 +83,7 @@ def order_of(slots: Mapping[int, int], state: StateLocation | None = STATE, **fi
     reports = {node: report(node, slots=count) for node, count in slots.items()}
     order = Order(
         generation=GENERATION, plan=plan_of(len(devices)), shares=assign_ranks(reports, devices),
-        members=tuple(sorted(slots)), store=ADDRESS, shelves={0: ADDRESS}, state=state, peak_flops=None,
+        members=tuple(sorted(slots)), store=ADDRESS, snapshot_servers={0: ADDRESS}, state=state, peak_flops=None,
         lost_for_s=1.5, copies=CopyPlan(every=4, disk=True, peers=len(slots) - 1),
     )  # fmt: skip
     return dataclasses.replace(order, **fields)
@@ -393,7 +393,7 @@ def test_orders_come_back_as_they_were_and_none_that_contradicts_itself() -> Non
         ("generation", "3"),
         ("members", {"!": "tuple", "items": [0]}),
         ("shares", {"!": "tuple", "items": []}),
-        ("shelves", {"!": "dict", "items": []}),
+        ("snapshot_servers", {"!": "dict", "items": []}),
         ("plan", {"!": "Plan", "custom": plan_of(2).to_json()}),
         ("plan", {"!": "Plan", "custom": {"layout": {"replicate": "two"}}}),
         ("plan", {"!": "Plan", "custom": 7}),

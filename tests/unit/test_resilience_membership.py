@@ -42,7 +42,7 @@ class Wire:
 
 def report(node: int, session: str = "a", generation: int = -1) -> NodeReport:
     return NodeReport(
-        node=node, session=session, slots=(0,), host="h", ports=Ports(store=1, shelf=2, courier=3, disk=4),
+        node=node, session=session, slots=(0,), host="h", ports=Ports(store=1, snapshots=2, courier=3, disk=4),
         snapshots=(), peak_flops=None, available_bytes=0, link_bytes_s=None, end=GenerationEnd(generation=generation),
     )  # fmt: skip
 

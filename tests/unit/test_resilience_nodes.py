@@ -179,7 +179,7 @@ def report(
     available: int = 0,
     link: float | None = None,
 ) -> NodeReport:
-    ports = Ports(store=10 + node, shelf=20 + node, courier=30 + node, disk=40 + node)
+    ports = Ports(store=10 + node, snapshots=20 + node, courier=30 + node, disk=40 + node)
     return NodeReport(
         node=node, session=f"s{node}", slots=tuple(range(slots)), host=f"h{node}", ports=ports,
         snapshots=tuple(SnapshotRecord(*fields) for fields in snapshots), peak_flops=None, available_bytes=available,
@@ -188,7 +188,7 @@ def report(
 
 
 def order_of(plan: Plan, shares: tuple[NodeShare, ...], copies: CopyPlan, state: StateLocation | None = None) -> Order:
-    shelves = {node: Address(f"h{node}", 20 + node) for node in range(10)}
+    servers = {node: Address(f"h{node}", 20 + node) for node in range(10)}
     members, store = tuple(share.node for share in shares), Address("h0", 10)
     return Order(
         generation=2,
@@ -196,7 +196,7 @@ def order_of(plan: Plan, shares: tuple[NodeShare, ...], copies: CopyPlan, state:
         shares=shares,
         members=members,
         store=store,
-        shelves=shelves,
+        snapshot_servers=servers,
         state=state,
         copies=copies,
     )

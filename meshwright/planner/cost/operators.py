@@ -63,10 +63,6 @@ class PipelineSeconds:
     last_end: WorkSeconds
     """All other operators: tensors made once for all layers, final norm, head, loss."""
 
-    def total(self, layers: int) -> WorkSeconds:
-        """Returns the sum over a model of ``layers`` layers."""
-        return self.first_end.plus(self.last_end).plus(self.layer, layers)
-
 
 def price_operators(
     work: ModelWork, calibration: Calibration, dtype: str, busy: bool, logits: float = 0.0
