@@ -16,7 +16,7 @@ from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.layer_graph import LayerGraphAnalysis, analyse_layer_graph
 from meshwright.models.analysis.objective_trial import try_forward
-from meshwright.models.analysis.table import ShardingAnalysis, analyse_sharding
+from meshwright.models.analysis.table import ShardingAnalysis, analyse_sharding, overridden_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -25,7 +25,6 @@ from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import LayerRows
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
@@ -91,7 +90,8 @@ def inspect(
     degree = next((split for layout in layouts if (split := layout.degree(Mechanics.MATRICES)) > 1), 2)
     sharding_analysis = _attempt(lambda: analyse_sharding(built, degree if config.explain else 2, objective))
     if config.model.sharding and not isinstance(sharding_analysis, MeshwrightError):
-        sharding_analysis = _apply_user_rows(built, sharding_analysis)
+        table = overridden_table(built, sharding_analysis.table)
+        sharding_analysis = dataclasses.replace(sharding_analysis, table=table)
     graph_analysis = _attempt(lambda: analyse_layer_graph(built, objective))
     experts = tuple(
         {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
@@ -128,16 +128,6 @@ def _attempt(analyse: Callable[[], _Analysis]) -> _Analysis | MeshwrightError:
         return analyse()
     except MeshwrightError as error:
         return error
-
-
-def _apply_user_rows(built: BuiltModel, analysis: ShardingAnalysis) -> ShardingAnalysis:
-    """Returns the sharding table under the user's rows, as a run applies it.
-
-    Raises:
-        ConfigError: for rows of the user's that the table doesn't allow.
-    """
-    names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
-    return dataclasses.replace(analysis, table=apply_overrides(analysis.table, built.config.sharding, names))
 
 
 def _read_stacks(config: InspectConfig, layout: Layout) -> dict[str, Any]:

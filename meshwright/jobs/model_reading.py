@@ -11,7 +11,7 @@ import torch
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.analysis.experts import routes_wide
-from meshwright.models.analysis.table import sharding_table
+from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.work import measure_model
 from meshwright.planner.measured_price import Measure
@@ -77,7 +77,7 @@ def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
 
     @functools.cache
     def table(degree: int) -> ShardingTable:
-        return sharding_table(built, degree)
+        return overridden_table(built, sharding_table(built, degree))
 
     @functools.cache
     def measured(rows: int, degree: int, split: bool) -> ModelWork | None:

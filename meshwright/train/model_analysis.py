@@ -10,7 +10,7 @@ from meshwright.models.analysis.context import Context, read_context, read_seque
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
-from meshwright.models.analysis.table import sharding_table
+from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.build import BuiltModel
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel import tensor_stages
@@ -18,7 +18,6 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import ShardingTable
 
 
@@ -101,10 +100,7 @@ def analyse_model(
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:
-        table = sharding_table(model, split, objective=trial.objective)
-        if model.config.sharding:
-            names = [name for name, _ in model.module.named_parameters(remove_duplicate=False)]
-            table = apply_overrides(table, model.config.sharding, names)
+        table = overridden_table(model, sharding_table(model, split, objective=trial.objective))
     if model.config.sharding and split == 1:
         raise PlanError("model.sharding has no effect without tp or cp; write tp=2 or more, or drop it")
     if layout.degree(Mechanics.STAGES) > 1:

@@ -25,6 +25,7 @@ from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.analysis.shape_attributes import fit_shape_attributes
 from meshwright.models.analysis.trace import LayerTrace, trace
 from meshwright.models.build import BuiltModel
+from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable
 
 
@@ -41,6 +42,18 @@ def sharding_table(
 ) -> ShardingTable:
     """Reads the sharding table of a model; arguments and errors are those of `analyse_sharding`."""
     return analyse_sharding(built, degree, objective, narrow).table
+
+
+def overridden_table(built: BuiltModel, table: ShardingTable) -> ShardingTable:
+    """Returns a model's sharding table under the rows of its ``model.sharding``, as a run applies it.
+
+    Raises:
+        ConfigError: for a row that the table doesn't allow.
+    """
+    if not built.config.sharding:
+        return table
+    names = [name for name, _ in built.module.named_parameters(remove_duplicate=False)]
+    return apply_overrides(table, built.config.sharding, names)
 
 
 @computed_by_helper
