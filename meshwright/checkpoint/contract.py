@@ -51,7 +51,7 @@ class Backend(Protocol):
 
         Args:
             folder: an existing, empty folder that all ranks see.
-            tensors: name to tensor; ranks may hold different names (pipeline stages).
+            tensors: name to tensor of any shape; ranks may hold different names (pipeline stages).
             group: the ranks that save together.
 
         Returns:

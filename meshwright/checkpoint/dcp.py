@@ -52,7 +52,7 @@ class DcpBackend:
     """Files of torch.distributed.checkpoint; see `Backend` for when each method is called."""
 
     def write(self, folder: Path, tensors: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, FileRecord]:
-        """Writes one file a rank; a replicated shard is written once, balanced over the ranks that hold it."""
+        """Writes one file a rank, of tensors of any shapes; a replicated shard is written once, by one of its ranks."""
         writer = _Writer(folder)
         planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _as_checkpoint_error(), _silence_single_process_warning(group):
@@ -73,11 +73,11 @@ class DcpBackend:
         return table
 
     def read(self, folder: Path, targets: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-        """Reads the overlaps of this rank's shards with the chunks on disk."""
+        """Reads into targets of any shapes the overlaps of this rank's shards with the chunks on disk."""
         _load(targets, _Reader(folder), group)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields full tensors, read in batches of about 256 MiB."""
+        """Yields full tensors in their global shapes, read in batches of about 256 MiB."""
         table = self.describe(folder)
         if missing := [name for name in names if name not in table]:
             raise CheckpointError(f"{folder.name} has no {', '.join(missing[:8])}")

@@ -65,7 +65,7 @@ class ImageBackend:
         _open_state(folder).fill(targets)
 
     def read_full(self, folder: Path, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        """Yields full tensors, one at a time."""
+        """Yields full tensors in their global shapes, one at a time."""
         state = _open_state(folder)
         shards_by_name = {
             stored.shard.name: stored.shard for snapshot in state.snapshots for stored in snapshot.stored_shards

@@ -231,7 +231,7 @@ class State:
         return sum(stored.shard.size_bytes for snapshot in self.snapshots for stored in snapshot.stored_shards)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns every full tensor by name, on the CPU, in its saved dtype.
+        """Returns every full tensor by name, on the CPU, in its global shape and saved dtype.
 
         Raises:
             CheckpointError: when a shard is damaged.

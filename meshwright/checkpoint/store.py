@@ -125,7 +125,8 @@ class CheckpointStore:
 
         Args:
             step: optimizer steps done.
-            tensors: name to tensor (replicated: equal on all ranks that have it) or DTensor of any placements.
+            tensors: name to tensor of any shape (replicated: equal on all ranks that have it) or DTensor of any
+                placements.
             meta: the trainer's plain values; those of rank 0 are saved.
             origin: model, data, layout and config of the run; that of rank 0 is saved.
 
@@ -222,7 +223,7 @@ class CheckpointStore:
         """Fills tensors from the newest checkpoint that verifies, and records those that were refused.
 
         Args:
-            targets: name to tensor or DTensor of any layout, filled in place.
+            targets: name to tensor or DTensor of any shape and placements, filled in place.
             expect: fields of `Origin` (``model``, ``data``) that must be equal.
             step: only checkpoints of this step.
             required: raise instead of returning None when there is no checkpoint at all.

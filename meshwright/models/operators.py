@@ -53,19 +53,19 @@ class BlankGroup(DifferentiableCollectives):
         return _FinishedCollective()
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """Records an all-reduce of the tensor's bytes."""
+        """Records a sum of a tensor of any shape, by its bytes."""
         return self._record_collective("all_reduce", tensor)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedCollective:
-        """Records an all-reduce of the tensor's bytes."""
+        """Records a maximum of a tensor of any shape, by its bytes."""
         return self._record_collective("all_reduce", tensor)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedCollective:
-        """Records an all-gather by the bytes of its output."""
+        """Records an all-gather of ``part: (n,)`` by the bytes of ``output: (size * n,)``."""
         return self._record_collective("all_gather", output)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedCollective:
-        """Records a reduce-scatter by the bytes of its input."""
+        """Records a reduce-scatter to ``output: (n,)`` by the bytes of ``tensor: (size * n,)``."""
         return self._record_collective("reduce_scatter", tensor)
 
     def all_to_all(self, outputs: Any, parts: Any) -> _FinishedCollective:
@@ -148,7 +148,7 @@ def measure_work(
     Args:
         module: its parameters are fake (`faked`).
         call: runs it; returns the tensor from which gradients start.
-        inputs: tensors that gradients flow to.
+        inputs: tensors of any shape that gradients flow to.
         lent: tensors that other modules keep too: tables of positions, masks; they aren't counted as saved.
     """
     work = ModuleWork()

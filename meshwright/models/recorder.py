@@ -92,7 +92,7 @@ class Recording(TorchDispatchMode):
         self._alive: list[Any] = []
 
     def ref(self, tensor: torch.Tensor) -> TensorRef:
-        """Returns the reference of a meta tensor; a storage seen for the first time gets the next ordinal."""
+        """Returns the reference of a meta tensor of any shape; a new storage gets the next ordinal."""
         storage = tensor.untyped_storage()
         ordinal = self._ordinals.get(storage._cdata)
         if ordinal is None:
@@ -103,7 +103,7 @@ class Recording(TorchDispatchMode):
         return TensorRef(ordinal, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
 
     def knows(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the tensor's storage was created under this recording."""
+        """Returns whether the storage of a tensor of any shape was created under this recording."""
         return tensor.is_meta and tensor.untyped_storage()._cdata in self._ordinals
 
     def add(self, func: Callable[..., Any], args: Any, kwargs: Any, writes: Any, fresh: Any) -> None:

@@ -94,7 +94,7 @@ def all_gather_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial:
 
 
 def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
-    """Returns this rank's 1/size of ``dim``: of the sum over the ranks where ``x`` is ``partial``, else of ``x``."""
+    """Returns this rank's chunk of ``x``, of any shape, with 1/size of ``dim``; of the ranks' sum where ``partial``."""
     return axis_group.apply(_ReduceScatterTokens, x, axis_group, dim, partial)
 
 
@@ -119,5 +119,5 @@ def reduce_scatter_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torc
 
 
 def local_chunk(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
-    """Returns this rank's 1/size of ``dim``, a view."""
+    """Returns this rank's chunk of ``x``, of any shape: a view with 1/size of ``dim``."""
     return x.chunk(axis_group.size, dim=dim)[axis_group.index]

@@ -189,11 +189,11 @@ class DropoutRng:
         return restore
 
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """Returns what dropout keeps of a tensor, bool."""
+        """Returns ``shape`` bool: True where dropout keeps an element."""
         return dropout_mask(*self._next_draw(shape), p, device).view(tuple(shape))
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Returns numbers between 0 and 1, float64; one without dims is the same for all rows."""
+        """Returns ``shape`` float64 numbers between 0 and 1; one without dims is the same for all rows."""
         if not shape:
             context = self._drawing_context()
             # Row -1: a number of no row, equal on every rank.

@@ -79,7 +79,7 @@ class BookedAllGather(AllGather):
         self._axis_group, self._of = axis_group, of
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a buffer for FSDP2 to fill."""
+        """Returns an empty buffer of shape ``size`` for FSDP2 to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -100,7 +100,7 @@ class BookedReduceScatter(ReduceScatter):
         self._axis_group, self._late, self._of = axis_group, late, of
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a buffer for FSDP2 to fill."""
+        """Returns an empty buffer of shape ``size`` for FSDP2 to fill."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(

@@ -41,7 +41,7 @@ def seed_all(seed: int) -> None:
 
 
 def generator_states() -> list[torch.Tensor]:
-    """Returns the states of the generators that `seed_all` seeds: they move when something draws from torch."""
+    """Returns the states, (bytes,) uint8 each, of the generators that `seed_all` seeds; every draw changes them."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
@@ -60,7 +60,7 @@ class RowBox:
     """Lines and places on devices that asked for them, int32."""
 
     def on_device(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns lines and places on a device."""
+        """Returns the lines, (L,), and the columns, (J,), on a device, int32."""
         if device not in self.device_copies:
             self.device_copies[device] = _on_device(self.lines, device), _on_device(self.columns, device)
         return self.device_copies[device]

@@ -62,7 +62,10 @@ def select_spans(tensor: torch.Tensor, dim: int, spans: tuple[Span, ...]) -> tor
 
 
 def slice_parameter(layer: nn.Module, split: ParameterSplit, spans: tuple[Span, ...]) -> nn.Parameter:
-    """Replaces a parameter of the layer by its runs, on meta or with values, and returns it."""
+    """Replaces a parameter by its runs ``spans`` along the split dim; the other dims keep their shape.
+
+    It is on meta or has values; the new parameter is returned.
+    """
     path, _, attribute = split.name.rpartition(".")
     owner = layer.get_submodule(path)
     full_weight = owner._parameters[attribute]

@@ -111,7 +111,10 @@ class PipelineProgram(Program):
     def forward_backward(
         self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:
-        """Runs a step's micro-batches; see `Program.forward_backward`. Ranks without the last stage give zeros."""
+        """Runs a step's micro-batches and returns the losses in the shape of `Program.forward_backward`.
+
+        Ranks without the last stage return zeros.
+        """
         self._copy_to_twins()
         self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
         run = self._schedule_run()

@@ -23,10 +23,10 @@ class RandomSource(Protocol):
     """Where the numbers come from."""
 
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
-        """Returns what dropout of probability ``p`` keeps of a tensor, bool."""
+        """Returns ``shape`` bool: True where dropout of probability ``p`` keeps an element."""
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
-        """Returns numbers between 0 and 1, float64."""
+        """Returns ``shape`` float64 numbers between 0 and 1."""
 
     def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns what dropout keeps of the weights (B, H, queries, keys) of attention, bool."""
@@ -72,7 +72,7 @@ class _DropoutFunction(torch.autograd.Function):
 
 
 def apply_dropout(x: torch.Tensor, keep: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
-    """Returns ``x / (1 - p)`` where an element is kept, else 0."""
+    """Returns ``x / (1 - p)`` where ``keep``, of the shape of ``x``, is True, else 0."""
     scale = 1.0 / (1.0 - p) if p < 1.0 else 0.0
     if inplace:
         return x.mul_(keep).mul_(scale)

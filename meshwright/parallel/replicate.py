@@ -16,7 +16,7 @@ def wrap(
     """Makes every gradient a sum over the axis, communicated while backward still runs.
 
     Args:
-        parameters: plain ones, in the order in which forward uses them; they stay as they are, hooks are added.
+        parameters: plain ones of any shape, in the order in which forward uses them; they get hooks.
         axis_group: collectives of the ranks that hold copies of them.
         layers: number of the layer that each belongs to, for messages.
 

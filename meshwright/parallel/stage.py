@@ -97,7 +97,7 @@ class Stage:
             self.module.register_forward_hook(_leave_with_output)
 
     def run(self, call: Callable[[], T], received: tuple[torch.Tensor, ...]) -> T | tuple[torch.Tensor, ...]:
-        """Runs ``call``, which calls the module, with what the stage before sent.
+        """Runs ``call``, which calls the module, with the boundary tensors, of any shape, that the stage before sent.
 
         Returns:
             What ``call`` returns in the last stage; in another the tensors for the next stage.

@@ -170,10 +170,10 @@ def _zero_unsplit_weights(module: nn.Module, unsplit_names: tuple[str, ...], mov
 
 
 def differentiable(value: torch.Tensor) -> bool:
-    """Returns whether a gradient flows back through a tensor."""
+    """Returns whether a gradient flows back through a tensor of any shape."""
     return value.requires_grad and value.is_floating_point()
 
 
 def any_tensor(_: torch.Tensor) -> bool:
-    """Accepts every tensor."""
+    """Accepts a tensor of any shape."""
     return True

@@ -25,7 +25,7 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
     """Sends each rank its rows and returns the rows that came, both in rank order; without a gradient.
 
     Args:
-        tensor: (sum(sent), ...) rows, those for rank 0 first.
+        tensor: (n_sent, ...) rows, those for rank 0 first; n_sent is the sum of ``sent``.
         axis_group: the ranks.
         sent: rows for each rank.
         received: rows from each rank.

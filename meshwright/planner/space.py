@@ -296,10 +296,10 @@ def lightest(space: Space, core_rows: np.ndarray) -> LayoutBatch:
 
 
 def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Sequence[str] = ("none",)) -> LayoutBatch:
-    """Returns each core in a few forms, one of which needs the least memory: (forms x n) layouts, form by form.
+    """Returns each core in a few forms, one of which needs the least memory.
 
-    All is recomputed and the state fully sharded, at the lowest and the highest ZeRO level. With parameters in host
-    memory replicas may hold less than shards gathered together: a third form.
+    (forms * n,) layouts, form by form, of ``core_rows: (n,)``: all is recomputed and the state fully sharded, at the
+    lowest and the highest ZeRO level. With parameters in host memory replicas may hold less than shards: a third form.
     """
     levels = [level for level in space.levels if level] or [0]
     ends = (min(levels), max(levels))

@@ -41,7 +41,7 @@ class Difference:
         Args:
             step: steps before this one.
             weights: of this rank.
-            factor: from held to true gradients.
+            factor: () scalar, from held to true gradients.
         """
         gradients = self._expected["gradients"][step]
         largest_by_name, plain_by_name = scales(gradients), dict[str, PlainDeviation]()

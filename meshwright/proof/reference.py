@@ -241,5 +241,5 @@ def find_random_modules(module: nn.Module, forward: Forward, batch: MicroBatch) 
 
 
 def random_state(device: torch.device) -> torch.Tensor:
-    """Returns the state of the generator that a device's random numbers come from."""
+    """Returns the state, (bytes,) uint8, of the generator that a device's random numbers come from."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()

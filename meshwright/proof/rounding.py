@@ -67,7 +67,7 @@ class TensorScale:
 
 
 def rms(tensor: torch.Tensor) -> float:
-    """Returns the root mean square of a tensor's entries; 0 for none."""
+    """Returns the root mean square of the entries of a tensor of any shape; 0 for none."""
     return math.sqrt(float(tensor.to(torch.float64).square().mean())) if tensor.numel() else 0.0
 
 
@@ -85,7 +85,7 @@ def tensor_scales(reference: Mapping[str, torch.Tensor]) -> dict[str, TensorScal
 
 
 def median_abs(errors: torch.Tensor) -> float:
-    """Returns the median of absolute values; 0 for none."""
+    """Returns the median of the absolute values of a tensor of any shape; 0 for none."""
     return float(errors.abs().median()) if errors.numel() else 0.0
 
 
@@ -162,7 +162,7 @@ def plain_deviations(
     """Returns each tensor's errors on the plain device, relative to its scale and moderated over all tensors.
 
     Args:
-        errors: of each tensor, as in `ErrorStatistics.found`.
+        errors: of each tensor, (n,), with its largest, as in `ErrorStatistics.found`.
         relative_to: what errors are relative to.
     """
     scale_of = {name: relative_to[name].rms for name in errors}
@@ -203,7 +203,7 @@ class Rounding:
         """Compares a loss or norm.
 
         Args:
-            measured: under the layout.
+            measured: under the layout; any shape, which the other two have too.
             expected: in float64.
             plain: the plain device's relative error.
             step: steps before this one.
@@ -216,7 +216,7 @@ class Rounding:
         """Compares a rank's part of a gradient; returns the worse of its root mean square and largest errors.
 
         Args:
-            measured: under the layout.
+            measured: under the layout; any shape, which the other two have too.
             expected: the same part in float64.
             plain: the plain device's errors of that part.
             deviation: of the whole gradient.
@@ -241,7 +241,7 @@ class Rounding:
         """Compares a rank's part of a trained weight; returns the worse of its median and root mean square errors.
 
         Args:
-            measured: under the layout.
+            measured: under the layout; any shape, which the other two have too.
             expected: the same part in float64.
             plain: the plain device's errors of that part.
             deviation: of the whole weight.

@@ -202,7 +202,7 @@ def expert_use(built: BuiltModel, gradients: Sequence[Mapping[str, torch.Tensor]
 
     Args:
         built: the model.
-        gradients: of some steps; weight to its gradient.
+        gradients: of some steps; weight to its gradient, of the weight's shape.
     """
     used = idle = 0
     for rows in find_experts(built.module):

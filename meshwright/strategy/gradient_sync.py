@@ -287,7 +287,7 @@ class GradientSync:
         return (-1, 0) if gradient is None else (gradient._version, self._changes)
 
     def any_rank(self, flag: torch.Tensor) -> None:
-        """Replaces a float flag, one element, by its maximum over all ranks, in place."""
+        """Replaces a float flag, () or (1,), by its maximum over all ranks, in place."""
         flag_float64 = flag.to(torch.float64).reshape(1)
         self._world.all_reduce_max(flag_float64).wait()
         flag.copy_(flag_float64.reshape(flag.shape))

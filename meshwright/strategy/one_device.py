@@ -62,7 +62,7 @@ class OneDevice:
         return cross_entropy(logits.flatten(0, -2), targets.flatten())
 
     def mean(self, value: torch.Tensor | float) -> float:
-        """Returns the number."""
+        """Returns a value, () where it is a tensor, as a number."""
         return float(value)
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -58,7 +58,7 @@ class OptimizerBinding:
         _observe_optimizers(self)
 
     def mark_stale(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remembers parameters that are no longer the model's: an optimizer that has one is refused at its step."""
+        """Remembers parameters, of any shape, that the model lost: an optimizer that has one is refused at its step."""
         self._stale = {id(item): weakref.ref(item) for item in parameters if id(item) not in self._by_id}
 
     def make_optimizer(
@@ -319,5 +319,5 @@ def steps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def local_shards(weights: Iterable[Weight]) -> list[nn.Parameter]:
-    """Returns this rank's shard of each weight as a plain parameter that shares its memory."""
+    """Returns this rank's shard of each weight, (n_local, ...), as a plain parameter that shares its memory."""
     return [nn.Parameter(weight.local, requires_grad=False) for weight in weights]

@@ -41,7 +41,7 @@ class GradientNorms(Protocol):
         """Returns the norm of a full weight's gradient, a float64 scalar; every rank calls it together."""
 
     def any_rank(self, flag: torch.Tensor) -> None:
-        """Replaces a float flag by its maximum over all ranks, in place."""
+        """Replaces a float flag, () or (1,), by its maximum over all ranks, in place."""
 
     def note_change(self) -> None:
         """Called after a gradient was changed in place; DTensor changes local tensors without counting versions."""

@@ -62,7 +62,7 @@ class ShardingSpec:
     """One for each dim of the mesh: ``Shard(dim)`` or ``Replicate()`` of torch.distributed.tensor."""
 
     def shard(self, tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """Returns the tensor as a DTensor: each rank of the mesh has its shard.
+        """Returns a tensor of any shape as a DTensor: each rank of the mesh has its shard.
 
         Raises:
             ConfigError: there isn't one placement for each dim of the mesh, or a dim that the tensor hasn't.

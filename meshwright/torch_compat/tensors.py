@@ -183,7 +183,7 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_view(tensor: torch.Tensor) -> bool:
-    """Whether autograd takes a tensor for a view of another."""
+    """Returns whether autograd takes a tensor of any shape for a view of another."""
     return bool(tensor._is_view())
 
 

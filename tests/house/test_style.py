@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import language, source
+from tests.house import language, shapes, source
 
 
 @pytest.mark.parametrize("rule", source.RULES, ids=lambda rule: rule.__name__)
@@ -136,6 +136,22 @@ def test_packages_have_an_init_file():
 
 def test_a_type_name_has_one_meaning():
     assert language.shared_type_names() == []
+
+
+def test_tensor_functions_state_shapes():
+    assert shapes.without_shapes() == []
+
+
+def test_a_function_without_a_shape_is_listed(monkeypatch, tmp_path):
+    path = tmp_path / "one.py"
+    path.write_text(
+        'def norm(grad: Tensor) -> float:\n    """Returns the norm."""\n\n'
+        'def scale(grad: Tensor) -> None:\n    """Scales ``grad: (n_local,)``."""\n\n'
+        'def call(f: Callable[[Tensor], None]) -> None:\n    """Calls."""\n'
+    )
+    monkeypatch.setattr(shapes, "modules", lambda: {path: ast.parse(path.read_text())})
+    monkeypatch.setattr(shapes, "place", lambda path, node: f"{path.name}:{node.lineno}")
+    assert shapes.without_shapes() == ["one.py:1 norm"]
 
 
 def test_the_language_is_measured_by_names_comments_and_imports(monkeypatch, tmp_path):

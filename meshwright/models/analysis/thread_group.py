@@ -83,13 +83,16 @@ class ThreadGroup(DifferentiableCollectives):
         return _FinishedExchange()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedExchange:
-        """Sums ``tensor``, (n · size,), over the threads and writes this thread's n elements into ``output``."""
+        """Sums ``tensor: (size * n,)`` over the threads and writes this thread's chunk into ``output: (n,)``."""
         contributions = self.exchange(tensor.detach().clone())
         output.copy_(torch.stack(contributions).sum(0).view(self.size, -1)[self.index].view_as(output))
         return _FinishedExchange()
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], parts: Sequence[torch.Tensor]) -> _FinishedExchange:
-        """Writes into ``outputs[i]`` the tensor that thread i has for this one; ``parts[j]`` goes to thread j."""
+        """Writes into ``outputs[i]`` the tensor that thread i has for this one; ``parts[j]`` goes to thread j.
+
+        Both have ``size`` tensors of any shapes; what thread i sends to j has the shape of j's ``outputs[i]``.
+        """
         for output, sent in zip(outputs, self.exchange([part.detach().clone() for part in parts])):
             output.copy_(sent[self.index])
         return _FinishedExchange()

@@ -54,7 +54,7 @@ class LayerTrace:
     """Tensors that each module inside was called with, by position or name."""
 
     def loose(self) -> dict[str, nn.Parameter]:
-        """Returns trained parameters that belong to no matrix, by name."""
+        """Returns trained parameters of any shape that belong to no matrix, by name."""
         owned = {id(parameter) for cut in self.cuts.values() for parameter in cut.module.parameters()}
         return {
             name: parameter
