@@ -15,23 +15,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.device import canonical_dtype
-from meshwright.cluster.tables import RateTable, TimeTable, grouped
+from meshwright.cluster.tables import Key, RateTable, TimeTable, grouped
 from meshwright.errors import ClusterError, nearest
+from meshwright.json_types import JsonObject
 from meshwright.records import parse_json
 
 VERSION = 1
 FORMS = ("nt", "nn", "tn")
 """Products of a linear layer: ``nt`` forward (x W'), ``nn`` input gradient (y W), ``tn`` weight gradient (y' x)."""
 
-Rows = tuple[tuple[Any, ...], ...]
+Rows = tuple[Key, ...]
 
 
-def machine_key(machine: Mapping[str, Any]) -> str:
+def machine_key(machine: JsonObject) -> str:
     """Hashes a machine's facts to its content key: 16 hex digits."""
     # Sorted keys: the same facts in any order have one key.
     text = json.dumps({str(key): machine[key] for key in sorted(machine)}, sort_keys=True)
@@ -42,7 +44,7 @@ def machine_key(machine: Mapping[str, Any]) -> str:
 class Calibration:
     """Measured tables of one machine with a number of ranks; all are optional."""
 
-    machine: Mapping[str, Any]
+    machine: JsonObject
     """Facts that identify the machine: device, cores, memory, software, ranks, nodes."""
     ranks: int
     """Number of ranks of the measurement."""
@@ -83,7 +85,7 @@ class Calibration:
         """Returns whether matrix products of this data type were measured."""
         return any(key[0] == canonical_dtype(dtype) for key in self._matmuls)
 
-    def matmul_s(self, m: Any, n: Any, k: Any, dtype: str, form: str = "nt", busy: bool = True) -> Any:
+    def matmul_s(self, m: Values, n: Values, k: Values, dtype: str, form: str = "nt", busy: bool = True) -> Values:
         """Returns seconds of the product (m, k) x (k, n); sizes are numbers, or float arrays that broadcast.
 
         Args:
@@ -107,8 +109,8 @@ class Calibration:
         return any(key[0] == canonical_dtype(dtype) for key in self._attentions)
 
     def attention_s(
-        self, rows: Any, sequence: Any, size: Any, dtype: str, backward: bool = False, busy: bool = True
-    ) -> Any:
+        self, rows: Values, sequence: Values, size: Values, dtype: str, backward: bool = False, busy: bool = True
+    ) -> Values:
         """Returns seconds of causal attention, forward or backward; sizes are numbers, or arrays that broadcast.
 
         Args:
@@ -128,18 +130,18 @@ class Calibration:
         """Returns whether an operation was measured in this data type."""
         return any(key[:2] == (name, canonical_dtype(dtype)) for key in self._operations)
 
-    def operation_s(self, name: str, elements: Any, dtype: str = "float32", busy: bool = True) -> Any:
+    def operation_s(self, name: str, elements: Values, dtype: str = "float32", busy: bool = True) -> Values:
         """Returns seconds of an operation (``add``, ``gelu``, ``gelu_backward`` ...) by number of elements."""
         table = self._find_table(self._operations, (name, canonical_dtype(dtype), busy), "operations")
         return _scalar_or_array(np.maximum(np.asarray(elements, dtype=float) / table.rate(elements), self.launch_s))
 
-    def bandwidth_bytes_per_s(self, size: Any, dtype: str = "float32", busy: bool = True) -> Any:
+    def bandwidth_bytes_per_s(self, size: Values, dtype: str = "float32", busy: bool = True) -> Values:
         """Returns bytes per second read and written when a tensor of ``size`` bytes is copied."""
         # A copy reads and writes each element: two transfers of its bytes.
         elements = np.maximum(np.asarray(size, dtype=float) / _ITEM_BYTES[canonical_dtype(dtype)], 1.0)
         return 2.0 * elements * _ITEM_BYTES[canonical_dtype(dtype)] / self.operation_s("copy", elements, dtype, busy)
 
-    def optimizer_s(self, elements: Any) -> Any:
+    def optimizer_s(self, elements: Values) -> Values:
         """Returns seconds of one optimizer update by number of weights."""
         if not self.optimizer:
             raise ClusterError("the calibration has no optimizer; run meshwright calibrate")
@@ -166,7 +168,7 @@ class Calibration:
         """Returns whether a collective was measured over groups of ``ranks`` on ``nodes``."""
         return any(key[:3] == (kind, ranks, nodes) for key in self._collectives)
 
-    def collective_s(self, kind: str, size: Any, ranks: int, nodes: int = 1, rank_stride: int = 1) -> Any:
+    def collective_s(self, kind: str, size: Values, ranks: int, nodes: int = 1, rank_stride: int = 1) -> Values:
         """Returns seconds of a collective under the load of all groups at once.
 
         Args:
@@ -212,14 +214,14 @@ class Calibration:
         """Content key of the machine; the name of its file."""
         return machine_key(self.machine)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values for `from_json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         tables = {name: [list(row) for row in values[name]] for name in _TABLES}
         return {"version": VERSION, "key": self.key} | values | {"machine": dict(self.machine)} | tables
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
+    def from_json(cls, values: JsonObject) -> Self:
         """Builds the calibration from `to_json`'s values.
 
         Raises:
@@ -282,7 +284,7 @@ class Calibration:
             raise ClusterError(f"the calibration {path} is not JSON: {error}") from None
 
     @classmethod
-    def find(cls, folder: Path, machine: Mapping[str, Any]) -> Self | None:
+    def find(cls, folder: Path, machine: JsonObject) -> Self | None:
         """Loads a folder's calibration of a machine; None without one."""
         path = folder / f"{machine_key(machine)}.json"
         return cls.load(path) if path.is_file() else None
@@ -298,9 +300,7 @@ class Calibration:
 
     # -------------------------------------------------------- tables
 
-    def _find_table(
-        self, tables: Mapping[tuple[Any, ...], RateTable], key: tuple[Any, ...], table_name: str
-    ) -> RateTable:
+    def _find_table(self, tables: Mapping[Key, RateTable], key: Key, table_name: str) -> RateTable:
         """Finds a table by its key; where only the other load was measured, that one's."""
         if key in tables:
             return tables[key]
@@ -317,7 +317,7 @@ class Calibration:
         )
 
     @cached_property
-    def _matmuls(self) -> dict[tuple[Any, ...], RateTable]:
+    def _matmuls(self) -> dict[Key, RateTable]:
         return {
             key: RateTable(
                 "matrix products", {(m, n, k): 2.0 * m * n * k / seconds for m, n, k, seconds in rows if seconds}
@@ -326,7 +326,7 @@ class Calibration:
         }
 
     @cached_property
-    def _attentions(self) -> dict[tuple[Any, ...], RateTable]:
+    def _attentions(self) -> dict[Key, RateTable]:
         """Tables by (dtype, busy, backward) over (rows, sequence, head size)."""
         rate_tables = {}
         for key, table_rows in grouped(self.attention, 2).items():
@@ -344,14 +344,14 @@ class Calibration:
         return rate_tables
 
     @cached_property
-    def _operations(self) -> dict[tuple[Any, ...], RateTable]:
+    def _operations(self) -> dict[Key, RateTable]:
         return {
             key: RateTable("operations", {(count,): count / seconds for count, seconds in rows})
             for key, rows in grouped(self.operations, 3).items()
         }
 
     @cached_property
-    def _collectives(self) -> dict[tuple[Any, ...], TimeTable]:
+    def _collectives(self) -> dict[Key, TimeTable]:
         return {
             key: TimeTable("collectives", ((size, seconds) for size, seconds in rows))
             for key, rows in grouped(self.collectives, 4).items()
@@ -366,13 +366,13 @@ _ITEM_BYTES = {"float64": 8, "float32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8
 """Bytes of an element."""
 
 
-def _scalar_or_array(values: Any) -> Any:
+def _scalar_or_array(values: Values) -> Values:
     """Converts a 0-d array to a float."""
     array = np.asarray(values)
     return float(array) if array.ndim == 0 else array
 
 
-def _render_json(values: Mapping[str, Any]) -> str:
+def _render_json(values: JsonObject) -> str:
     """Renders JSON with one table row a line."""
     lines = []
     for key, value in values.items():

@@ -7,13 +7,14 @@ Ranks fill nodes in order: group after group, node after node.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster import cluster_text, notation
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.device import Device
@@ -23,6 +24,7 @@ from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node, standard_node
 from meshwright.cluster.traffic import Fabric, collective_s, span
 from meshwright.errors import ClusterError
+from meshwright.json_types import JsonObject
 
 MIN_PART = 0.5
 """Least share of a rack that an even split of the nodes must fill; below it racks count as full, the last as ragged."""
@@ -193,7 +195,7 @@ class Cluster:
         """Returns (members in a domain, domains, groups that share its cards); see `traffic.span`."""
         return span(rank_stride, degree, self.domain, self.devices)
 
-    def collective_s(self, kind: str, size: Any, rank_stride: int, degree: int) -> Any:
+    def collective_s(self, kind: str, size: Values, rank_stride: int, degree: int) -> Values:
         """Returns seconds of a collective over S bytes along a mesh axis: measured, or else computed from the links.
 
         Args:
@@ -214,7 +216,7 @@ class Cluster:
         calibration = self.calibration
         return calibration is not None and calibration.ranks == self.devices and calibration.covers(kind, ranks, nodes)
 
-    def seconds(self, kind: str, size: Any, inside: Any, nodes: Any, sharing: Any = 1) -> Any:
+    def seconds(self, kind: str, size: Values, inside: Values, nodes: Values, sharing: Values = 1) -> Values:
         """Returns seconds of a collective over groups as `span` describes them: measured, or else by the links.
 
         Args:
@@ -327,7 +329,7 @@ class Cluster:
         return cls(groups=_merge_equal(node_counts), name=text.strip())
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], name: str = "") -> Self:
+    def from_dict(cls, values: JsonObject, name: str = "") -> Self:
         """Builds the cluster from `to_dict`'s values, or from a user's file (docs/cluster.md).
 
         Raises:
@@ -335,7 +337,7 @@ class Cluster:
         """
         return cls(groups=_merge_equal(notation.read_nodes(values)), name=str(values.get("name", name)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns plain values for TOML or JSON, which `from_dict` reads; without the calibration."""
         return notation.write_nodes(self.name, [(group.node, group.count) for group in self.groups])
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.errors import ClusterError
 
 
@@ -73,14 +73,14 @@ class Link:
         """Bytes per second that a ring over long messages reaches, for one device and direction."""
         return self.bytes_per_s * self.share
 
-    def rate_among(self, members: Any) -> Any:
+    def rate_among(self, members: Values) -> Values:
         """Returns `rate` of a group by its number of members (a number or an array): only wires between them count."""
         if not self.peers:
             return self.rate
         # Without a switch a group of n uses n - 1 of the wires, each with an equal share.
         return self.rate * np.clip(np.asarray(members) - 1, 1, self.peers) / self.peers
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Values]:
         """Returns plain values; protocols as lists of share, start and hop."""
         return dataclasses.asdict(self) | {
             "protocols": [list(dataclasses.astuple(protocol)) for protocol in self.protocols]

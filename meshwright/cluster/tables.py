@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
+from meshwright.array_types import Values
 from meshwright.errors import ClusterError
+
+Row: TypeAlias = Sequence[Any]
+"""A measurement: names, flags and numbers, whose columns its table gives."""
+Key: TypeAlias = tuple[Any, ...]
+"""The leading columns of a row."""
 
 
 class RateTable:
@@ -44,7 +51,7 @@ class RateTable:
         """The highest rate of the grid."""
         return float(np.exp(self._rates.max()))
 
-    def rate(self, *sizes: Any) -> Any:
+    def rate(self, *sizes: Values) -> Values:
         """Interpolates work per second.
 
         Args:
@@ -56,7 +63,7 @@ class RateTable:
         size_arrays = np.broadcast_arrays(*(np.asarray(size, dtype=float) for size in sizes))
         shape = size_arrays[0].shape
         # Multilinear interpolation: the 2^d corners of the cell, each with its weight.
-        corners: list[tuple[list[Any], Any]] = [([], np.ones(shape))]
+        corners: list[tuple[list[NDArray[np.intp]], NDArray[np.float64]]] = [([], np.ones(shape))]
         for values, logs in zip(size_arrays, self._logs):
             log_size = np.clip(np.log(np.maximum(values, 1.0)), logs[0], logs[-1])
             # Index of the grid size below, so that its neighbour above exists; a grid of one size has none.
@@ -90,7 +97,7 @@ class TimeTable:
         # A shorter message that took longer was disturbed: time never falls with bytes.
         self._times = np.log(np.minimum.accumulate([seconds for _, seconds in reversed(rows)])[::-1])
 
-    def seconds(self, size: Any) -> Any:
+    def seconds(self, size: Values) -> Values:
         """Interpolates seconds by bytes (a number or a float array)."""
         log_size = np.log(np.maximum(np.asarray(size, dtype=float), 1.0))
         # np.interp is constant beyond its ends; above the last size a slope of 1 keeps the rate.
@@ -98,9 +105,9 @@ class TimeTable:
         return np.exp(log_seconds)
 
 
-def grouped(rows: Iterable[Sequence[Any]], key_columns: int) -> dict[tuple[Any, ...], list[Sequence[Any]]]:
+def grouped(rows: Iterable[Row], key_columns: int) -> dict[Key, list[Row]]:
     """Groups rows by their first ``key_columns`` entries, which are removed from them."""
-    groups: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
+    groups: dict[Key, list[Row]] = {}
     for row in rows:
         groups.setdefault(tuple(row[:key_columns]), []).append(row[key_columns:])
     return groups

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import overload
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.link import Link, Protocol
 from meshwright.errors import ClusterError, nearest
 
@@ -37,7 +38,7 @@ class Fabric:
     cards: float
     """Network cards of a domain."""
 
-    def network(self, inside: Any, sharing: Any) -> Any:
+    def network(self, inside: Values, sharing: Values) -> Values:
         """Returns bytes per second that one group can send out of a domain, in one direction.
 
         A member reaches its own card, or its share of several; ``sharing`` groups use the cards at once.
@@ -65,7 +66,15 @@ class Fabric:
         ]
 
 
-def span(rank_stride: Any, degree: Any, devices: int, world: Any = None) -> tuple[Any, Any, Any]:
+@overload
+def span(rank_stride: int, degree: int, devices: int, world: int | None = None) -> tuple[int, int, int]: ...
+@overload
+def span(
+    rank_stride: Values, degree: Values, devices: int, world: Values | None = None
+) -> tuple[Values, Values, Values]: ...
+def span(
+    rank_stride: Values, degree: Values, devices: int, world: Values | None = None
+) -> tuple[Values, Values, Values]:
     """Derives from the mesh's order which links a group along an axis crosses, for numbers or arrays.
 
     Ranks are row-major, so members of a group are ``rank_stride`` ranks apart and fill domains from the first.
@@ -99,9 +108,9 @@ def span(rank_stride: Any, degree: Any, devices: int, world: Any = None) -> tupl
     return inside, nodes, sharing
 
 
-def _fastest_protocol(fabric: Fabric, nodes: Any, seconds_by: Callable[[Protocol, Protocol], Any]) -> Any:
+def _fastest_protocol(fabric: Fabric, nodes: Values, seconds_by: Callable[[Protocol, Protocol], Values]) -> Values:
     """Returns the least seconds over all protocol pairs, at least the latency of the level crossed."""
-    best_s: Any = np.inf
+    best_s: Values = np.inf
     for near, far in fabric.ways():
         best_s = np.minimum(best_s, seconds_by(near, far))
     # No message is faster than the latency of the slowest level that it crosses.
@@ -109,17 +118,17 @@ def _fastest_protocol(fabric: Fabric, nodes: Any, seconds_by: Callable[[Protocol
     return np.maximum(best_s, floor)
 
 
-def _zero_for_single(seconds: Any, ranks: Any) -> Any:
+def _zero_for_single(seconds: Values, ranks: Values) -> Values:
     """Sets groups of one rank to 0; returns a float for scalars."""
     seconds = np.where(ranks > 1, seconds, 0.0)
     return float(seconds) if seconds.ndim == 0 else seconds
 
 
-def _start_s(near: Protocol, far: Protocol, nodes: Any) -> Any:
+def _start_s(near: Protocol, far: Protocol, nodes: Values) -> Values:
     return np.where(nodes > 1, np.maximum(near.start_s, far.start_s), near.start_s)
 
 
-def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes: Any, sharing: Any) -> Any:
+def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Values, nodes: Values, sharing: Values) -> Values:
     """Returns bytes per second of a ring through all members: the rate of its slowest link."""
     # Bandwidth among the members alone, at this protocol's share of it.
     inside_rate = fabric.inside.rate_among(inside) * near.share
@@ -127,11 +136,11 @@ def _ring_rate(fabric: Fabric, near: Protocol, far: Protocol, inside: Any, nodes
     return np.where(nodes > 1, np.minimum(local_rate, fabric.network(inside, sharing) * far.share), inside_rate)
 
 
-def _ring_s(fabric: Fabric, size: Any, inside: Any, nodes: Any, sharing: Any, rounds: int) -> Any:
+def _ring_s(fabric: Fabric, size: Values, inside: Values, nodes: Values, sharing: Values, rounds: int) -> Values:
     """Returns seconds of ``rounds`` passes of a ring: 1 for all-gather or reduce-scatter, 2 for all-reduce."""
     ranks = inside * nodes
 
-    def seconds_by(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Values:
         # A ring over nodes has one network hop a node; all its other hops are inside.
         hops = (ranks - nodes) * near.hop_s + np.where(nodes > 1, nodes, 0) * far.hop_s
         rate = _ring_rate(fabric, near, far, inside, nodes, sharing)
@@ -140,7 +149,7 @@ def _ring_s(fabric: Fabric, size: Any, inside: Any, nodes: Any, sharing: Any, ro
     return _fastest_protocol(fabric, nodes, seconds_by)
 
 
-def all_reduce_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def all_reduce_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of an all-reduce of S bytes: the fastest of ring, tree and reduction in the switch.
 
     Ring: 2(n-1)/n S/B + 2(n-1) hops. Tree: 2 S/B + 2 log2(nodes) hops. In the switch: S/B + 2 hops.
@@ -148,7 +157,7 @@ def all_reduce_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
     ring_s = _ring_s(fabric, size, inside, nodes, sharing, 2)
 
-    def tree(near: Protocol, far: Protocol) -> Any:
+    def tree(near: Protocol, far: Protocol) -> Values:
         # A tree between nodes, a chain inside each of them.
         hops = (inside - 1) * near.hop_s + np.log2(np.maximum(nodes, 1)) * far.hop_s
         # A tree sends S up and S down, at a slightly lower rate than a ring.
@@ -165,18 +174,18 @@ def all_reduce_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
     return _zero_for_single(seconds, inside * nodes)
 
 
-def all_gather_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def all_gather_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of an all-gather to S bytes, of which each member holds 1/n: (n-1)/n S/B + (n-1) hops."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
     return _zero_for_single(_ring_s(fabric, size, inside, nodes, sharing, 1), inside * nodes)
 
 
-def reduce_scatter_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def reduce_scatter_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of a reduce-scatter of S bytes, after which each member holds 1/n: those of an all-gather."""
     return all_gather_s(size, inside, nodes, fabric, sharing)
 
 
-def all_to_all_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def all_to_all_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of an all-to-all, in which every member sends 1/n of its S bytes to each member.
 
     Bytes that leave the domain also cross the inside links, on their way to a card; messages start one after another.
@@ -184,7 +193,7 @@ def all_to_all_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
     ranks = inside * nodes
 
-    def seconds_by(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Values:
         local_s = np.where(
             inside > 1, size * (ranks - 1) / ranks / (fabric.inside.rate_among(inside) * near.share), 0.0
         )
@@ -196,11 +205,11 @@ def all_to_all_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: An
     return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), ranks)
 
 
-def send_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def send_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of a send of S bytes to the next rank; over the network when the group has nodes > 1."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
 
-    def seconds_by(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Values:
         local_s = size / (fabric.inside.rate_among(2) * near.share) + near.hop_s
         network_s = size / (fabric.network(1.0, sharing) * far.share) + far.hop_s
         return _start_s(near, far, nodes) + np.where(nodes > 1, network_s, local_s)
@@ -208,11 +217,11 @@ def send_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1)
     return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), inside * nodes)
 
 
-def broadcast_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+def broadcast_s(size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of a broadcast of S bytes: S/B + log2(inside) + log2(nodes) hops."""
     size, inside, nodes, sharing = (np.asarray(value, dtype=float) for value in (size, inside, nodes, sharing))
 
-    def seconds_by(near: Protocol, far: Protocol) -> Any:
+    def seconds_by(near: Protocol, far: Protocol) -> Values:
         # A binary tree inside, and one between nodes.
         hops = np.ceil(np.log2(inside)) * near.hop_s + np.ceil(np.log2(nodes)) * far.hop_s
         return _start_s(near, far, nodes) + hops + size / _ring_rate(fabric, near, far, inside, nodes, sharing)
@@ -220,7 +229,7 @@ def broadcast_s(size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any
     return _zero_for_single(_fastest_protocol(fabric, nodes, seconds_by), inside * nodes)
 
 
-COLLECTIVES: Mapping[str, Callable[..., Any]] = {
+COLLECTIVES: Mapping[str, Callable[..., Values]] = {
     "all_reduce": all_reduce_s,
     "all_gather": all_gather_s,
     "reduce_scatter": reduce_scatter_s,
@@ -232,7 +241,13 @@ COLLECTIVES: Mapping[str, Callable[..., Any]] = {
 """Every priced collective, by its name in the runtime's traffic log."""
 
 
-def collective_s(kind: str, size: Any, inside: Any, nodes: Any, fabric: Fabric, sharing: Any = 1) -> Any:
+@overload
+def collective_s(kind: str, size: float, inside: float, nodes: float, fabric: Fabric, sharing: float = 1) -> float: ...
+@overload
+def collective_s(
+    kind: str, size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1
+) -> Values: ...
+def collective_s(kind: str, size: Values, inside: Values, nodes: Values, fabric: Fabric, sharing: Values = 1) -> Values:
     """Returns seconds of the collective ``kind``; see `COLLECTIVES`.
 
     Raises:
