@@ -9,3 +9,5 @@ from numpy.typing import NDArray
 
 Values: TypeAlias = float | NDArray[np.float64]
 """A number, or an array of any shape, element by element; arrays in one call broadcast to one shape."""
+Index: TypeAlias = int | slice | NDArray[np.intp] | NDArray[np.bool_]
+"""What selects entries of an array: a place, a run, places (n,) or a mask of the array's length."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.planner.cost.framework_profile import (
     ActivationModel,
@@ -71,12 +72,12 @@ class OtherActivations(ActivationModel):
         """Returns bytes a token of fused attention's statistics, and of saved scores."""
         return 4.0 * heads * self.flash, 0.0 if self.flash else self.score_bytes * scores
 
-    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Array | float:
+    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Values:
         """Returns bytes of gathered inputs and of a fresh gradient, while a layer runs."""
         gathered_bytes = self.gathered * elements * _gathers_sequence(layouts)
         return gathered_bytes + self.fresh_gradient * largest_product / layouts.tp
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Array | float:
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Values:
         """Returns bytes of gathered inputs that are freed late when another micro-batch follows."""
         gather_bytes = np.where(layouts.pp > 1, self.kept_gather_piped, self.kept_gather)
         another_follows = layouts.microbatches[:, None] > held
@@ -146,7 +147,7 @@ class OtherRuntime(RuntimeModel):
     interference: float = 0.0
     """Share of hidden traffic's time by which it slows the compute that hides it."""
 
-    def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Array | float:
+    def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds in which the host launches a layer: ranks of tp wait for the slowest host among them."""
         tp = layouts.tp
         pipeline_launch_s = self.host_piped_s * tp**self.host_piped_power * (layouts.pp > 1)
@@ -155,7 +156,7 @@ class OtherRuntime(RuntimeModel):
             launch_s = launch_s + self.host_softmax_s * (np.mod(rows * layer.heads / tp, 4.0) > 0)
         return self.with_draws_s(launch_s, layer, is_backward)
 
-    def layer_host_s(self, host_s: Array, busy_s: Array, tp: Array) -> Array:
+    def layer_host_s(self, host_s: Values, busy_s: Values, tp: Array) -> Values:
         """Returns host seconds of a layer: some ranks of tp are late by their host, others by their device."""
         if not self.tp_meeting:
             return host_s
@@ -163,7 +164,7 @@ class OtherRuntime(RuntimeModel):
         joint_s = (np.power(host_s, power) + np.power(busy_s, power)) ** (1.0 / power)
         return np.where(tp > 1, joint_s, host_s)
 
-    def end_host_s(self, host_s: Array, busy_s: Array) -> Array:
+    def end_host_s(self, host_s: Values, busy_s: Values) -> Values:
         """Returns host seconds of embedding or head, for which a host that doesn't run ahead waits."""
         return host_s if self.host_ahead else np.maximum(host_s, busy_s)
 
@@ -178,20 +179,20 @@ class OtherRuntime(RuntimeModel):
             return None
         return plain_attention_s(scores, mean_size, device, dtype, self.score_passes, is_backward) / self.attention
 
-    def attention_imbalance(self, cp: Array) -> Array | float:
+    def attention_imbalance(self, cp: Array) -> Values:
         """Returns the attention of the rank with the end of the rows over the mean, where they are cut in order."""
         return 2.0 - 1.0 / cp if self.cp_unbalanced else 1.0
 
-    def repeated_matmul_s(self, matmul_s: Array, last_product_s: Array) -> Array:
+    def repeated_matmul_s(self, matmul_s: Values, last_product_s: Array) -> Array:
         """Returns seconds of the products that full recompute computes again."""
         return np.asarray(matmul_s - last_product_s if self.recompute_stops else matmul_s)
 
-    def recomputed_scores_s(self, attention_s: Array) -> Array | float:
+    def recomputed_scores_s(self, attention_s: Values) -> Values:
         """Returns seconds in which ``block`` recompute computes the scores again."""
         return 0.0 if self.flash else attention_s
 
     def exposed_tp_s(
-        self, blocks: Array | float, collective_s: Array, gather_s: Array, layouts: LayoutBatch, is_backward: bool
+        self, blocks: Values, collective_s: Array, gather_s: Array, layouts: LayoutBatch, is_backward: bool
     ) -> Array:
         """Returns exposed seconds of tp's traffic in a layer's pass."""
         start_s = self.tp_start_s * (layouts.tp - 1.0)
@@ -211,12 +212,12 @@ class OtherRuntime(RuntimeModel):
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return self.reduce_each
 
-    def reduce_counts(self, layers: Array, size: Array) -> tuple[Array | float, Array | float]:
+    def reduce_counts(self, layers: Array, size: Array) -> tuple[Values, Values]:
         """Returns in how many collectives gradients are (reduce-scattered, all-reduced)."""
         buckets = np.maximum(1.0, size / self.bucket_bytes) if self.bucket_bytes else 1.0
         return np.maximum(1.0, self.reduce_pieces * layers), buckets
 
-    def gather_count(self, layers: Array) -> Array | float:
+    def gather_count(self, layers: Array) -> Values:
         """Returns in how many collectives ZeRO-1 and 2 gather parameters."""
         return np.maximum(1.0, self.gather_pieces * layers)
 
@@ -228,7 +229,7 @@ class OtherRuntime(RuntimeModel):
         """Returns the share of compute under which scattered gradients and gathered parameters can go."""
         return self.dp_overlap if self.scatter_overlap is None else self.scatter_overlap
 
-    def slowed_s(self, hidden_s: Array) -> Array | float:
+    def slowed_s(self, hidden_s: Array) -> Values:
         """Returns seconds by which hidden traffic slows the compute that hides it."""
         return self.interference * hidden_s
 

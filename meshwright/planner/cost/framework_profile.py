@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
@@ -91,7 +92,7 @@ class ActivationModel:
         """
         return 4.0 * heads, 0.0  # the log-sum-exp, in float32
 
-    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Array | float:
+    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Values:
         """Returns further bytes that are allocated only while a layer runs, (N,) or a scalar.
 
         Args:
@@ -101,7 +102,7 @@ class ActivationModel:
         """
         return 0.0
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Array | float:
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Values:
         """Returns bytes of activations that are freed late when another micro-batch follows, (N, P) or a scalar.
 
         Args:
@@ -172,7 +173,7 @@ class RuntimeModel:
     update_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter it owns."""
 
-    def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Array | float:
+    def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar.
 
         Args:
@@ -183,17 +184,17 @@ class RuntimeModel:
         """
         return self.with_draws_s(self.host_layer_s, layer, is_backward)
 
-    def with_draws_s(self, launch_s: Array | float, layer: LayerShape, is_backward: bool) -> Array | float:
+    def with_draws_s(self, launch_s: Values, layer: LayerShape, is_backward: bool) -> Values:
         """Returns launch seconds of a pass from those of a forward without dropout."""
         if self.draw_s and not is_backward:
             launch_s = launch_s + self.draw_s * (layer.drops + layer.drops_scores)
         return launch_s * (self.host_backward if is_backward else 1.0)
 
-    def layer_host_s(self, host_s: Array, busy_s: Array, tp: Array) -> Array:
+    def layer_host_s(self, host_s: Values, busy_s: Values, tp: Array) -> Values:
         """Returns host seconds of a layer's pass, waits for the device included, (N,): the host runs ahead."""
         return host_s
 
-    def end_host_s(self, host_s: Array, busy_s: Array) -> Array:
+    def end_host_s(self, host_s: Values, busy_s: Values) -> Values:
         """Returns host seconds of embedding or head, waits for the device included, (N,): the host runs ahead."""
         return host_s
 
@@ -211,11 +212,11 @@ class RuntimeModel:
         """
         return None
 
-    def attention_imbalance(self, cp: Array) -> Array | float:
+    def attention_imbalance(self, cp: Array) -> Values:
         """Returns the slowest rank's attention over the mean of the ranks of cp, (N,) or a scalar."""
         return 1.0
 
-    def repeated_matmul_s(self, matmul_s: Array, last_product_s: Array) -> Array:
+    def repeated_matmul_s(self, matmul_s: Values, last_product_s: Array) -> Array:
         """Returns seconds of the products that full recompute computes again, (N,).
 
         Recompute ends with the last tensor that backward needs: its last product isn't redone. Source:
@@ -223,12 +224,12 @@ class RuntimeModel:
         """
         return np.asarray(matmul_s - last_product_s)
 
-    def recomputed_scores_s(self, attention_s: Array) -> Array | float:
+    def recomputed_scores_s(self, attention_s: Values) -> Values:
         """Returns seconds in which ``block`` recompute computes the scores again: fused attention always does."""
         return 0.0
 
     def exposed_tp_s(
-        self, blocks: Array | float, collective_s: Array, gather_s: Array, layouts: LayoutBatch, is_backward: bool
+        self, blocks: Values, collective_s: Array, gather_s: Array, layouts: LayoutBatch, is_backward: bool
     ) -> Array:
         """Returns exposed seconds of tp's traffic in a layer's pass, (N,).
 
@@ -253,7 +254,7 @@ class RuntimeModel:
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return True
 
-    def reduce_counts(self, layers: Array, size: Array) -> tuple[Array | float, Array | float]:
+    def reduce_counts(self, layers: Array, size: Array) -> tuple[Values, Values]:
         """Returns in how many collectives gradients are (reduce-scattered, all-reduced), (N, P) or scalars.
 
         Args:
@@ -262,7 +263,7 @@ class RuntimeModel:
         """
         return 1.0, 1.0
 
-    def gather_count(self, layers: Array) -> Array | float:
+    def gather_count(self, layers: Array) -> Values:
         """Returns in how many collectives ZeRO-1 and 2 gather parameters, (N or 1, P) or a scalar."""
         return 1.0
 
@@ -274,7 +275,7 @@ class RuntimeModel:
         """Returns the share of compute under which these collectives can go."""
         return self.dp_overlap
 
-    def slowed_s(self, hidden_s: Array) -> Array | float:
+    def slowed_s(self, hidden_s: Array) -> Values:
         """Returns seconds by which hidden traffic slows the compute that hides it, (N, P) or a scalar."""
         return 0.0
 

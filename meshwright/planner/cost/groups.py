@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.device import Device
@@ -49,7 +49,7 @@ class GroupSpan:
         return self.inside * self.nodes
 
 
-def span(rank_stride: Any, degree: Any, devices: int, world: Any) -> GroupSpan:
+def span(rank_stride: Values, degree: Values, devices: int, world: Values) -> GroupSpan:
     """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
     inside, nodes, sharing = traffic.span(rank_stride, degree, devices, world)
     shape = np.broadcast_shapes(np.shape(inside), np.shape(world))
@@ -85,7 +85,7 @@ class CollectiveTimes:
         self.expert_readers = span(expert_stride, expert_ranks * layouts.replicate, devices, world)
         self.pp = span(tp_cp * layouts.data, layouts.pp, devices, world)
 
-    def take(self, index: Any, layouts: LayoutBatch) -> CollectiveTimes:
+    def take(self, index: Index, layouts: LayoutBatch) -> CollectiveTimes:
         """Returns the groups of the layouts at an index, slice or mask, which are ``layouts``."""
         selected = copy.copy(self)
         for name, value in vars(self).items():
@@ -94,7 +94,7 @@ class CollectiveTimes:
         selected._layouts = layouts
         return selected
 
-    def seconds(self, kind: Callable[..., Any], size: Any, group: GroupSpan) -> Array:
+    def seconds(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
 
         Args:
@@ -114,7 +114,7 @@ class CollectiveTimes:
         scale, inside, nodes, sharing = arrays
         return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
 
-    def send(self, size: Any) -> Array:
+    def send(self, size: Values) -> Array:
         """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
         layouts, devices = self._layouts, self._machine.fabric.devices
         inside_node = layouts.world / layouts.pp * 2 <= devices

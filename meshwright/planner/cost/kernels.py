@@ -1,15 +1,15 @@
 """Seconds of kernels: matrix products by size, attention, and memory-bound kernels by bytes.
 
-Arguments named ``Any`` are scalars or arrays that broadcast, (N,) or (N, P) float64; the result has their shape.
+Arguments named ``Values`` are scalars or arrays that broadcast, (N,) or (N, P) float64; the result has their shape.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.planner.cost.element_bytes import ELEMENT_BYTES
 from meshwright.planner.cost.layout_batch import Array
@@ -60,7 +60,7 @@ def rates(device: Device) -> Rates:
     return RATES["ampere"] if "bf16" in device.peak_flops else RATES["volta"]
 
 
-def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 1.0) -> Array:
+def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share: float = 1.0) -> Array:
     """Returns seconds of a matrix product (m, k) x (k, n), without its launch.
 
     The device's best measured rate, slowed by the idle units of the last wave of tiles and by a ramp for small
@@ -86,9 +86,9 @@ def matmul_s(m: Any, n: Any, k: Any, device: Device, dtype: str, share: float = 
     return np.maximum(seconds, move_s(moved_bytes, device))
 
 
-def _tile_overhead(m: Any, n: Any, units: int) -> Array:
+def _tile_overhead(m: Values, n: Values, units: int) -> Array:
     """Returns the time of the fastest tiling over an infinite product's: idle units of the last wave, cut tiles."""
-    lowest: Any = np.inf
+    lowest: Values = np.inf
     for rows, columns, tile_time in TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns)
         computed = np.ceil(tiles / units) * units * rows * columns
@@ -96,13 +96,13 @@ def _tile_overhead(m: Any, n: Any, units: int) -> Array:
     return np.asarray(lowest)
 
 
-def move_s(size: Any, device: Device) -> Array:
+def move_s(size: Values, device: Device) -> Array:
     """Returns seconds of an element-wise kernel that moves ``size`` bytes."""
     return np.asarray(size / (device.bandwidth_bytes_per_s * device.memory_share))
 
 
 def attention_s(
-    scores: Any, head_size: float, value_size: float, device: Device, dtype: str, is_backward: bool
+    scores: Values, head_size: float, value_size: float, device: Device, dtype: str, is_backward: bool
 ) -> Array:
     """Returns seconds of fused attention.
 
@@ -123,7 +123,7 @@ def attention_s(
 
 
 def plain_attention_s(
-    scores: Any, head_size: float, device: Device, dtype: str, passes: float, is_backward: bool
+    scores: Values, head_size: float, device: Device, dtype: str, passes: float, is_backward: bool
 ) -> Array:
     """Returns seconds of unfused attention: two batched products, and ``passes`` bytes moved per score between them."""
     rate = rates(device)

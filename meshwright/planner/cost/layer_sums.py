@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Index
 from meshwright.planner.cost.embedding_and_head import embedding, head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
@@ -51,7 +52,7 @@ class LayerCosts:
         layers = tuple(price_layer(job.shape.blocks[block]) for block in kinds(job.shape)[1])
         return cls(model=model, layers=layers, embedding=embedding(model, timed), head=head(model, timed))
 
-    def take(self, index: Any) -> LayerCosts:
+    def take(self, index: Index) -> LayerCosts:
         """Returns the costs of the layouts at an index, slice or mask."""
         count = self.model.layouts.count
         return LayerCosts(
@@ -62,7 +63,7 @@ class LayerCosts:
         )
 
 
-def _take_layouts(cost: Any, index: Any, count: int) -> Any:
+def _take_layouts(cost: Any, index: Index, count: int) -> Any:
     """Returns a cost's figures of some layouts; a scalar that all layouts share stays as it is."""
     fields: dict[str, Any] = {}
     for name in cost.__dataclass_fields__:
@@ -76,7 +77,7 @@ def _take_layouts(cost: Any, index: Any, count: int) -> Any:
     return type(cost)(**fields)
 
 
-def _take_values(value: Any, index: Any, count: int) -> Any:
+def _take_values(value: Any, index: Index, count: int) -> Any:
     """Returns the values of some of ``count`` layouts; a scalar stays as it is."""
     return value[index] if np.shape(value) == (count,) else value
 

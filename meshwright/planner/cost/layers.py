@@ -8,10 +8,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
@@ -29,23 +29,23 @@ FULL, BLOCK, SELECTIVE = 2, 3, 1
 class PassTime:
     """Seconds of a forward or a backward of one layer or end of the model, by part; each (N,) float64 or a scalar."""
 
-    matmul: Any = 0.0
-    attention: Any = 0.0
-    elementwise: Any = 0.0
-    recompute: Any = 0.0
-    tp: Any = 0.0
-    cp: Any = 0.0
-    ep: Any = 0.0
-    host: Any = 0.0
+    matmul: Values = 0.0
+    attention: Values = 0.0
+    elementwise: Values = 0.0
+    recompute: Values = 0.0
+    tp: Values = 0.0
+    cp: Values = 0.0
+    ep: Values = 0.0
+    host: Values = 0.0
     """Seconds in which the host launches it; not added, but a lower bound on the pass."""
 
     @property
-    def compute(self) -> Any:
+    def compute(self) -> Values:
         """Seconds of compute, (N,)."""
         return self.matmul + self.attention + self.elementwise + self.recompute
 
     @property
-    def busy(self) -> Any:
+    def busy(self) -> Values:
         """Device seconds, (N,): compute and exposed traffic."""
         return self.compute + self.tp + self.cp + self.ep
 
@@ -56,13 +56,13 @@ class LayerCost:
 
     forward: PassTime = field(default_factory=PassTime)
     backward: PassTime = field(default_factory=PassTime)
-    saved: Any = 0.0
+    saved: Values = 0.0
     """Bytes saved from forward to backward."""
-    working: Any = 0.0
+    working: Values = 0.0
     """Bytes allocated only while the layer runs or recomputes."""
-    parameters: Any = 0.0
+    parameters: Values = 0.0
     """Dense parameters of a rank before the data axes shard them."""
-    experts: Any = 0.0
+    experts: Values = 0.0
     """Parameters of a rank's routed experts before the data axes shard them."""
 
 
@@ -100,9 +100,9 @@ class PricedModel:
     def product_s(self, product: Product, layer: LayerShape | None = None, products: int = 1) -> Array:
         """Returns seconds of a matrix product, (N,): ``products`` is 1 for forward, 2 for both of backward."""
         layouts, tp = self.layouts, self.layouts.tp
-        m: Any = self.tokens
-        n: Any = float(product.outer)
-        k: Any = float(product.inner)
+        m: Values = self.tokens
+        n: Values = float(product.outer)
+        k: Values = float(product.inner)
         if product.experts and layer is not None:
             is_dispatched = layouts.ep > 1
             routed = self.tokens * layer.active_experts
@@ -117,7 +117,7 @@ class PricedModel:
         m = m / self.token_shards if not product.split else m
         return self._products_s(m, n, k, products)
 
-    def _products_s(self, m: Any, n: Any, k: Any, products: int) -> Array:
+    def _products_s(self, m: Values, n: Values, k: Values, products: int) -> Array:
         """Returns seconds of (m, k) x (k, n), or of backward's two products: input and weight gradients."""
         device, dtype, share = self.machine.device, self.job.dtype, self.engine.runtime.matmul
         if products == 1:
@@ -151,7 +151,7 @@ class PricedModel:
         self._price_saved_bytes(layer, cost)
         return cost
 
-    def take(self, index: Any) -> PricedModel:
+    def take(self, index: Index) -> PricedModel:
         """Returns a copy for the layouts at an index, slice or mask."""
         selected = copy.copy(self)
         for name in [name for name, attribute in vars(type(self)).items() if isinstance(attribute, cached_property)]:
@@ -164,7 +164,7 @@ class PricedModel:
         """Returns compute and launch seconds of a layer's forward or backward, without traffic and recompute."""
         runtime, device = self.engine.runtime, self.machine.device
         products = 2 if is_backward and not self.job.adapters else 1
-        matmul: Any = sum(self.product_s(product, layer, products) for product in layer.products)
+        matmul: Values = sum(self.product_s(product, layer, products) for product in layer.products)
         width = layer.width * runtime.pass_width / self.token_shards
         ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) * runtime.pass_ffn * (2 if layer.gated else 1)
         routed = layer.active_experts * layer.width * runtime.route_bytes
@@ -183,9 +183,9 @@ class PricedModel:
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
 
-    def _cast_elements(self, layer: LayerShape, is_backward: bool) -> Any:
+    def _cast_elements(self, layer: LayerShape, is_backward: bool) -> Values:
         """Returns elements cast for low-precision products: inputs in forward, output gradients in backward."""
-        elements: Any = 0.0
+        elements: Values = 0.0
         for product in layer.products:
             copies = layer.active_experts if product.experts else 1
             inner = product.inner / np.where(product.split == "rows", self.layouts.tp, 1.0)
@@ -193,7 +193,7 @@ class PricedModel:
             elements = elements + copies * self.tokens * (outer if is_backward else inner)
         return elements
 
-    def _attention(self, layer: LayerShape, is_backward: bool) -> Any:
+    def _attention(self, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds of a layer's attention without its products of weights, (N,) or 0."""
         if not layer.heads:
             return 0.0
@@ -217,7 +217,7 @@ class PricedModel:
             return False
         return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
 
-    def _unfused_attention_s(self, layer: LayerShape, scores: Any, is_backward: bool) -> Any:
+    def _unfused_attention_s(self, layer: LayerShape, scores: Values, is_backward: bool) -> Values:
         """Returns seconds of attention without a fused kernel; backward recomputes more than `MOST_SCORES` weights."""
         device, dtype, drops = self.machine.device, self.job.precision, layer.drops_scores
         size = (layer.head_size + layer.value_size) / 2
@@ -231,7 +231,7 @@ class PricedModel:
         backward_s = backward_s + move_s(scores * (score_bytes(self.element, True) + mask_bytes), device)
         return backward_s + repeated_forward_s * (drops & (scores > MOST_SCORES))
 
-    def _score_bytes(self, layer: LayerShape) -> tuple[Any, Any]:
+    def _score_bytes(self, layer: LayerShape) -> tuple[Values, Values]:
         """Returns the bytes a token of unfused attention: (saved for backward, allocated only while it runs)."""
         scores_per_token = layer.heads * float(self.job.sequence)
         if not self._is_unfused(layer):
@@ -290,9 +290,9 @@ class PricedModel:
         """
         layouts, saved, w = self.layouts, self.engine.saved, self.element
         # Two norms, of each the input and the output, which is the next product's input.
-        outside_tp = layer.width * (4 * w + (2.0 if layer.dropout else 0.0)) + w * layer.latent
+        outside_tp: Values = layer.width * (4 * w + (2.0 if layer.dropout else 0.0)) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
-        inside_tp = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
+        inside_tp: Values = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
@@ -314,7 +314,7 @@ class PricedModel:
         buffers = saved.buffer_bytes(layouts, self.tokens * layer.width, max(dense, default=0))
         cost.working = cost.working + buffers
 
-    def _with_routed_tokens(self, layer: LayerShape, outside_tp: Any, inside_tp: Any) -> tuple[Any, Any]:
+    def _with_routed_tokens(self, layer: LayerShape, outside_tp: Values, inside_tp: Values) -> tuple[Values, Values]:
         """Adds the bytes a token that routed experts save: float32 router scores, copies, and expert activations."""
         if not layer.experts:
             return outside_tp, inside_tp

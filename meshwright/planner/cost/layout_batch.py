@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.array_types import Index
 from meshwright.errors import PlanError
 from meshwright.planner.cost.axis_columns import column_degrees, priced_columns
 from meshwright.schedules.file import find_choice
@@ -191,7 +192,7 @@ class LayoutBatch:
         """Ranks of each layout."""
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
-    def take(self, index: Any) -> LayoutBatch:
+    def take(self, index: Index) -> LayoutBatch:
         """Returns the layouts at an index or mask."""
         names = array_fields()
         indices = np.arange(self.count)[index]

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.host import HostShare
 from meshwright.planner.cost.framework_profile import StateBytesPerParameter
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
@@ -73,7 +74,7 @@ def without(
     memory["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
-def least_seconds(parameters: float, sharing: Any, host: HostShare, size: float) -> Any:
+def least_seconds(parameters: float, sharing: Values, host: HostShare, size: float) -> Values:
     """Returns a lower bound on the seconds that offload adds to a step: the update of a rank's mean share.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Index
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
@@ -153,12 +154,12 @@ class _PriceColumns:
         names = ("allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest", "host", "whole")
         self.memory = {name: np.zeros(count) for name in (*MEMORY, *names)}
 
-    def put(self, columns: dict[str, Array], index: Any, values: dict[str, Array]) -> None:
+    def put(self, columns: dict[str, Array], index: Index, values: dict[str, Array]) -> None:
         """Writes some layouts' figures by name."""
         for name, figure in values.items():
             columns[name][index] = figure
 
-    def put_memory(self, index: Any, memory: dict[str, Array]) -> None:
+    def put_memory(self, index: Index, memory: dict[str, Array]) -> None:
         """Writes the bytes of the fullest rank and of the first; ``memory`` is (n, P) by part."""
         fullest = np.argmax(memory["peak"], axis=1)
         self.put(
