@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from meshwright.calibrate.clock import CHUNKS, DeviceTimer, agreed
 from meshwright.calibrate.compute import CPU, GPU, QUICK, GridSizes
 from meshwright.calibrate.pace import Pace
 from meshwright.cluster.calibration import Calibration
+from meshwright.json_types import JsonObject
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel.byte_collectives import broadcast_bytes
@@ -39,7 +40,7 @@ def chosen_sizes(kind: str, quick: bool) -> GridSizes:
 
 
 def measure_rank(
-    context: RankContext, machine: Mapping[str, Any], sizes: GridSizes, report: Report, timeout_s: float
+    context: RankContext, machine: JsonObject, sizes: GridSizes, report: Report, timeout_s: float
 ) -> Calibration:
     """Measures on this rank, together with all others; every rank returns the same calibration.
 
@@ -65,9 +66,10 @@ def measure_rank(
         tables: dict[str, Any] = {}
         for pass_number in range(sizes.passes):
             pass_sizes = sizes if pass_number == 0 else dataclasses.replace(sizes, dtypes=sizes.dtypes[:1])
-            pass_tables = _measure_compute(
-                pass_sizes, clock, ranks_per_core, announcer.announce_part
-            ) | _measure_traffic(pass_sizes, clock, context, announcer.announce_part)
+            pass_tables = {
+                **_measure_compute(pass_sizes, clock, ranks_per_core, announcer.announce_part),
+                **_measure_traffic(pass_sizes, clock, context, announcer.announce_part),
+            }
             tables = fastest(tables, pass_tables) if tables else pass_tables
         tables |= announcer.pace_fields()
         duration_s = agreed([time.perf_counter() - start_s], largest=True)[0]
@@ -82,7 +84,7 @@ def _silent(text: str) -> None:
     """Ignores progress, on ranks other than 0."""
 
 
-def fastest(tables: dict[str, Any], second_tables: dict[str, Any]) -> dict[str, Any]:
+def fastest(tables: JsonObject, second_tables: JsonObject) -> dict[str, Any]:
     """Merges two measurements by the smaller time of each row: a disturbance seldom hits the same row twice."""
     merged = dict(tables)
     for name, count in (("matmul", 1), ("attention", 2), ("operations", 1), ("optimizer", 1), ("collectives", 1)):
@@ -125,9 +127,7 @@ class _PacedAnnouncer:
         return {"pace_s": fastest_s, "pace_spread": round(statistics.median(self._seconds) / fastest_s - 1.0, 4)}
 
 
-def _measure_compute(
-    sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: float, announce: Report
-) -> dict[str, Any]:
+def _measure_compute(sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: float, announce: Report) -> JsonObject:
     """Measures every computation with all ranks under load, and the first data type also with one rank alone.
 
     Args:
@@ -186,7 +186,7 @@ def _mean_over_ranks(
     return rows
 
 
-def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, announce: Report) -> dict[str, Any]:
+def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, announce: Report) -> JsonObject:
     """Measures all collectives, and an all-reduce under and between matrix products."""
     if context.world == 1:
         return {}

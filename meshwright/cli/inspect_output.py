@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from meshwright.json_types import JsonObject
 from meshwright.units import format_bytes, format_count
 
 
-def stack_lines(result: Mapping[str, Any]) -> Iterator[str]:
+def stack_lines(result: JsonObject) -> Iterator[str]:
     """Yields the lines that show what a call of a module goes through under each layout, outermost first."""
     for stack in result["stacks"]:
         yield f"rank {stack['rank']} of {stack['layout']}, outermost first"
@@ -21,7 +22,7 @@ def stack_lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield ""
 
 
-def inspection_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
+def inspection_lines(inspected: JsonObject) -> Iterator[str]:
     """Yields the printed lines of an `InspectResult` in its JSON form."""
     shape = inspected["shape"]
     yield f"{inspected['model']}: {format_count(shape['parameters'])} parameters, {shape['layers']} layers"
@@ -33,7 +34,7 @@ def inspection_lines(inspected: Mapping[str, Any]) -> Iterator[str]:
         yield from _layout_lines(layout)
 
 
-def _structure_lines(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> Iterator[str]:
+def _structure_lines(structure: JsonObject, shape: JsonObject) -> Iterator[str]:
     yield ""
     yield "structure"
     sizes = f"{structure['vocab']} x {structure['width']}"
@@ -53,7 +54,7 @@ def _structure_lines(structure: Mapping[str, Any], shape: Mapping[str, Any]) -> 
         yield _row("context", f"{structure['context']} tokens")
 
 
-def _expert_lines(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]) -> Iterator[str]:
+def _expert_lines(experts: Sequence[JsonObject], shape: JsonObject) -> Iterator[str]:
     if experts:
         names = runs([rows["module"] for rows in experts])
         counts = ", ".join(str(count) for count in sorted({rows["experts"] for rows in experts}))
@@ -61,7 +62,7 @@ def _expert_lines(experts: Sequence[Mapping[str, Any]], shape: Mapping[str, Any]
         yield _row("experts", f"{counts} in each of {len(experts)} modules{active}: {names}; ep can spread them")
 
 
-def _sharding_lines(sharding: Mapping[str, Any]) -> Iterator[str]:
+def _sharding_lines(sharding: JsonObject) -> Iterator[str]:
     yield ""
     yield "tensor parallel (tp): columns -> row, units that can't be divided further"
     if "refused" in sharding:
@@ -82,7 +83,7 @@ def _sharding_lines(sharding: Mapping[str, Any]) -> Iterator[str]:
         yield f"    sequence=true {'works' if kind['sequence'] else 'is refused: ' + kind['sequence_refused']}"
 
 
-def _pipeline_lines(pipeline: Mapping[str, Any]) -> Iterator[str]:
+def _pipeline_lines(pipeline: JsonObject) -> Iterator[str]:
     yield ""
     yield "pipeline (pp)"
     if "refused" in pipeline:
@@ -96,7 +97,7 @@ def _pipeline_lines(pipeline: Mapping[str, Any]) -> Iterator[str]:
         yield _row("no cut", f"in front of layer {', '.join(layer_indices)}: {reason}")
 
 
-def _layout_lines(layout: Mapping[str, Any]) -> Iterator[str]:
+def _layout_lines(layout: JsonObject) -> Iterator[str]:
     yield ""
     yield f"{layout['layout']}: bytes of state of a rank, of {layout['ranks']}"
     rows = Counter(tuple(position["memory"].items()) for position in layout["positions"])

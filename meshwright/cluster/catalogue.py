@@ -13,6 +13,7 @@ from typing import Any
 from meshwright.cluster.device import Device
 from meshwright.cluster.link import Link, Protocol
 from meshwright.errors import ClusterError, nearest
+from meshwright.json_types import JsonObject
 
 FILE = Path(__file__).with_name("catalogue.toml")
 _MAKERS = ("nvidia", "amd", "intel", "instinct", "tesla", "geforce", "rtx", "quadro", "dgx", "hgx", "gpu")
@@ -41,7 +42,7 @@ class CatalogueEntry:
 
 
 @cache
-def _read_catalogue() -> dict[str, Any]:
+def _read_catalogue() -> JsonObject:
     return tomllib.loads(FILE.read_text(encoding="utf-8"))
 
 
@@ -68,7 +69,7 @@ def links() -> dict[str, Link]:
     return {name: read_link({"name": name} | values) for name, values in _read_catalogue()["links"].items()}
 
 
-def read_link(values: Mapping[str, Any]) -> Link:
+def read_link(values: JsonObject) -> Link:
     """Builds a link from plain values; ``protocols`` are lists of share, start and hop."""
     protocols = tuple(Protocol(*(float(item) for item in fields)) for fields in values.get("protocols", ()))
     return Link(**{**values, "protocols": protocols})

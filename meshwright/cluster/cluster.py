@@ -337,7 +337,7 @@ class Cluster:
         """
         return cls(groups=_merge_equal(notation.read_nodes(values)), name=str(values.get("name", name)))
 
-    def to_dict(self) -> dict[str, object]:
+    def to_dict(self) -> JsonObject:
         """Returns plain values for TOML or JSON, which `from_dict` reads; without the calibration."""
         return notation.write_nodes(self.name, [(group.node, group.count) for group in self.groups])
 

@@ -15,6 +15,7 @@ from meshwright.cluster.device import Device
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node, named_node, standard_node
 from meshwright.errors import ClusterError, nearest
+from meshwright.json_types import JsonObject
 from meshwright.records import parse_json
 
 NODE_KEYS = (
@@ -33,7 +34,7 @@ NODE_KEYS = (
 """Keys of one ``[[group]]``."""
 
 
-def read_file(path: Path) -> dict[str, Any]:
+def read_file(path: Path) -> JsonObject:
     """Reads a cluster's TOML or JSON file.
 
     Raises:
@@ -51,7 +52,7 @@ def read_file(path: Path) -> dict[str, Any]:
     return values
 
 
-def read_nodes(values: Mapping[str, Any]) -> list[tuple[Node, int]]:
+def read_nodes(values: JsonObject) -> list[tuple[Node, int]]:
     """Reads the ``[[group]]`` tables of a cluster with the ``[devices.NAME]`` and ``[links.NAME]`` beside them.
 
     Raises:
@@ -70,7 +71,7 @@ def read_nodes(values: Mapping[str, Any]) -> list[tuple[Node, int]]:
 
 
 def _read_group(
-    values: Mapping[str, Any], index: int, devices: Mapping[str, Device], links: Mapping[str, Link]
+    values: JsonObject, index: int, devices: Mapping[str, Device], links: Mapping[str, Link]
 ) -> tuple[Node, int]:
     """Reads one ``[[group]]``: a node, whose fields override those of the device's standard node, and a count."""
     key_prefix = f"group[{index}]."
@@ -117,13 +118,13 @@ def _read_group(
     return node, _read_int(values, "nodes", 1, key_prefix)
 
 
-def _inside_link_of_unknown_device(values: Mapping[str, Any]) -> Link:
+def _inside_link_of_unknown_device(values: JsonObject) -> Link:
     """Returns the inside link of a node whose device isn't in the catalogue: the named one, or PCIe 4."""
     link_name = str(values.get("inside", "pcie4"))
     return catalogue.links().get(link_name) or catalogue.link("pcie4")
 
 
-def _read_device(name: str, values: Mapping[str, Any]) -> Device:
+def _read_device(name: str, values: JsonObject) -> Device:
     """Reads one ``[devices.NAME]``, with the fields of ``like`` or of the catalogue's device of that name."""
     keys = [field.name for field in dataclasses.fields(Device) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"devices.{name}.")
@@ -139,7 +140,7 @@ def _read_device(name: str, values: Mapping[str, Any]) -> Device:
         ) from None
 
 
-def _read_link(name: str, values: Mapping[str, Any]) -> Link:
+def _read_link(name: str, values: JsonObject) -> Link:
     """Reads one ``[links.NAME]``, with the fields of ``like`` or of the catalogue's link of that name."""
     keys = [field.name for field in dataclasses.fields(Link) if field.name != "name"]
     _check_keys(values, (*keys, "like"), f"links.{name}.")
@@ -160,28 +161,28 @@ def _readable(error: TypeError) -> str:
     return re.sub(r"^.*__init__\(\) ", "", str(error)).replace("keyword-only arguments", "values")
 
 
-def _read_tables(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _read_tables(values: JsonObject, key: str) -> JsonObject:
     tables = values.get(key, {})
     if not isinstance(tables, Mapping) or not all(isinstance(item, Mapping) for item in tables.values()):
         raise ClusterError(f"{key} must hold a table for each name, as [{key}.NAME]")
     return tables
 
 
-def _read_int(values: Mapping[str, Any], key: str, default: int, key_prefix: str) -> int:
+def _read_int(values: JsonObject, key: str, default: int, key_prefix: str) -> int:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int):
         raise ClusterError(f"{key_prefix}{key} = {value!r} must be a whole number")
     return value
 
 
-def _read_rate(values: Mapping[str, Any], key: str, default: float, key_prefix: str) -> float:
+def _read_rate(values: JsonObject, key: str, default: float, key_prefix: str) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ClusterError(f"{key_prefix}{key} = {value!r} must be a number of bytes per second")
     return float(value)
 
 
-def _check_keys(values: Mapping[str, Any], known_keys: Sequence[str], key_prefix: str) -> None:
+def _check_keys(values: JsonObject, known_keys: Sequence[str], key_prefix: str) -> None:
     if not isinstance(values, Mapping):
         raise ClusterError(f"{key_prefix.rstrip('.')} must be a table")
     for key in values:
@@ -189,7 +190,7 @@ def _check_keys(values: Mapping[str, Any], known_keys: Sequence[str], key_prefix
             raise ClusterError(f"unknown key '{key_prefix}{key}'{nearest(key, known_keys)}")
 
 
-def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> dict[str, Any]:
+def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> JsonObject:
     """Returns plain values for `read_nodes`, with every device and link written out."""
     devices: dict[str, Any] = {}
     links: dict[str, Any] = {}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.json_types import JsonObject
 from meshwright.models.analysis.evidence import TensorUse
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.explain import WeightExplanation, explain_vocabulary, explain_weights
@@ -38,14 +38,14 @@ class LayerExplanation:
     """In the order of the module."""
     sequence: str
     """Whether tokens can be split between its groups, and the trial that says so; "" outside of the layers."""
-    pipeline: tuple[Mapping[str, Any], ...]
+    pipeline: tuple[JsonObject, ...]
     """The cuts in front of it and behind it: ``where``, ``possible``, ``reason``, ``tensors`` and ``evidence``."""
-    stages: tuple[Mapping[str, Any], ...]
+    stages: tuple[JsonObject, ...]
     """For each layout with stages ``layout``, ``stage`` and ``recomputes``."""
     recompute: tuple[str, ...]
     """What is computed again in backward, and what that needs."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields."""
         return dataclasses.asdict(self)
 
@@ -130,7 +130,7 @@ def _sequence_text(sharding: ShardingAnalysis, layer: str) -> str:
     )
 
 
-def _describe_cuts(layer_graph: LayerGraphAnalysis | MeshwrightError, layer: str) -> Iterator[dict[str, Any]]:
+def _describe_cuts(layer_graph: LayerGraphAnalysis | MeshwrightError, layer: str) -> Iterator[JsonObject]:
     """Yields the boundaries in front of a layer and behind it."""
     if isinstance(layer_graph, MeshwrightError):
         yield {"where": "anywhere", "possible": False, "reason": str(layer_graph), "tensors": [], "evidence": []}
@@ -187,7 +187,7 @@ def _trial_text(layer_graph: LayerGraphAnalysis) -> str:
 
 def _describe_layouts(
     built: BuiltModel, layer_graph: LayerGraphAnalysis | MeshwrightError, layer: str, layouts: Sequence[Layout]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[JsonObject]:
     """Yields for each layout the layer's stage, and whether it recomputes there."""
     index = built.structure.layers.index(layer)
     sizes = {name: item.numel() for name, item in built.module.named_parameters(remove_duplicate=False)}

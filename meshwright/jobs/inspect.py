@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ from meshwright.jobs.explain_layer import LayerExplanation, explain_layer
 from meshwright.jobs.model_reading import model_parts
 from meshwright.jobs.module_stack import module_stacks
 from meshwright.jobs.requests import InspectConfig, Layouts, with_fields
+from meshwright.json_types import JsonObject
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.layer_graph import LayerGraphAnalysis, analyse_layer_graph
 from meshwright.models.analysis.objective_trial import try_forward
@@ -37,24 +38,24 @@ class InspectResult:
 
     model: str
     """Its name."""
-    shape: Mapping[str, Any]
+    shape: JsonObject
     """Its sizes, as `spec.model_shape` has them."""
-    structure: Mapping[str, Any]
+    structure: JsonObject
     """Names of its parts, and its layers by kind."""
-    experts: tuple[Mapping[str, Any], ...]
+    experts: tuple[JsonObject, ...]
     """Its modules of experts, and how many each has."""
-    sharding: Mapping[str, Any]
+    sharding: JsonObject
     """How tensor parallelism can split each kind of layer, and what stays whole; ``refused`` where it can't at all."""
-    pipeline: Mapping[str, Any]
+    pipeline: JsonObject
     """Where the layers can be cut into stages; ``refused`` where they can't."""
-    layouts: tuple[Mapping[str, Any], ...]
+    layouts: tuple[JsonObject, ...]
     """Bytes of state by place for each layout that was named."""
-    stacks: tuple[Mapping[str, Any], ...] = ()
+    stacks: tuple[JsonObject, ...] = ()
     """For each layout ``layout``, ``rank`` and ``modules``: what a call of the module that was named goes through."""
     explanations: tuple[LayerExplanation, ...] = ()
     """The decisions on the layer that was named, weight by weight, with the evidence that the analysis used."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields."""
         values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         values |= {name: list(values[name]) for name in ("experts", "layouts", "stacks")}
@@ -130,14 +131,14 @@ def _attempt(analyse: Callable[[], _Analysis]) -> _Analysis | MeshwrightError:
         return error
 
 
-def _read_stacks(config: InspectConfig, layout: Layout) -> dict[str, Any]:
+def _read_stacks(config: InspectConfig, layout: Layout) -> JsonObject:
     """Returns the hooks and wrappers of the named module and its submodules under a layout, on a model of its own."""
     name = "" if config.stack == "." else config.stack
     stacks = module_stacks(build_meta(config.model), layout, name, config.rank)
     return {"layout": str(layout), "rank": config.rank, "modules": [stack.to_json() for stack in stacks]}
 
 
-def _describe_structure(built: BuiltModel) -> dict[str, Any]:
+def _describe_structure(built: BuiltModel) -> JsonObject:
     """Returns the modules' names by role, and the layers grouped by kind."""
     structure = built.structure
     kinds: dict[Any, dict[str, Any]] = {}
@@ -154,7 +155,7 @@ def _describe_structure(built: BuiltModel) -> dict[str, Any]:
     }
 
 
-def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> dict[str, Any]:
+def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> JsonObject:
     """Returns the rows of the sharding table by kind of layer, as plain values."""
     if isinstance(analysis, MeshwrightError):
         return {"refused": str(analysis)}
@@ -163,7 +164,7 @@ def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> dict[str
     kinds: dict[str, dict[str, Any]] = {}
     for name, rows in table.layers.items():
         layer_sharding = _layer_rows_json(rows)
-        kinds.setdefault(json.dumps(layer_sharding), layer_sharding | {"layers": []})["layers"].append(name)
+        kinds.setdefault(json.dumps(layer_sharding), {**layer_sharding, "layers": []})["layers"].append(name)
     return {
         "vocabulary": list(table.vocabulary),
         "whole": dict(table.refused),
@@ -171,7 +172,7 @@ def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> dict[str
     }
 
 
-def _layer_rows_json(rows: LayerRows) -> dict[str, Any]:
+def _layer_rows_json(rows: LayerRows) -> JsonObject:
     groups = [
         {
             "module": group.module,
@@ -192,7 +193,7 @@ def _layer_rows_json(rows: LayerRows) -> dict[str, Any]:
     }
 
 
-def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> dict[str, Any]:
+def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> JsonObject:
     """Returns the possible cuts of the layer graph as plain values."""
     if isinstance(analysis, MeshwrightError):
         return {"refused": str(analysis)}
@@ -205,7 +206,7 @@ def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> dict[s
     }
 
 
-def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalysis) -> dict[str, Any]:
+def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalysis) -> JsonObject:
     """Returns a layout's bytes of state for each position of the mesh."""
     check(layout, "cuda", len(built.structure.layers))
     analysis = analyse_model(built, layout, known_analysis)
@@ -224,5 +225,5 @@ def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalys
     }
 
 
-def _position_json(position: Position) -> dict[str, Any]:
+def _position_json(position: Position) -> JsonObject:
     return {"place": dict(position.place), "memory": dict(position.memory), "total": position.total_bytes}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
+
+from meshwright.json_types import JsonObject
 
 SYNONYMS: dict[str, tuple[str, ...]] = {
     "layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers"),
@@ -46,12 +47,12 @@ _SPARSE_FROM = 704
 """Tokens up to which block-sparse attention with the usual sizes falls back to full attention."""
 
 
-def size_of(plain: Mapping[str, Any], key: str) -> int | None:
+def size_of(plain: JsonObject, key: str) -> int | None:
     """Returns the value of a size field in a family's plain config, None when it has none."""
     return next((plain[name] for name in SYNONYMS[key] if isinstance(plain.get(name), int)), None)
 
 
-def layer_count(plain: Mapping[str, Any]) -> int:
+def layer_count(plain: JsonObject) -> int:
     """Returns the number of layers in a family's plain config, 0 when it has none."""
     return size_of(plain, "layers") or 0
 
@@ -69,7 +70,7 @@ def gated_ffn(width: int) -> int:
     return max(64, round(width * 8 / 3 / 64) * 64)
 
 
-def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset: bool) -> dict[str, Any]:
+def dependent_values(plain: JsonObject, values: JsonObject, preset: bool) -> dict[str, Any]:
     """Returns the attributes that must follow the sizes, of those that a family has.
 
     Args:
@@ -122,7 +123,7 @@ def dependent_values(plain: Mapping[str, Any], values: Mapping[str, Any], preset
     return {key: value for key, value in derived.items() if key in plain}
 
 
-def _state_space_values(plain: Mapping[str, Any], values: Mapping[str, Any], width: int) -> dict[str, Any]:
+def _state_space_values(plain: JsonObject, values: JsonObject, width: int) -> dict[str, Any]:
     """Returns sizes of state-space modules: small heads and states, and chunks no longer than a row."""
     context = size_of(values, "context") or 256
     derived: dict[str, Any] = {
@@ -150,7 +151,7 @@ def _state_space_values(plain: Mapping[str, Any], values: Mapping[str, Any], wid
     return derived
 
 
-def _latent_attention_values(plain: Mapping[str, Any], width: int, head_size: int) -> dict[str, Any]:
+def _latent_attention_values(plain: JsonObject, width: int, head_size: int) -> dict[str, Any]:
     """Returns sizes of latent attention: half of each head is rotary."""
     rotary_size = max(2, head_size // 4 * 2)
     derived = {

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
+
+from meshwright.json_types import JsonObject
 
 GROUPS = ("memory", "parts", "traffic")
 
@@ -25,12 +27,12 @@ class Drift:
     beyond: bool
     """Whether the difference exceeds the bound."""
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the drift as plain values."""
         return asdict(self)
 
 
-def compare(plan: Mapping[str, Any], measured: Mapping[str, Any], bound: float) -> list[Drift]:
+def compare(plan: JsonObject, measured: JsonObject, bound: float) -> list[Drift]:
     """Compares a plan's prediction with the measurement; quantities that only one of them has are left out.
 
     Traffic is complete on both sides: an axis that one of them lacks counts as zero bytes.
@@ -69,7 +71,7 @@ def _compare_value(quantity: str, planned: float, measured: float, bound: float)
     return Drift(part=quantity, planned=planned, measured=measured, relative=relative, beyond=abs(relative) > bound)
 
 
-def measure(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def measure(steps: Sequence[JsonObject]) -> JsonObject:
     """Summarises step records for `compare`: medians of times and traffic, maxima of memory.
 
     The medians exclude the first steps, which fill caches and choose kernels, where the run has enough others.
@@ -93,7 +95,7 @@ def measure(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def _median_traffic(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _median_traffic(steps: Sequence[JsonObject]) -> dict[str, float]:
     """Returns each axis' median bytes a step; a step without traffic on an axis counts as 0."""
     bytes_by_step: list[dict[str, float]] = []
     for step in steps:
@@ -104,7 +106,7 @@ def _median_traffic(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {axis: median(axis_bytes.get(axis, 0) for axis_bytes in bytes_by_step) for axis in axes}
 
 
-def _field_names(steps: Sequence[Mapping[str, Any]], group: str) -> list[str]:
+def _field_names(steps: Sequence[JsonObject], group: str) -> list[str]:
     return list(dict.fromkeys(name for step in steps for name in step.get(group) or {}))
 
 

@@ -9,10 +9,11 @@ Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.json_types import JsonObject
 from meshwright.records import parse_json
 from meshwright.torch_compat.tensors import collective_dump
 from meshwright.units import format_bytes
@@ -50,7 +51,7 @@ class Unfinished:
         return f"{self.op} over {self.group}{size} (number {self.number} of its group){behind}"
 
 
-def unfinished(dump: Mapping[str, Any]) -> Unfinished | None:
+def unfinished(dump: JsonObject) -> Unfinished | None:
     """Finds the collective that a device is executing: the first incomplete one that was enqueued.
 
     Those behind it in its stream can't start before it ends. One that has started precedes any that hasn't, since
@@ -77,7 +78,7 @@ def unfinished(dump: Mapping[str, Any]) -> Unfinished | None:
     )
 
 
-def _is_complete(entry: Mapping[str, Any]) -> bool:
+def _is_complete(entry: JsonObject) -> bool:
     """Returns whether a collective is complete. NCCL retires those that timed out; gloo marks none complete."""
     backend = str(entry.get("profiling_name", "")).partition(":")[0]
     return entry.get("state") == _COMPLETED or (bool(entry.get("retired")) and backend == "gloo")
@@ -104,7 +105,7 @@ def _size_bytes(sizes: Any, types: Any) -> int:
     return total_bytes
 
 
-def read_dump(data: bytes) -> Mapping[str, Any]:
+def read_dump(data: bytes) -> JsonObject:
     """Parses a dump in JSON; empty for bytes that aren't one."""
     try:
         contents = parse_json(data)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshwright.json_types import JsonObject
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.records import parse_json
 
@@ -21,11 +22,11 @@ class RunFiles:
 
     path: Path
     """The run directory."""
-    config: Mapping[str, Any]
+    config: JsonObject
     """config.toml."""
     config_text: str
     """config.toml as text."""
-    plan: Mapping[str, Any]
+    plan: JsonObject
     """plan.json."""
     steps: list[dict[str, Any]]
     """Lines of metrics.jsonl, the last of each step, in order of steps."""
@@ -88,7 +89,7 @@ def read_run(run_dir: Path) -> RunFiles:
     )
 
 
-def column(steps: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+def column(steps: Sequence[JsonObject], name: str) -> list[float]:
     """Returns one field of every step as floats; NaN where it is missing or null."""
     return [number(step.get(name)) for step in steps]
 

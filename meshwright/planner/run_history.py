@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.json_types import JsonObject
 from meshwright.records import parse_json
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
@@ -57,7 +57,7 @@ class RunHistory:
         return f"{sentence}; plans of runs are scaled by what those with the same axes took"
 
 
-def record(path: Path, machine: str, row: Mapping[str, Any]) -> None:
+def record(path: Path, machine: str, row: JsonObject) -> None:
     """Appends a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``.
 
     ``paced`` in the row marks a time that was corrected for the machine's pace during the run.
