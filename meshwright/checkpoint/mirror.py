@@ -9,16 +9,17 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
+
+from fsspec import AbstractFileSystem, get_filesystem_class
+from fsspec.core import url_to_fs
+from fsspec.utils import get_protocol
 
 from meshwright.checkpoint.contract import FileRecord
 from meshwright.checkpoint.files import Checksum, ChecksumWriter, remove
 from meshwright.checkpoint.folder import Folder, is_complete
 from meshwright.checkpoint.manifest import MANIFEST, Manifest
 from meshwright.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _BLOCK_BYTES = 1 << 22
 _NAME = re.compile(r"step-(\d{8,})(?:-(\d+))?")
@@ -55,9 +56,6 @@ def check_mirror(url: str) -> None:
     """
     if not url:
         return
-    from fsspec import get_filesystem_class
-    from fsspec.utils import get_protocol
-
     protocol = get_protocol(url)
     try:
         get_filesystem_class(protocol)
@@ -219,11 +217,9 @@ class Mirror:
         ]
         return sorted(complete_names, key=order_of)
 
-    def _connect(self) -> Any:
+    def _connect(self) -> AbstractFileSystem:
         """Opens the file system at first use."""
         if self._file_system is None:
-            from fsspec.core import url_to_fs
-
             # No cache of listings: another process writes to the same path.
             self._file_system, self._root = url_to_fs(f"{self._url}/{self._run}", use_listings_cache=False)
             self._root = self._root.rstrip("/")

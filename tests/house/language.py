@@ -76,7 +76,7 @@ def figures() -> dict[str, Any]:
         "mean length of a name": sum(map(len, names)) / len(names),
         "comment lines": comments / lines,
         "Any per 1,000 lines": 1000 * any_types / lines,
-        "imports inside functions": len(list(inner_imports(lazy_rooms=()))),
+        "imports inside functions": len(list(inner_imports())),
         "type names with several meanings": len(shared_type_names()),
     }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -12,8 +12,6 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "meshwright"
 FILE_LINES = 400
 FUNCTION_LINES = 60
-LAZY_ROOMS = ("checkpoint", "schedules")
-"""Rooms that still have imports inside functions; elsewhere what a module needs stands at its head."""
 TYPED_ROOMS = ("spec", "parallel", "models")
 """Rooms without imports for types alone: these hide circles."""
 TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
@@ -108,11 +106,9 @@ def environment_reads() -> Iterator[str]:
                 yield from (f"{place(path, node)} imports os.{a.name}" for a in node.names if a.name in names)
 
 
-def inner_imports(lazy_rooms: Sequence[str] = LAZY_ROOMS) -> Iterator[str]:
+def inner_imports() -> Iterator[str]:
     """Imports inside functions, where they hide what a module needs: who starts a job loads it by name."""
     for path, module in modules().items():
-        if path.relative_to(PACKAGE).parts[0] in lazy_rooms:
-            continue
         functions = [node for node in ast.walk(module) if isinstance(node, Function)]
         inside = {id(node): node for function in functions for node in ast.walk(function)}.values()
         for node in inside:
