@@ -20,8 +20,8 @@ def work() -> None:
     layer = TensorParallelLinear(16, 32, mesh, seed=3)
     attention = TensorParallelMultiheadAttention(embed_dim=32, num_heads=4, mesh=mesh, seed=4)
     x = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
-    whole: nn.Module = layer.whole()
-    torch.testing.assert_close(layer(x), whole(x))
+    unsharded: nn.Module = layer.to_linear()
+    torch.testing.assert_close(layer(x), unsharded(x))
     assert attention(layer(x)).shape == (2, 5, 32)
 
     weight = torch.arange(32.0).view(8, 4)

@@ -110,5 +110,8 @@ class LateGradientReducer:
         """Waits for the sums."""
         self._reducer.finish()
 
+    def discard_accumulated(self) -> None:
+        """Does nothing: until the last micro-batch the gradients themselves hold the sums."""
+
 
 TRANSFORM = Transform(layer=ForwardLayer.DATA, applies=lambda _layout, _source: True, apply=_apply)

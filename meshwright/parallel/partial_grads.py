@@ -57,6 +57,9 @@ class PartialGradReducer:
             ):
                 grad_view.copy_(reduced_grad.view(grad_view.shape))
 
+    def discard_accumulated(self) -> None:
+        """Does nothing: until the last micro-batch the gradients themselves hold the sums."""
+
 
 def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""

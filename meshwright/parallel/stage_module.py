@@ -54,6 +54,9 @@ class Sync(Protocol):
     def finish(self) -> None:
         """Called after the last backward; when it returns, every gradient is the sum over the axis."""
 
+    def discard_accumulated(self) -> None:
+        """Drops sums over micro-batches that no gradient shows yet, once zero_grad() has dropped those that do."""
+
 
 class ExpertCounts(Protocol):
     """What counts the tokens of each expert."""

@@ -155,16 +155,14 @@ class GradientSync:
                 )
 
     def _drop_cleared_sums(self) -> None:
-        """Makes shards forget sums over micro-batches that zero_grad() has cleared in user code's view."""
+        """Discards sums over micro-batches that zero_grad() has cleared in user code's view."""
         if self._sum_marker is None:
             return
         weight, version, is_placeholder = self._sum_marker
         self._sum_marker = None
         if self._version(weight) != version:
             for sync in self._program.stages[0].gradient_syncs:
-                forget = getattr(sync, "forget", None)
-                if forget is not None:
-                    forget()
+                sync.discard_accumulated()
         elif is_placeholder:
             weight.parameter.grad = None
 

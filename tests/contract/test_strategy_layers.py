@@ -37,7 +37,7 @@ def linear_errors(rank: int, mode: Any, options: dict[str, bool]) -> list[torch.
     dim = 0 if mode == "columns" else 1
     bias = whole.bias.grad if dim else whole.bias.grad.chunk(size)[rank]
     pairs = [(found, out(wanted)), (mine(given.grad), mine(plain.grad)), (split.bias.grad, bias)]
-    pairs += [(split.weight.grad, whole.weight.grad.chunk(size, dim)[rank]), (split.whole().weight, whole.weight)]
+    pairs += [(split.weight.grad, whole.weight.grad.chunk(size, dim)[rank]), (split.to_linear().weight, whole.weight)]
     return [item.detach() for pair in pairs for item in pair]
 
 
@@ -54,7 +54,7 @@ def attention_errors(rank: int, kv_heads: int | None, causal: bool) -> list[torc
     torch.set_default_dtype(torch.float64)
     size, x = dist.get_world_size(), rows(5, 16)[0][0]
     split = TensorParallelMultiheadAttention(16, 4, kv_heads, causal=causal, seed=3)
-    query, key, value, out = (part.whole() for part in (split.query, split.key, split.value, split.out))
+    query, key, value, out = (part.to_linear() for part in (split.query, split.key, split.value, split.out))
     given, plain = x.clone().requires_grad_(), x.clone().requires_grad_()
     heads = [part(plain).unflatten(-1, (-1, 4)).transpose(1, 2) for part in (query, key, value)]
     heads[1:] = [item.repeat_interleave(4 // item.shape[1], dim=1) for item in heads[1:]]
