@@ -44,6 +44,7 @@ from meshwright.resilience.controller import Planning
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.hooks import Hook
@@ -54,6 +55,9 @@ from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY
 from meshwright.transport.key import run_key
 from meshwright.units import format_bytes, format_count
+
+_WHOLE = "whole"
+"""Title of the header's row of matrices that no rank splits."""
 
 Starter = ForkLauncher | TorchrunLauncher | Nodes
 """The launcher of the ranks, or this node's place among several."""
@@ -148,7 +152,7 @@ def _make_job(
         run_dir=Path(config.run),
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
-        header=_make_header(config, model, plan, token_set),
+        header=_make_header(config, model, offer, token_set),
         hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )
@@ -260,7 +264,8 @@ def _make_planning(
     def remake(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
         if analysis is None:
             analysis = analyse_layout(config, model, plan.layout, devices)
-        header = job.header | _layout_header_rows(plan, devices.kind)
+        kept_rows = {title: text for title, text in job.header.items() if title != _WHOLE}
+        header = kept_rows | _layout_header_rows(plan, analysis, devices.kind)
         return dataclasses.replace(job, plan=plan, analysis=analysis, header=header)
 
     def announce(plan: Plan) -> None:
@@ -284,21 +289,39 @@ def _check_before_start(
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 
 
-def _make_header(config: RunConfig, model: ReadModel, plan: Plan, token_set: TokenSet) -> dict[str, str]:
+def _make_header(
+    config: RunConfig, model: ReadModel, offer: tuple[Plan, ModelAnalysis], token_set: TokenSet
+) -> dict[str, str]:
     return {
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
         f"{len(model.built.structure.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
-        **_layout_header_rows(plan, found_devices(None).kind),
+        **_layout_header_rows(*offer, found_devices(None).kind),
         "run": config.run,
     }
 
 
-def _layout_header_rows(plan: Plan, kind: str) -> dict[str, str]:
+def _layout_header_rows(plan: Plan, analysis: ModelAnalysis, kind: str) -> dict[str, str]:
     """Returns the rows of the header that follow from the plan."""
     memory = ", ".join(f"{category} {format_bytes(size)}" for category, size in plan.prediction.memory.items())
     return {
         "devices": f"{plan.ranks} x {kind}",
         "layout": f"{plan.layout} ({plan.reason})",
         "state": f"{memory} a rank",
+        **unsplit_header_row(plan.layout, analysis),
     }
+
+
+def unsplit_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:
+    """Returns the row that names matrices which the layout leaves whole on every rank; none without any."""
+    degree = layout.degree(Mechanics.MATRICES)
+    if degree == 1 or analysis.table is None:
+        return {}
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in analysis.table.reasons_whole(degree).items():
+        names_by_reason.setdefault(reason, []).append(name)
+    if not names_by_reason:
+        return {}
+    (reason, names), *others = names_by_reason.items()
+    more = f"; {len(others)} more reasons for others" if others else ""
+    return {_WHOLE: f"{', '.join(names)} on every rank of {layout.format_degree(Mechanics.MATRICES)}: {reason}{more}"}

@@ -172,6 +172,22 @@ class ShardingTable:
                     for split in group.splits:
                         yield layer, split, shares, group
 
+    def reasons_whole(self, degree: int) -> dict[str, str]:
+        """Returns why a degree leaves matrices whole on every rank: name to reason.
+
+        Names in the layers are relative to their layer, each once, with the reason of the first layer that has one.
+        """
+        reasons = dict(self.refused)
+        # Layers of one kind share their rows.
+        for rows in {id(rows): rows for rows in self.layers.values()}.values():
+            reasons |= {name: reason for name, reason in rows.refused.items() if name not in reasons}
+            for group in rows.groups:
+                if group.shares(degree) is None:
+                    units = f"{group.units} heads" if group.heads else f"{group.units} units"
+                    reason = f"its {units} can't be shared out over {degree} ranks"
+                    reasons |= {name: reason for name in (*group.column_linears, group.row_linear) if name}
+        return reasons
+
     def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         return dataclasses.asdict(self)

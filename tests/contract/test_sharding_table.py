@@ -8,8 +8,10 @@ import torch
 import transformers
 from torch import nn
 from torch.nn import functional
+from transformers.pytorch_utils import Conv1D
 
 from meshwright.errors import PlanError
+from meshwright.jobs.train import unsplit_header_row
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -17,7 +19,7 @@ from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingTable
-from meshwright.train.model_analysis import analyse_model
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -202,3 +204,32 @@ def test_a_user_s_rows_override_what_was_read() -> None:
     assert rows == ["self_attn.o_proj"]
     with pytest.raises(PlanError, match="no effect without tp"):
         analyse_model(built, Layout.parse("replicate=2"))
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads", "degree", "whole"),
+    [
+        ("llama", 8, 2, 8, 0),
+        ("llama", 6, 3, 2, 4),
+        ("gemma3_text", 4, 1, 2, 2),
+        ("gpt2", 4, None, 8, 2),
+        ("mixtral", 4, 2, 2, 0),
+    ],
+)
+def test_a_matrix_is_split_or_has_a_reason(name, heads, kv_heads, degree, whole):
+    config = ModelConfig(name=name, layers=1, width=12 * heads, heads=heads, kv_heads=kv_heads)
+    built = build_meta(config, 64, 32)
+    table = sharding_table(built)
+    ((layer, _),) = table.layers.items()
+    matrices = {
+        path
+        for path, module in built.module.get_submodule(layer).named_modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+    }
+    split = {split.name.removesuffix(".weight") for _, split, _, _ in table.splits(degree)}
+    reasons = table.reasons_whole(degree)
+    assert set(reasons) == matrices - split and len(reasons) == whole
+    row = unsplit_header_row(Layout.parse(f"tp={degree}"), ModelAnalysis(table=table))
+    assert bool(row) == bool(reasons)
+    assert all(name in row["whole"] for name in reasons)
+    assert unsplit_header_row(Layout.parse("replicate=2"), ModelAnalysis(table=table)) == {}
