@@ -240,8 +240,9 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
         _run_tasks(job, "train", [task], task.bytes)
         return
     if job.config.tokenizer == "chars":
+        # As bytes: reading text would turn a carriage return into a line feed.
         character_sets = (
-            tasks.shard_characters(job.beside, shard).read_text(encoding="utf-8") for shard in range(shards)
+            tasks.shard_characters(job.beside, shard).read_bytes().decode("utf-8") for shard in range(shards)
         )
         files = character_tokenizer(sorted(set().union(*character_sets)), with_end_token=len(documents) > 1)
     else:

@@ -22,7 +22,7 @@ class _CoalescedSignals:
 
     Args:
         handler: called once for each signal that counts.
-        before: the handler until now, whose last signal still counts for `ONCE_S`.
+        previous_handler: the handler until now, whose last signal still counts for `ONCE_S`.
     """
 
     def __init__(self, handler: Callable[[int, FrameType | None], None], previous_handler: object) -> None:

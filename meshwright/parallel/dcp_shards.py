@@ -20,7 +20,7 @@ class LocalBoxes:
 
     Args:
         shape: of the whole tensor.
-        parts: (box of the whole, view of local memory of the same sizes).
+        boxes: (box of the full tensor, view of local memory of the same sizes).
         dtype: of the elements.
     """
 

@@ -17,7 +17,7 @@ class ExpertMeter:
     Layers that are recomputed count twice, and ranks that see the same tokens each count them: shares don't see that.
 
     Args:
-        parts: stages of this rank.
+        stages: stages of this rank.
         rows: where the model's experts are; layers with another number of experts than the first aren't counted.
     """
 

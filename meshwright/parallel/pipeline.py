@@ -61,7 +61,7 @@ class PipelineProgram(Program):
     """Runs this rank's stages by the layout's schedule.
 
     Args:
-        parts: this rank's stages, wrapped and materialised, from `build_stages`.
+        stages: this rank's stages, wrapped and materialised, from `build_stages`.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
         mesh: ranks and groups.

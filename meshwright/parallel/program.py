@@ -28,7 +28,7 @@ class Program:
     """The model as this rank runs it under a layout.
 
     Args:
-        parts: wrapped and materialised; exactly one here.
+        stages: wrapped and materialised; exactly one here.
         compute: forward and loss of one micro-batch.
         view: what the loss must know of the layout.
         mesh: ranks and groups; None for a single rank without a process group.

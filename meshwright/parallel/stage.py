@@ -46,7 +46,7 @@ class Stage:
         layer_graph: of the model.
         first: number of the stage's first layer.
         stop: one more than that of its last.
-        kept: names of the weights that it holds, `layer_graph.weights_by_stage`.
+        kept_names: names of the weights that it holds, `layer_graph.weights_by_stage`.
     """
 
     def __init__(

@@ -16,7 +16,7 @@ class Difference:
     """One rank's errors, each beside its bound: `EXACT` in float64, in any other precision that of `proof.rounding`.
 
     Args:
-        wanted: of one device in float64, as `proof.one_device` writes it; with ``plain``, the errors that it makes in
+        expected: of one device in float64, as `proof.one_device` writes it; with ``plain``, the errors that it makes in
             the layout's precision, unless that is float64.
         precision: of the layout.
         floor: what AdamW's steps may have moved a weight by: the sum of their learning rates.

@@ -35,7 +35,7 @@ class Masks(TorchFunctionMode):
         layers: names of its repeated blocks.
         rows: of the batch.
         name: seed and step, ``"0,3"``.
-        first: place of the first row in the global batch.
+        first_row: place of the first row in the global batch.
     """
 
     def __init__(self, module: nn.Module, layers: Collection[str], rows: int, name: str, first_row: int = 0) -> None:

@@ -53,9 +53,10 @@ class HangWatch:
         ranks: number of ranks on this host.
         limit_s: seconds without any stamp; None learns a limit for each phase.
         describe: names a rank's coordinates in the mesh.
-        first: the host's first rank when other nodes have ranks too; else None.
+        first_rank: the host's first rank when other nodes have ranks too; else None.
         idle_s: seconds for which all ranks may sleep; 0 for no limit, where ranks wait for a device or another host.
-        ask: returns, by local rank, the operation that its device waits for; None for ranks without a device queue.
+        query_devices: returns, by local rank, the operation that its device waits for; None for ranks without a device
+            queue.
         compiles: whether the layout compiles layers in its first step.
     """
 

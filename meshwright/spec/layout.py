@@ -308,7 +308,8 @@ class Layout:
         """
         if self.world == ranks:
             return
-        product = " x ".join(f"{name} {degree}" for name, degree in self.degrees.items()) or "1"
+        # An axis that carves others' ranks (ep) multiplies nothing.
+        product = " x ".join(f"{name} {degree}" for name, degree in self.shape().items() if degree > 1) or "1"
         raise PlanError(
             f"layout {self}: its degrees multiply to {self.world} ({product}), but there are {ranks} ranks; "
             f"nearest that works: --layout {self._with_ranks(ranks)}, or --devices {self.world}"
@@ -334,10 +335,18 @@ class Layout:
         copies, shards = row_axes(Holds.COPY)[0], row_axes(Holds.SHARD)[0]
         # One degree changes, that of the innermost axis where it can.
         for name in reversed([name for name in mesh_shape({}) if self.degree(name) > 1] or [copies]):
-            other_ranks = math.prod(degree for other_axis, degree in self.degrees.items() if other_axis != name)
+            other_ranks = math.prod(degree for other_axis, degree in self.shape().items() if other_axis != name)
             if ranks % other_ranks == 0:
-                return self.with_degrees({**self.degrees, name: ranks // other_ranks})
-        return self.with_degrees({shards: ranks} if self.zero else {copies: ranks})
+                return self._with_mesh({**self.degrees, name: ranks // other_ranks})
+        return self._with_mesh({shards: ranks} if self.zero else {copies: ranks})
+
+    def _with_mesh(self, degrees: Mapping[str, int]) -> Layout:
+        """Returns the layout over other degrees; an axis that carves their ranks gets the largest degree that fits."""
+        fitting = dict(degrees)
+        for name in degrees:
+            if carves := known_axes()[name].carves:
+                fitting[name] = math.gcd(degrees[name], math.prod(degrees.get(axis, 1) for axis in carves))
+        return self.with_degrees(fitting)
 
     def with_degrees(self, degrees: Mapping[str, int]) -> Layout:
         """Returns the same choices over other degrees; the ZeRO level drops to 0 when nothing is left to shard over."""

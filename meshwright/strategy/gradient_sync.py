@@ -10,7 +10,7 @@ Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callbac
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -290,22 +290,36 @@ class GradientSync:
         self._world.all_reduce_max(flag_float64).wait()
         flag.copy_(flag_float64.reshape(flag.shape))
 
+    @torch.no_grad()
+    def shard_norm(self, shard: torch.Tensor, weight: Weight, order: float) -> torch.Tensor:
+        """Returns the norm of a tensor of a weight's global shape, a float64 scalar; all ranks call it together.
+
+        Args:
+            shard: this rank's shard of the tensor, plain, of the shard's shape of the weight.
+            weight: the weight.
+            order: of the norm.
+        """
+        return self._reduce_norms([(shard, weight)], order)[0]
+
     def _all_norms(self, order: float) -> torch.Tensor:
         """Returns (weights,) float64: the norm of each full gradient."""
+        return self._reduce_norms([(weight.gradient, weight) for weight in self._program.weights], order)
+
+    def _reduce_norms(self, shards: Sequence[tuple[torch.Tensor | None, Weight]], order: float) -> torch.Tensor:
+        """Returns (len(shards),) float64: norms of tensors that lie over the ranks as their weights do."""
         device = self._program.weights[0].local.device
-        totals = torch.zeros(len(self._program.weights), dtype=torch.float64, device=device)
+        totals = torch.zeros(len(shards), dtype=torch.float64, device=device)
         with without_tensor_subclasses():
-            for weight_index, weight in enumerate(self._program.weights):
-                gradient = weight.gradient
-                if gradient is None or not gradient.numel():
+            for index, (shard, weight) in enumerate(shards):
+                if shard is None or not shard.numel():
                     continue
                 for box in weight.boxes:
-                    norm = torch.linalg.vector_norm(view_box(gradient, box.local_box), order).to(torch.float64)
+                    norm = torch.linalg.vector_norm(view_box(shard, box.local_box), order).to(torch.float64)
                     if order == float("inf"):
-                        totals[weight_index] = torch.maximum(totals[weight_index], norm)
+                        totals[index] = torch.maximum(totals[index], norm)
                     else:
                         # a box that several ranks have a copy of counts once in the sum over ranks
-                        totals[weight_index] += norm**order / box.copies
+                        totals[index] += norm**order / box.copies
         if order == float("inf"):
             self._world.all_reduce_max(totals).wait()
             return totals

@@ -127,14 +127,16 @@ class TensorParallelLinear(nn.Module):
         self.gather_output, self.input_is_split = gather_output, input_is_split
         self._axis_group, self._dim = axis_group, dim
         with torch.no_grad():
-            self.weight = nn.Parameter(full_linear.weight.chunk(axis_group.size, dim)[axis_group.index].clone())
+            weight = full_linear.weight.chunk(axis_group.size, dim)[axis_group.index].clone()
+            # A frozen layer stays frozen.
+            self.weight = nn.Parameter(weight, requires_grad=full_linear.weight.requires_grad)
             # rows: the bias is added after the sum, so every rank has all of it
             bias = (
                 full_linear.bias
                 if full_linear.bias is None or dim
                 else full_linear.bias.chunk(axis_group.size)[axis_group.index]
             )
-            self.bias = None if bias is None else nn.Parameter(bias.clone())
+            self.bias = None if bias is None else nn.Parameter(bias.clone(), requires_grad=bias.requires_grad)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns (..., out), or (..., out / n) ungathered.
@@ -279,7 +281,8 @@ def seeded_linear(inputs: int, outputs: int, bias: bool, seed: int) -> nn.Linear
     """Returns an `nn.Linear` whose weights are a function of its seed; torch's random state stays unchanged."""
     with torch.random.fork_rng(devices=[]):
         # the full weight is drawn and cut, so that the degree doesn't change it
-        torch.manual_seed(seed)
+        # Of the CPU alone: `torch.manual_seed` would seed every GPU too, whose states aren't restored.
+        torch.default_generator.manual_seed(seed)
         return nn.Linear(inputs, outputs, bias=bias)
 
 

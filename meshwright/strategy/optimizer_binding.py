@@ -32,7 +32,7 @@ class OptimizerBinding:
 
     Args:
         program: built.
-        parts: this rank's shard of each weight, plain tensors that share its memory.
+        local_parameters: this rank's shard of each weight, plain tensors that share its memory.
         sync: reduces gradients in a custom loop; None where the caller's schedule has done so.
         after_step: called after each step of an optimizer that has weights of the program.
     """

@@ -27,7 +27,7 @@ from meshwright.torch_compat.tensors import (
 _VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__")
 """Operations that are allowed on gradients that aren't summed yet; with ``_foreach_`` before them too."""
-_READERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__")
+_READERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "equal", "allclose")
 CURE = (
     "for the norm of the whole model call strategy.grad_norm() or strategy.clip_grad_norm_(max_norm), or "
     "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
@@ -39,6 +39,15 @@ class GradientNorms(Protocol):
 
     def weight_norm(self, weight: Weight, order: float) -> torch.Tensor:
         """Returns the norm of a full weight's gradient, a float64 scalar; every rank calls it together."""
+
+    def shard_norm(self, shard: torch.Tensor, weight: Weight, order: float) -> torch.Tensor:
+        """Returns the norm of a tensor of a weight's global shape, a float64 scalar; all ranks call it together.
+
+        Args:
+            shard: this rank's shard of the tensor, plain, of the shard's shape of the weight.
+            weight: the weight.
+            order: of the norm.
+        """
 
     def any_rank(self, flag: torch.Tensor) -> None:
         """Replaces a float flag, () or (1,), by its maximum over all ranks, in place."""
@@ -128,15 +137,20 @@ def is_sharded_gradient(value: object) -> bool:
 def _norm(gradient: torch.Tensor, order: float | str) -> torch.Tensor:
     """Returns the norm, a scalar, of the full gradient for a shard, else of the tensor itself."""
     if is_sharded_gradient(gradient):
-        norm = gradient.owner.weight_norm(gradient.weight, float(order))
+        owner, weight = gradient.owner, gradient.weight
+        # The weight's own gradient: all norms are reduced at once and cached. What was computed from it has its own.
+        if weight.parameter.grad is gradient:
+            norm = owner.weight_norm(weight, float(order))
+        else:
+            norm = owner.shard_norm(_local(gradient), weight, float(order))
         return norm.to(_local(gradient).dtype)
     return torch.linalg.vector_norm(gradient, float(order))
 
 
 def _vector_norm(name: str, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Returns the norm over all dims, a scalar; refuses one over some dims of a shard."""
-    gradient = args[0]
     options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | dict(kwargs)
+    gradient = args[0] if args else options.pop("input", options.pop("x", options.pop("A", None)))
     # torch.norm calls the order p, torch.linalg.norm ord
     order = options.pop("ord", options.pop("p", 2))
     if not is_sharded_gradient(gradient) or any(value not in (None, False) for value in options.values()):
@@ -167,7 +181,17 @@ def _call_on_lists(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) ->
         item.owner.note_change()
     if not isinstance(results, (list, tuple)):
         return results
-    return type(results)(as_dtensor_like(original, result) for original, result in zip(args[0], results))
+    if func.__name__.endswith("_"):
+        return type(results)(as_dtensor_like(original, result) for original, result in zip(args[0], results))
+    return type(results)(_wrap_like(original, result) for original, result in zip(args[0], results))
+
+
+def _wrap_like(original: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    """Returns an element-wise result, of the shape of ``original``, as a shard where that is one."""
+    result = as_dtensor_like(original, result)
+    if not is_sharded_gradient(original):
+        return result
+    return wrap_gradient(result, original.weight, original.owner)
 
 
 def _unwrap(value: object) -> object:
@@ -183,7 +207,7 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
     """Runs an operation on one gradient; its result must be another shard, unless this rank has the full weight."""
     sharded = [item for item in _flatten((*args, *kwargs.values())) if is_sharded_gradient(item)]
     if name in ("__repr__", "__format__", "__str__"):
-        return f"{name} of this rank's part of {sharded[0].weight.name}: {_local(sharded[0]).tolist()}"
+        return f"this rank's shard of the gradient of {sharded[0].weight.name}: {_local(sharded[0])!r}"
     _check_summed(name, sharded)
     with without_tensor_subclasses():
         result = func(*(_unwrap(item) for item in args), **{key: _unwrap(value) for key, value in kwargs.items()})
@@ -194,19 +218,21 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
             target.owner.note_change()
         return target
     if all(gradient.weight.shard.is_unsharded for gradient in sharded):
-        # a plain tensor is whole here, and a DTensor knows how to sum over its shards
-        return result
+        # a plain tensor is whole here; a DTensor of shards knows how to sum, but its norm as a number is this rank's
+        is_shard = isinstance(result, DTensor) and result.shape == sharded[0].shape and result is not target
+        return wrap_gradient(result, sharded[0].weight, sharded[0].owner) if is_shard else result
     if name in _READERS:
         raise ConfigError(
             f"{name}() of the gradient of {sharded[0].weight.name}, of which this rank has a part: {CURE}"
         )
-    if isinstance(result, torch.Tensor) and is_sharded_gradient(target):
+    # In place on a plain tensor: user code keeps that.
+    if isinstance(result, torch.Tensor) and result is not target:
         # a reduction over a shard would pass for one over the full gradient
-        if result.shape != target.shape:
+        if result.shape != sharded[0].shape:
             raise ConfigError(
-                f"{name} of the gradient of {target.weight.name} would read this rank's part as the whole: {CURE}"
+                f"{name} of the gradient of {sharded[0].weight.name} would read this rank's part as the whole: {CURE}"
             )
-        return wrap_gradient(result, target.weight, target.owner)
+        return wrap_gradient(result, sharded[0].weight, sharded[0].owner)
     return result
 
 

@@ -126,7 +126,7 @@ class Faults:
         run_dir: of the run.
         rank: this rank; negative for helper processes (`WRITER`, `COURIER`).
         generation: of these ranks.
-        known: the config's faults; others may be requested through the run directory.
+        configured: the config's faults; others may be requested through the run directory.
         spoil: makes one of the rank's gradients NaN; returns whether there was one.
         flip: flips a bit as the fault says; returns whether there was one.
     """

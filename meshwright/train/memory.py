@@ -141,7 +141,7 @@ class StateSnapshots:
     """A snapshot writer that gathers the state's tensors again only after their memory has moved.
 
     Args:
-        make: makes the writer for a state's tensors.
+        make_writer: makes the writer for a state's tensors.
     """
 
     def __init__(self, make_writer: Callable[[Mapping[str, StateTensor]], SnapshotWriter]) -> None:

@@ -17,7 +17,7 @@ class RankProgress:
     Args:
         progress: writes the stamps.
         faults: the injected faults, if any.
-        done: returns the number of steps done.
+        steps_done: returns the number of steps done.
     """
 
     def __init__(self, progress: ProgressWriter, faults: Faults | None, steps_done: Callable[[], int]) -> None:

@@ -55,7 +55,7 @@ class Gate:
     Args:
         listener: the socket; its owner closes it.
         key: of the run.
-        wire: the purpose of its connections.
+        channel: the purpose of its connections.
         refused: called for refused strangers.
     """
 

@@ -141,7 +141,7 @@ class ClientChallenge:
 
     Args:
         key: of the run.
-        wire: the connection's purpose.
+        channel: the connection's purpose.
     """
 
     def __init__(self, key: RunKey, channel: Channel) -> None:
@@ -167,7 +167,7 @@ class ServerChallenge:
 
     Args:
         key: of the run.
-        wire: the listener's purpose.
+        channel: the listener's purpose.
         hello: the client's first bytes.
 
     Raises:

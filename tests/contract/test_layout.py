@@ -82,7 +82,8 @@ def test_what_cannot_be(text: str, told: str) -> None:
 
 
 def test_the_nearest_layout_that_works_works() -> None:
-    for layout, ranks in itertools.product(layouts(), (1, 2, 5, 6, 12)):
+    carved = [Layout.parse(text) for text in ("shard=8,ep=2", "shard=4,ep=4", "replicate=2,shard=2,tp=2,ep=4")]
+    for layout, ranks in itertools.product([*layouts(), *carved], (1, 2, 5, 6, 12, 16)):
         if layout.world == ranks:
             layout.check_ranks(ranks)
             continue

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.parallel.float64_ops import Float64Ops
@@ -321,6 +322,49 @@ def clipped_by_torch(_rank: int, text: str, make: Callable[[], nn.Module]) -> tu
         optimizer.zero_grad()
         losses.append(strategy.mean(loss))
     return losses, norms
+
+
+def norms_of_results(_rank: int, text: str, make: Callable[[], nn.Module]) -> dict[str, list[tuple[float, ...]]]:
+    strategy = HybridParallelStrategy(text)
+    model = make()
+    model, optimizer = strategy.shard(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    index, count = strategy.reader
+    x, y = rows()[0]
+    mean_loss(output(model, x.chunk(count)[index]), y.chunk(count)[index]).backward()
+    norms, clones, refusals = [], [], 0
+    for parameter in model.parameters():
+        gradient = parameter.grad
+        assert gradient is not None
+        halves = torch._foreach_mul([gradient], 0.5)
+        norms.append(
+            (
+                float(gradient.norm()),
+                4 * float((gradient / 4).norm()),
+                float(torch.linalg.vector_norm(2.0 * gradient)) / 2,
+                2 * float(torch.norm(input=halves[0])),
+                float((gradient - 3 * gradient).norm()) / 2,
+                float((gradient - gradient).norm(float("inf"))),
+            )
+        )
+        clones.append(gradient.clone())
+        if not isinstance(gradient, DTensor):
+            # The plain tensor stands first: what it gives is a shard too, whose sum is no sum of the gradient.
+            with contextlib.suppress(ConfigError):
+                (torch.ones(gradient.shape, dtype=gradient.dtype) * gradient).sum()
+                refusals -= 1
+            refusals += 1
+    optimizer.zero_grad()
+    kept = [(float(clone.norm()),) for clone in clones]
+    return {"norms": norms, "kept": kept, "refusals": [(float(refusals),)]}
+
+
+@pytest.mark.parametrize("text", ["shard=2,tp=2", "replicate=2,tp=2", "shard=2,zero=3"])
+def test_norms_of_what_is_computed_from_gradients_are_their_own(text: str) -> None:
+    for result in run_ranks(world(text), norms_of_results, text, gpt2, timeout=250):
+        for (norm, *same, zero), (kept,) in zip(result["norms"], result["kept"], strict=True):
+            assert norm > 0 and zero == 0.0
+            assert [*same, kept] == pytest.approx([norm] * 5, rel=1e-12)
+        assert result["refusals"][0][0] > 0 or "shard" in text
 
 
 @pytest.mark.parametrize(

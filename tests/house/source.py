@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -252,8 +253,35 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
     return reached
 
 
+def stale_arguments() -> Iterator[str]:
+    """Names under ``Args:`` of a docstring that the function, or the class's ``__init__``, has no parameter of."""
+    for path, module in modules().items():
+        for node in ast.walk(module):
+            if isinstance(node, Function):
+                yield from _stale_names(path, node, ast.get_docstring(node) or "")
+            elif isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, Function) and method.name == "__init__":
+                        yield from _stale_names(path, method, ast.get_docstring(node) or "")
+
+
+def _stale_names(path: Path, function: Function, docstring: str) -> Iterator[str]:
+    arguments = function.args
+    known = {item.arg for item in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+    known |= {item.arg for item in (arguments.vararg, arguments.kwarg) if item is not None}
+    _, _, section = docstring.partition("Args:\n")
+    for line in section.split("\n\n")[0].splitlines():
+        # Entries are indented once; what continues one is indented further.
+        if entry := re.match(r"    ([*\w]+(?:, [*\w]+)*): ", line):
+            for name in entry[1].split(", "):
+                if name.strip("*") not in known:
+                    where = f"{place(path, function)} {function.name}"
+                    yield f"{where}'s docstring explains '{name}', which isn't a parameter"
+
+
 RULES = (
     missing_docstrings,
+    stale_arguments,
     prints,
     environment_reads,
     oversized,

@@ -45,6 +45,32 @@ def test_rules_see_what_breaks_them(monkeypatch, tmp_path):
     assert sorted(line.split()[-1] for line in source.environment_reads()) == ["os.environ", "os.getenv"]
 
 
+def test_a_docstring_of_parameters_that_are_gone_is_seen(monkeypatch):
+    text = """
+class Gate:
+    '''Admits peers.
+
+    Args:
+        wire, limit_s: purpose and limit.
+    '''
+    def __init__(self, channel, limit_s): ...
+    def admit(self, peer, *others):
+        '''Admits.
+
+        Args:
+            peer: one: or more.
+            others: the rest.
+
+        Returns:
+            nothing: ever.
+        '''
+"""
+    monkeypatch.setattr(source, "modules", lambda: {source.PACKAGE / "made_up.py": ast.parse(text)})
+    assert [line.split(" ", 1)[1] for line in source.stale_arguments()] == [
+        "__init__'s docstring explains 'wire', which isn't a parameter"
+    ]
+
+
 def test_the_structure_of_imports_is_seen(monkeypatch, tmp_path):
     texts = {
         "spec/one.py": "def f():\n    import meshwright.spec.two\n    import torch\n",

@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError, DataError
 
 
 def corpus(directory: Path, documents: int = 30) -> DataConfig:
-    texts = [f"Document {i}: {'the cat sat on the mat. ' * (1 + i % 7)}\nna\u00efve\n" for i in range(documents)]
+    texts = [f"Document {i}: {'the cat sat on the mat. ' * (1 + i % 7)}\r\nna\u00efve\r\n" for i in range(documents)]
     path = directory / "text.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in [*texts, texts[0]]))
     return DataConfig(paths=(str(path),), tokenizer="chars", validation_share=0.2)
