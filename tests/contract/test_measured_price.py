@@ -122,3 +122,15 @@ def test_cp_sends_tensors_of_the_type_of_compute(
     exact = Collectives()
     LayerTraffic(job, layout, model_parts(BUILT, analyse_model(BUILT, layout)), 0).add_to(exact)
     assert passes * JOB.shape.layers * sum(priced_bytes) == pytest.approx(exact.sent()["cp"])
+
+
+def test_work_is_measured_of_the_split_that_the_user_chose() -> None:
+    """A feed-forward that stays whole under tp=2 is computed twice: once on each rank."""
+    overridden = build_meta(dataclasses.replace(MODEL, sharding={"model.layers.*.mlp.down_proj": "whole"}))
+    flops = [
+        sum(count * item.flops for count, item in work.operators(False))
+        for built in (BUILT, overridden)
+        if (work := make_measure(built, 32, "float32")(Layout.parse("tp=2"), 8)) is not None
+    ]
+    # 3 matrices of 64 x 128 a layer, 2 FLOP a weight and token, of which each rank had half.
+    assert flops[1] - flops[0] == 4 * (3 * 64 * 128) * 2 * (8 * 32) / 2

@@ -16,6 +16,7 @@ from meshwright.strategy import (
     ZeroRedundancyOptimizer,
     device_mesh,
 )
+from meshwright.strategy.layers import seeded_linear
 from tests.own_models import mean_loss, plain_model, rows
 from tests.ranks.group import run_ranks
 
@@ -134,3 +135,25 @@ def test_zero_by_the_name_of_torch() -> None:
     for found, kept in run_ranks(2, work):
         torch.testing.assert_close(found[::2], found[1::2], rtol=1e-12, atol=1e-12)
         assert kept < 0.7 * 2 * weights
+
+
+def frozen_flags(_rank: int) -> list[list[bool]]:
+    flags = []
+    for trainable in (True, False):
+        linear = nn.Linear(12, 8).requires_grad_(trainable)
+        split = TensorParallelLinear.from_linear(linear, "columns")
+        flags.append([parameter.requires_grad for parameter in split.parameters()])
+    return flags
+
+
+def test_a_frozen_linear_stays_frozen() -> None:
+    for flags in run_ranks(2, frozen_flags):
+        assert flags == [[True, True], [False, False]]
+
+
+def test_a_seeded_linear_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _seed: pytest.fail("every GPU was seeded"))
+    state = torch.default_generator.get_state()
+    first, again, other = (seeded_linear(4, 3, True, seed) for seed in (1, 1, 2))
+    assert torch.equal(first.weight, again.weight) and not torch.equal(first.weight, other.weight)
+    assert torch.equal(torch.default_generator.get_state(), state)
