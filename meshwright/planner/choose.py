@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -382,7 +383,9 @@ def _nothing_fits_message(question: Question, result: SearchResult) -> str:
     layout = layout_of(batch, 0, question.base, len(job.shape.blocks), question.space.fixed)
     needed_bytes = float(prices.peak[0])
     fitting_layers = int(len(job.shape.blocks) * usable_bytes / needed_bytes)
-    remedies = [f"about {round(question.cluster.devices * needed_bytes / usable_bytes)} devices"]
+    # More than there are, however little is missing.
+    enough_devices = math.floor(question.cluster.devices * needed_bytes / usable_bytes) + 1
+    remedies = [f"about {enough_devices} devices"]
     if fitting_layers:
         remedies.append(f"{fitting_layers} layers instead of {len(job.shape.blocks)}")
     engine = question.runtime.for_layout(question.base)

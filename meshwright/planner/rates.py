@@ -247,7 +247,8 @@ class MeasuredTimes:
             parts["optimizer"] = float(calibration.optimizer_s(owned_elements))
             if calibration.has_operation("sum"):
                 parts["optimizer"] += float(calibration.operation_s("sum", owned_elements, "float32", under_load))
-        if calibration.host:
+        # A calibration without a host's step, of GPUs or a quick one, still has the wait for other ranks.
+        if calibration.host_s("step") or calibration.host_s("step_layer"):
             layers = self._layers / layout.degree(Mechanics.STAGES)
             parts["step"] = calibration.host_s("step") + layers * calibration.host_s("step_layer")
         weights = self._question.job.shape.parameters / (

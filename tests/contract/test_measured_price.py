@@ -124,6 +124,13 @@ def test_cp_sends_tensors_of_the_type_of_compute(
     assert passes * JOB.shape.layers * sum(priced_bytes) == pytest.approx(exact.sent()["cp"])
 
 
+def test_a_calibration_of_the_wait_alone_keeps_the_step_of_the_host() -> None:
+    plain, waits = priced("replicate=2"), priced("replicate=2", wait=1e-4)
+    assert plain.parts["step"] > 0 and waits.parts["step"] == plain.parts["step"]
+    measured = priced("replicate=2", wait=1e-4, step=0.5)
+    assert measured.parts["step"] == 0.5
+
+
 def test_work_is_measured_of_the_split_that_the_user_chose() -> None:
     """A feed-forward that stays whole under tp=2 is computed twice: once on each rank."""
     overridden = build_meta(dataclasses.replace(MODEL, sharding={"model.layers.*.mlp.down_proj": "whole"}))
