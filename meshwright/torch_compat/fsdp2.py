@@ -49,6 +49,16 @@ PRIVATE_NAMES = (
         "the same",
     ),
     PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
+        "which weight each part of a unit's flat message is of",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+        "how long it is there",
+        of_instances=True,
+    ),
+    PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
         "a unit's parameters by group, whose gathered memory nothing public shows",
         since="2.12",
