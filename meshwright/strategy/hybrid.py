@@ -180,8 +180,8 @@ class HybridParallelStrategy:
                 numbers of rows, some rows share theirs.
 
         Returns:
-            The module itself (or the function's), its parameters now shards, float32 or float64, its submodules in their
-            modes; with the optimizer where one was given. Where an error is raised, it is left without its weights.
+            The module itself (or the function's), its parameters float32 or float64 shards now; with the optimizer
+            where one was given. Submodules keep their modes. After an error the module has lost its weights.
 
         Raises:
             PlanError: the model doesn't allow the layout.
