@@ -192,7 +192,10 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
         microbatches = full_layout.microbatches
         layouts.append(
             dataclasses.replace(
-                layout, microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1
+                layout,
+                microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
+                compress=full_layout.compress.over(layout.copies),
+                compress_weights=full_layout.compress_weights if layout.zero else "none",
             )
         )
     return layouts

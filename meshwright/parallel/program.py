@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
@@ -55,6 +56,8 @@ class Program:
         """Tells which layer runs, to whom sets its ``tell``."""
         self.dropout_rng: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
+        self.rounding_key = RoundingKey()
+        """Of the random roundings of compressed sums; every step sets it."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
         self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None
@@ -114,6 +117,7 @@ class Program:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
         sums_by_microbatch: list[torch.Tensor] = []
+        self.rounding_key.seed, self.rounding_key.step = key
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
