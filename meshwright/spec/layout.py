@@ -21,8 +21,11 @@ from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import (
     axis_with,
     describe_rank,
+    island_count,
+    island_index,
     mesh_shape,
     reader,
+    round_axes,
     row_axes,
     state_axes,
     state_shards,
@@ -271,6 +274,24 @@ class Layout:
     def state_shards(self) -> int:
         """Number of ranks that share the state of a weight."""
         return int(state_shards(self.degrees, self.zero))
+
+    @property
+    def islands(self) -> int:
+        """Number of islands: groups of ranks that take each step together and join once in a round; usually 1."""
+        return island_count(self.degrees)
+
+    def island(self, rank: int) -> int:
+        """Returns the index of a rank's island."""
+        return island_index(rank, self.degrees)
+
+    def within_island(self) -> Layout:
+        """Returns the layout of the first island's ranks by themselves; itself where there is one island."""
+        if self.islands == 1:
+            return self
+        degrees = {name: degree for name, degree in self.degrees.items() if name not in round_axes()}
+        shares = self.rows.shares[: reader(0, degrees)[1]]
+        rows = BatchShares.of(shares) if len(set(shares)) > 1 else BatchShares()
+        return dataclasses.replace(self, degrees=degrees, rows=rows)
 
     def reader(self, rank: int) -> tuple[int, int]:
         """Returns (index, count): which part of each global batch a rank reads."""

@@ -51,6 +51,7 @@ from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
@@ -224,6 +225,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         clip=config.optimizer.clip,
         seed=config.train.seed,
     )
+    outer = OuterOptimizer(program, config.outer, optimizer.weights_changed) if layout.islands > 1 else None
+    optimizer.outer = outer
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
@@ -261,6 +264,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
+        outer=outer,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
