@@ -1,3 +1,4 @@
+# long: a layout's degrees, choices and text form are one class
 """A layout: the degree of every axis and the choices that go with them, which planner and runtime agree on.
 
 Its text form is what a user types and what every log line carries:

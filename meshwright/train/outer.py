@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, ConfigError
 from meshwright.json_types import JsonObject
 from meshwright.parallel.axis_group import PendingCollective
 from meshwright.parallel.dcp_shards import StateTensor
@@ -30,7 +30,9 @@ from meshwright.parallel.sync import find_exchange
 from meshwright.parallel.sync.contract import PendingMean
 from meshwright.parallel.weights import Weight
 from meshwright.spec.groups import round_axes
+from meshwright.spec.layout import Layout
 from meshwright.train.config import OuterConfig
+from meshwright.train.run_config import RunConfig
 from meshwright.train.state import OUTER_MOMENTUM, WEIGHTS, island_prefix
 from meshwright.train.step import squared_norm
 
@@ -39,6 +41,24 @@ _COUNTER_BYTES = 16384
 """Bytes of an island's plain values: the losses and norms of its last steps above all."""
 VOTES = ("stop", "evaluate", "checkpoint")
 """What an island may ask of all islands; it happens after the next join."""
+
+
+def check_islands(config: RunConfig, layout: Layout) -> None:
+    """Refuses settings of the outer step that a layout can't obey.
+
+    Raises:
+        ConfigError: with what to write instead.
+    """
+    if layout.islands == 1:
+        if config.outer != OuterConfig():
+            raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
+        return
+    find_exchange(config.outer.topology).check(layout.islands)
+    if config.recovery.on_sick == "rewind":
+        raise ConfigError(
+            "recovery.on_sick = rewind goes back with all ranks at once, and under islands a sick step is known to one "
+            "island alone; write recovery.on_sick = skip or stop"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

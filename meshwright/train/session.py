@@ -214,8 +214,7 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
-    config, layout = job.config, job.plan.layout
-    device = torch.device(context.device)
+    config, layout, device = job.config, job.plan.layout, torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     stepper = Stepper(
@@ -225,8 +224,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         clip=config.optimizer.clip,
         seed=config.train.seed,
     )
-    outer = OuterOptimizer(program, config.outer, optimizer.weights_changed) if layout.islands > 1 else None
-    optimizer.outer = outer
+    optimizer.outer = outer = _make_outer(job, program, optimizer)
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
@@ -270,9 +268,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
-    feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
-    stack.callback(feed.close)
-    deps.feed = feed
+    deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
+    stack.callback(deps.feed.close)
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
@@ -300,6 +297,13 @@ def _make_faults(context: RankContext, job: TrainJob, program: Program, optimize
     spoiler = Spoiler(program, optimizer)
     configured = parse_faults(job.config.recovery.faults)
     return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
+
+
+def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | None:
+    """Returns what joins the islands; None where there is one."""
+    if job.plan.layout.islands == 1:
+        return None
+    return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
 
 
 def _make_feed(

@@ -1,3 +1,4 @@
+# long: the loop of a rank, from its restored state to its end, is one class
 """The training loop: steps, evaluation, checkpoints, snapshots and an orderly end; independent of model and planner."""
 
 from __future__ import annotations
@@ -323,6 +324,7 @@ class Trainer:
         if deps.program.state_meter is not None:
             self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
         mfu = deps.flops_per_token * rate / deps.peak_flops if deps.peak_flops else None
+        outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
         return StepRecord(
             step=self.step + 1,
             loss=values["loss"],
@@ -333,7 +335,7 @@ class Trainer:
             tokens_per_s=rate,
             step_s=step_s,
             parts=times | {"other": max(0.0, step_s - sum(times.values()))},
-            memory={"peak": peak_bytes()} | self._state_bytes,
+            memory={"peak": peak_bytes()} | self._state_bytes | outer_bytes,
             layout=str(deps.layout),
             accuracy=values["accuracy"],
             mfu=mfu,

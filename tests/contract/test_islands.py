@@ -1,4 +1,4 @@
-"""Islands: any layout of them equals a plain outer loop on one device, and one step of SGD without momentum is data parallel."""
+"""Islands: any layout of them equals a plain outer loop on one device; resumption, refusals and prices of islands."""
 
 from __future__ import annotations
 
