@@ -283,7 +283,7 @@ def _check_before_start(
     config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet
 ) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
-    check_islands(config, layout)
+    check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)

@@ -136,7 +136,16 @@ def accumulate_gradients(
     masters: Mapping[str, torch.Tensor],
     scale: float,
 ) -> float:
-    """Sets the master weights' gradients to the sums over a global batch, and returns its loss."""
+    """Sets the master weights' gradients to the sums over a batch, and returns its loss.
+
+    Args:
+        module: whose parameters are the weights, or these rounded.
+        call: of the model.
+        micro_batches: parts of the batch.
+        trained: the module's trained parameters.
+        masters: weight to its master, each of the weight's full shape.
+        scale: factor on the loss in backward.
+    """
     sums = {name: torch.zeros_like(parameter) for name, parameter in masters.items()}
     total = 0.0
     for loss in own_losses(module, call, micro_batches):

@@ -43,14 +43,19 @@ VOTES = ("stop", "evaluate", "checkpoint")
 """What an island may ask of all islands; it happens after the next join."""
 
 
-def check_islands(config: RunConfig, layout: Layout) -> None:
+def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
     """Refuses settings of the outer step that a layout can't obey.
+
+    Args:
+        config: of the run.
+        layout: of the run.
+        resumes: whether the run has been started before, whose settings stay though its islands may go.
 
     Raises:
         ConfigError: with what to write instead.
     """
     if layout.islands == 1:
-        if config.outer != OuterConfig():
+        if config.outer != OuterConfig() and not resumes:
             raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
         return
     find_exchange(config.outer.topology).check(layout.islands)
