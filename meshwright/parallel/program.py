@@ -19,6 +19,7 @@ from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.training_modes import evaluation_mode
 from meshwright.parallel.weights import Weight, named_weights
 from meshwright.spec.axis import Mechanics
 
@@ -70,6 +71,11 @@ class Program:
     def module(self) -> nn.Module:
         """The first part's module."""
         return self.stages[0].module
+
+    @property
+    def weights_device(self) -> torch.device:
+        """The device of this rank's weights, also where none of them is trained."""
+        return (self.weights or self.frozen)[0].local.device
 
     @property
     def ranks_per_batch(self) -> int:
@@ -164,12 +170,11 @@ class Program:
     @torch.no_grad()
     def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
-        training, buffers_before = self.module.training, self.moving_buffers.copy()
-        self.module.eval()
+        buffers_before = self.moving_buffers.copy()
         try:
-            return self._compute(self.module, batch, 1.0, self.view)[1]
+            with evaluation_mode([self.module]):
+                return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
-            self.module.train(training)
             self.moving_buffers.restore(buffers_before)
 
     def weights_changed(self) -> None:

@@ -125,7 +125,8 @@ class OuterOptimizer:
         self._exchange.check(self.islands)
         self._group, self._world = mesh.combined_group(round_axes()), mesh.world
         self._weights: list[Weight] = list(program.weights)
-        first = self._weights[0].local
+        # A stage may hold frozen weights alone.
+        first = (program.weights or program.frozen)[0].local
         self._device = torch.device("cuda", torch.cuda.current_device()) if mesh.world.on_cuda else first.device
         sizes = [weight.local.numel() for weight in self._weights]
         self._start = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)

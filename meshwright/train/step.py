@@ -77,9 +77,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
     A box that several ranks hold counts once: each of its ``copies`` ranks contributes 1 / copies of its square.
     """
     gradients = [(weight, weight.gradient) for weight in program.weights]
-    return squared_norm(
-        [(weight, grad) for weight, grad in gradients if grad is not None], program.weights[0].local.device
-    )
+    return squared_norm([(weight, grad) for weight, grad in gradients if grad is not None], program.weights_device)
 
 
 def squared_norm(shards: Iterable[tuple[Weight, torch.Tensor]], device: torch.device) -> torch.Tensor:
