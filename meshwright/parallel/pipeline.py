@@ -118,6 +118,7 @@ class PipelineProgram(Program):
         """
         self._copy_to_twins()
         self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
+        self.rounding_key.seed, self.rounding_key.step = key
         run = self._schedule_run()
         # Drops the loss sums of the step before, and of a new shape's trial forward.
         self._sums.clear()

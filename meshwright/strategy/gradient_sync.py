@@ -199,6 +199,8 @@ class GradientSync:
         reached = self._reached_weights()
         for sync in program.stages[0].gradient_syncs:
             sync.finish()
+        # The next sum over copies is rounded by other random numbers.
+        program.rounding_key.step += 1
         for weight, is_reached in zip(program.weights, reached):
             if not is_reached:
                 weight.parameter.grad = None

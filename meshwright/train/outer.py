@@ -59,6 +59,11 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
             raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
         return
     find_exchange(config.outer.topology).check(layout.islands)
+    if config.train.rebalance:
+        raise ConfigError(
+            f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on nothing "
+            "within a round; leave it out, or take replicate in place of islands"
+        )
     if config.recovery.on_sick == "rewind":
         raise ConfigError(
             "recovery.on_sick = rewind goes back with all ranks at once, and under islands a sick step is known to one "

@@ -144,6 +144,8 @@ def test_what_islands_cannot_do_is_refused_by_name() -> None:
     config = RunConfig()
     with pytest.raises(ConfigError, match="on_sick = rewind"):
         check_islands(dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, on_sick="rewind")), two)
+    with pytest.raises(ConfigError, match="rebalance = 5 moves rows between ranks of all islands"):
+        check_islands(dataclasses.replace(config, train=dataclasses.replace(config.train, rebalance=5)), two)
     with pytest.raises(ConfigError, match="'all_reduse' is not known; did you mean 'all_reduce'"):
         check_islands(RunConfig(outer=OuterConfig(topology="all_reduse")), two)
     with pytest.raises(ConfigError, match="local_sgd takes the mean"):
