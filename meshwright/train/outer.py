@@ -61,8 +61,8 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
     find_exchange(config.outer.topology).check(layout.islands)
     if config.train.rebalance:
         raise ConfigError(
-            f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on nothing "
-            "within a round; leave it out, or take replicate in place of islands"
+            f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on "
+            "nothing within a round; leave it out, or take replicate in place of islands"
         )
     if config.recovery.on_sick == "rewind":
         raise ConfigError(
