@@ -160,7 +160,7 @@ def test_sizes_are_read_off_any_config_or_the_attention_stays_whole(kind, is_spl
     groups = {group.row_linear: group for group in rows.groups}
     assert set(groups) == ({"out", "down"} if is_split else {"down"})
     assert is_split or "its code doesn't run on a part of the heads" in rows.refused["out"]
-    assert not is_split or [number.attribute for number in groups["out"].numbers] == ["config.heads"]
+    assert not is_split or [number.attribute for number in groups["out"].shape_attributes] == ["config.heads"]
 
 
 def test_one_head_stays_whole_and_says_why():
