@@ -39,7 +39,7 @@ def split(
     if expert_modules:
         table = without_experts(table)
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
-    copies = mesh.world.size // layout.degree(Mechanics.STAGES)
+    copies = mesh.island.size // layout.degree(Mechanics.STAGES)
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
     neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
