@@ -128,7 +128,7 @@ class NamedSizes(NamedTuple):
 
 
 class Configured(nn.Module):
-    """Attention that reads its number of heads off a config."""
+    """Attention that reads its number of heads off a config, and a gate that computes in float32, as routers do."""
 
     def __init__(self, config: Any, width: int) -> None:
         super().__init__()
@@ -136,8 +136,10 @@ class Configured(nn.Module):
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width)
+        self.gate = nn.Parameter(torch.ones(1, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.sigmoid(functional.linear(x.float(), self.gate))
         heads = self.config["heads"] if isinstance(self.config, dict) else self.config.heads
         q, k, v = (
             matrix(self.norm(x)).view(*x.shape[:2], heads, 6).transpose(1, 2) for matrix in (self.q, self.k, self.v)

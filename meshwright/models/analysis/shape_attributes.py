@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.trace import LayerTrace
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.parameter_slices import read_number
 from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShapeAttribute, ShardingGroup
 
@@ -120,7 +121,7 @@ def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, in
         root: a module of the layer.
     """
     reads_by_path: dict[str, dict[str, int]] = {}
-    with torch.no_grad(), _record_integer_reads(root, reads_by_path):
+    with torch.no_grad(), Float64Ops(), _record_integer_reads(root, reads_by_path):
         traced.layer(*traced.args, **traced.kwargs)
     return reads_by_path
 
