@@ -157,7 +157,7 @@ class ReplicaAllReduce:
             # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             grad_shard.zero_()
             return
-        self._deferred.sum(lambda: self._all_reduce_accumulated(grad_shard))
+        self._deferred.defer_all_reduce(lambda: self._all_reduce_accumulated(grad_shard))
 
     def discard_accumulated(self) -> None:
         """Drops what was kept."""

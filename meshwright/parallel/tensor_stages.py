@@ -13,7 +13,7 @@ from meshwright.parallel.parameter_slices import find_replicated_runs
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
-from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
