@@ -77,7 +77,7 @@ def model(tied: bool = True) -> ModelParts:
 
 
 def held(text: str, tied: bool = True) -> list[int]:
-    return [position.held.elements for position in position_memory(Layout.parse(text), model(tied))]
+    return [position.weights.elements for position in position_memory(Layout.parse(text), model(tied))]
 
 
 def test_totals_count_a_tie_once() -> None:
@@ -128,10 +128,10 @@ def test_experts_are_spread_and_sharded_over_their_own_ranks() -> None:
     layout = Layout.parse("ep=2,shard=4,zero=2")
     (position,) = position_memory(layout, model())
     # Ranks with index 0 of ep have one expert, those with index 1 two: the price is the fullest's.
-    assert elements(position.held.experts) == LAYERS * 2 * WIDTH * WIDTH
-    own, spread = elements(position.held.own), elements(position.held.experts)
-    assert own == TOTAL - LAYERS * MIX and position.held.expert_shards == 2
-    assert position.memory["gradients"] == 4 * (shard_elements(position.held.own, 4) + spread // 2)
+    assert elements(position.weights.experts) == LAYERS * 2 * WIDTH * WIDTH
+    own, spread = elements(position.weights.own), elements(position.weights.experts)
+    assert own == TOTAL - LAYERS * MIX and position.weights.expert_shards == 2
+    assert position.memory["gradients"] == 4 * (shard_elements(position.weights.own, 4) + spread // 2)
     assert "x = " in position.formula["optimizer"] and "x / e" in position.formula["optimizer"]
     assert sum(rest_bytes(layout, model(), rank) for rank in range(4)) == 4 * TOTAL
 
