@@ -28,6 +28,7 @@ from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
+from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -68,6 +69,7 @@ def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices:
     check(layout, devices.kind, len(model.built.structure.layers))
     analysis = analyse_model(model.built, layout, tokens=config.data.sequence)
     check_shapes(analysis, layout, config.train.batch, config.data.sequence)
+    check_rebalance(config.train, layout, analysis.rows)
     return analysis
 
 

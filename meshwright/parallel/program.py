@@ -52,6 +52,8 @@ class Program:
         for stage in self.stages:
             for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
+        self.reader_shares: Sequence[int] = mesh.layout.reader_shares() if mesh is not None else (1,)
+        """Share of each reader in the rows of every micro-batch, which dynamic balance changes between steps."""
         self.progress_hooks = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
         self.dropout_rng: DropoutRng | None = None
@@ -157,10 +159,9 @@ class Program:
         rows = [len(batch.tokens) for batch in batches]
         first_row = 0
         if self.mesh is not None:
-            layout, shares = self.mesh.layout, self.mesh.layout.reader_shares()
-            share = shares[layout.reader(self.mesh.rank)[0]]
-            # Global rows follow from this rank's rows and its reader's share; `span` gives the first of them.
-            first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
+            shares, reader = self.reader_shares, self.mesh.layout.reader(self.mesh.rank)[0]
+            # Rows of one share, times the shares of the readers before this one.
+            first_row = sum(rows) // shares[reader] * sum(shares[:reader])
         first_row += sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)

@@ -118,7 +118,7 @@ def test_stages_hold_their_layers_and_both_ends_a_tie() -> None:
 def test_a_tie_on_one_rank_of_a_v_is_trained_once() -> None:
     layout = Layout.parse("pp=2,schedule=zbv,microbatches=4")
     first, second = position_memory(layout, model())
-    assert elements(first.held.twins) == EMBED and not second.held.twins
+    assert elements(first.weights.twins) == EMBED and not second.weights.twins
     assert first.memory["parameters"] - second.memory["parameters"] == 4 * (2 * EMBED + NORM)
     assert first.memory["optimizer"] == 2 * (first.memory["parameters"] - 4 * EMBED)
     assert rest_bytes(layout, model(), 0) == first.memory["parameters"] - 4 * EMBED
