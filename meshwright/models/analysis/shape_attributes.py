@@ -27,16 +27,16 @@ _NOT_COUNTS = ("head_dim", "head_size", "layer_idx", "layer_id", "top_k", "layer
 
 
 def fit_shape_attributes(
-    traced: LayerTrace, group: ShardingGroup, works: Callable[[ShardingGroup], str]
+    traced: LayerTrace, group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]
 ) -> tuple[ShardingGroup | None, str]:
-    """Returns the group with the shape attributes and cuttings under which it works, or None with its first failure.
+    """Returns the group with the shape attributes and cuttings under which it passes, or None with its first failure.
 
     Args:
         traced: the layer.
         group: without shape attributes.
-        works: returns the reason for which a group fails, "" when it passes.
+        rehearse: returns the reason for which a group fails, "" when it passes.
     """
-    first_failure = works(group)
+    first_failure = rehearse(group)
     if not first_failure:
         return group, ""
     numbers = list(_candidate_attributes(traced, group))
@@ -53,17 +53,17 @@ def fit_shape_attributes(
             if trials > TRIALS:
                 return None, first_failure
             candidate = dataclasses.replace(cut_group, numbers=tuple(numbers_chosen))
-            if not works(candidate):
-                return _drop_unneeded_numbers(candidate, works), ""
+            if not rehearse(candidate):
+                return _drop_unneeded_numbers(candidate, rehearse), ""
     return None, first_failure
 
 
-def _drop_unneeded_numbers(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
-    """Drops shape attributes without which the group works too."""
+def _drop_unneeded_numbers(group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]) -> ShardingGroup:
+    """Drops shape attributes without which the group passes too."""
     for number in group.numbers:
         other_numbers = tuple(kept_number for kept_number in group.numbers if kept_number != number)
         candidate = dataclasses.replace(group, numbers=other_numbers)
-        if not works(candidate):
+        if not rehearse(candidate):
             group = candidate
     return group
 
