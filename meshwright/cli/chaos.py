@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from meshwright.errors import ConfigError
 from meshwright.events import Event
 from meshwright.jobs.progress import to_stderr as say
 from meshwright.monitor.display import event_line
-from meshwright.monitor.progress import PROGRESS, read_progress
+from meshwright.monitor.progress import read_run_progress
 from meshwright.monitor.sinks import EVENTS, read_lines
 from meshwright.train.faults import KINDS, Fault, ask
 
@@ -31,16 +32,11 @@ Breaks a rank of a run that is under way in the directory RUN, and waits for the
   --json                print the events as JSON
 """
 _STORY_KINDS = (
-    "rank_lost",
-    "fenced",
-    "left_out",
-    "planned",
-    "restored",
-    "resumed",
-    "recovered",
-    "step_skipped",
-    "rewound",
+    *("rank_lost", "node_lost", "leader_lost", "leading", "fenced", "left_out", "snapshot_refused", "damaged"),
+    *("waiting", "planned", "restored", "resumed", "recovered"),
+    *("step_repeated", "step_skipped", "rewinding", "rewound"),
 )
+"""Events that a recovery is made of, whatever the fault and however many nodes there are."""
 _POLL_S = 0.05
 
 
@@ -52,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
         answer(USAGE.format(kinds=kinds).rstrip())
         return 0
     run_dir, as_json = Path(args.pop(0)), take_flag(args, "--json")
-    wait_s = float(take_value(args, "--wait") or 600)
+    wait_s = _parse_wait(take_value(args, "--wait") or "600")
     fault = _parse_fault(args, run_dir)
     # Counted before the request, so that no event of this fault's recovery is skipped.
     earlier_events = len(_read_events(run_dir))
@@ -66,7 +62,8 @@ def run(argv: Sequence[str]) -> int:
     )
     say("it happened")
     recovered_kinds = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
-    if fault.kind in ("slow", "flip"):
+    # A slow step, a bit that may matter to nobody, and a process beside the ranks start no ranks again.
+    if fault.kind in ("slow", "flip") or fault.rank < 0:
         return 0
 
     def story_events() -> list[dict[str, Any]]:
@@ -85,6 +82,16 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
+def _parse_wait(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise ConfigError(f"--wait {text}: give seconds above 0, as --wait 600")
+    return seconds
+
+
 def _parse_fault(args: list[str], run_dir: Path) -> Fault:
     """Parses the flags into one fault, whose step is still ahead of the run.
 
@@ -100,11 +107,12 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
         raise ConfigError(f"'{args[0]}' is not known here; meshwright chaos --help lists what is")
     fields = ",".join(text for text in (target, step_text, f"seconds={seconds}" if seconds else "") if text)
     fault = Fault.parse(f"{kinds[0]}:{fields}")
-    stamps = read_progress(run_dir / PROGRESS)
+    stamps = read_run_progress(run_dir)
     if not stamps:
         raise ConfigError(f"{run_dir} holds no run that is under way")
-    if fault.rank >= len(stamps):
-        raise ConfigError(f"rank={fault.rank}: the run has ranks 0 to {len(stamps) - 1}")
+    last_rank = max(stamp.rank for stamp in stamps)
+    if fault.rank > last_rank:
+        raise ConfigError(f"rank={fault.rank}: the run has ranks 0 to {last_rank}")
     now = max(stamp.step for stamp in stamps)
     if fault.step == 0:
         fault = replace(fault, step=now + 2)
@@ -117,7 +125,7 @@ def _read_events(run_dir: Path) -> list[dict[str, Any]]:
     return [line for line in read_lines(run_dir / EVENTS) if "kind" in line]
 
 
-def _wait_until(condition: Any, deadline_s: float, timeout_reason: str) -> None:
+def _wait_until(condition: Callable[[], bool], deadline_s: float, timeout_reason: str) -> None:
     while not condition():
         if time.monotonic() > deadline_s:
             raise ConfigError(timeout_reason)

@@ -9,8 +9,10 @@ import meshwright
 from meshwright.cli.arguments import answer, read_config, take_flag, take_value
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
+from meshwright.errors import LaunchError
 from meshwright.jobs.hosts import host_commands, run_on_hosts
 from meshwright.jobs.run_directory import claim_directory
+from meshwright.launch.signals import InterruptCounter
 from meshwright.train.run_config import RunConfig
 
 PREEMPTED = 143
@@ -29,7 +31,13 @@ def run(argv: Sequence[str]) -> int:
             answer(line)
         return 0
     if hostfile is not None:
-        run_on_hosts(args, claim_directory(config), hostfile)
+        interrupts = InterruptCounter()
+        try:
+            run_on_hosts(args, claim_directory(config), hostfile, interrupts)
+        except LaunchError as error:
+            if interrupts.terminated:
+                error.exit_status = PREEMPTED
+            raise
         return 0
     result = meshwright.train(config, nodes=nodes)
     if result is None:  # a rank of torchrun other than the first

@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
+from meshwright.launch.signals import InterruptCounter, interrupts_to
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 
 
-def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str) -> None:
+def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str, interrupts: InterruptCounter) -> None:
     """Trains on every host, in the same folder and with the same arguments.
 
     Args:
-        args: the command's arguments without ``--hostfile``. The first Ctrl-C is sent to every host, where the ranks
-            end with a checkpoint; the second ends everything at once.
+        args: the command's arguments without ``--hostfile``.
         config: the parsed arguments, with the run directory named; all hosts must see that directory.
         hostfile: path of a file with a ``host slots=8`` a line.
+        interrupts: counts SIGINT, SIGTERM and SIGHUP. The first is passed to every host as Ctrl-C, where the ranks end
+            with a checkpoint; the second ends everything at once.
 
     Raises:
+        KeyboardInterrupt: at the second signal.
         PlanError: when the layout's degrees don't multiply to the slots.
         LaunchError: when a host fails; the others are ended. With ``recovery.enabled`` when all fail.
     """
-    launcher, interrupts = _make_launcher(config, hostfile), 0
+    launcher, forwarded = _make_launcher(config, hostfile), False
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        nonlocal interrupts
-        interrupts += 1
-        # The first Ctrl-C lets the ranks end with a checkpoint; a second one waits for nothing.
-        if interrupts > 1:
+    def count_interrupt(number: int, frame: FrameType | None) -> None:
+        interrupts.record(number)
+        if interrupts.count > 1:
             raise KeyboardInterrupt
-        launcher.interrupt()
 
-    previous_handler = signal.signal(signal.SIGINT, stop)
-    try:
-        launcher.start(_host_argv(args, config))
-        launcher.wait()
-    finally:
-        signal.signal(signal.SIGINT, previous_handler)
-        launcher.cancel(config.launch.grace_s)
+    def forward_interrupt() -> None:
+        nonlocal forwarded
+        # Not in the handler: a signal may come while some hosts have no session yet, and is for all of them.
+        if interrupts.count and not forwarded:
+            forwarded = True
+            launcher.interrupt()
+
+    with interrupts_to(count_interrupt):
+        try:
+            launcher.start(_host_argv(args, config))
+            launcher.wait(watch=forward_interrupt)
+        finally:
+            launcher.cancel(config.launch.grace_s)
 
 
 def host_commands(args: Sequence[str], config: RunConfig, hostfile: str | None) -> list[str]:

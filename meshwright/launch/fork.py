@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import FrameType
 from typing import Any
 
 from meshwright.errors import LaunchError
@@ -30,7 +29,7 @@ from meshwright.launch.contract import Entry, HostCommand, Launcher, NodeRanks, 
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.process import RankProcess
-from meshwright.launch.signals import STOP_SIGNAL, interrupts_to
+from meshwright.launch.signals import STOP_SIGNAL, InterruptCounter, interrupts_to
 
 _POLL_S = 0.1
 _SETTLE_S = 0.3
@@ -55,7 +54,7 @@ class ForkLauncher(Launcher):
         run_id: str | None = None,
         generation: int = 0,
         disposable: bool = False,
-        interrupts: int = 0,
+        interrupts: InterruptCounter | None = None,
         place: NodeRanks | None = None,
     ) -> None:
         """Checks that the devices suffice for the ranks.
@@ -68,7 +67,7 @@ class ForkLauncher(Launcher):
             run_id: name of the run; random when None.
             generation: of these ranks.
             disposable: kill all ranks at once when one fails, because a supervisor starts others.
-            interrupts: how often the user has already asked to end the run.
+            interrupts: a supervisor's, which counts before `wait` too; a counter of each launch's own when None.
             place: this node's ranks within the world, when other nodes have ranks too.
 
         Raises:
@@ -84,8 +83,8 @@ class ForkLauncher(Launcher):
         self._ranks: list[RankProcess] = []
         self.failures: tuple[RankFailure, ...] = ()
         """The ranks' failures, the cause first; empty without any."""
-        self._interrupts = self._initial_interrupts = interrupts
-        self._terminated = False
+        self._shared_interrupts = interrupts
+        self._interrupts = interrupts or InterruptCounter()
         self._stop_sent = 0
         self._stop_at: float | None = None
 
@@ -102,17 +101,12 @@ class ForkLauncher(Launcher):
     @property
     def interrupted(self) -> bool:
         """True when the user asked the run to end."""
-        return self._interrupts > 0
-
-    @property
-    def interrupts(self) -> int:
-        """How often the user asked the run to end."""
-        return self._interrupts
+        return self._interrupts.count > 0
 
     @property
     def terminated(self) -> bool:
         """True when SIGTERM asked the run to end, as schedulers do before they reclaim a node."""
-        return self._terminated
+        return self._interrupts.terminated
 
     def commands(self, argv: Sequence[str]) -> list[HostCommand]:
         """Returns the one command that starts everything on this node."""
@@ -121,9 +115,10 @@ class ForkLauncher(Launcher):
     def run(self, entry: Entry, *args: Any, timeout_s: float | None = None) -> list[Any]:
         """Starts the ranks and waits for them; see `start` and `wait`."""
         try:
+            self._forget_last_launch()
             # Installed before the first fork: a Ctrl-C in between would end this process and orphan its ranks.
-            with interrupts_to(self._count_interrupt):
-                self.start(entry, *args)
+            with interrupts_to(self._interrupts.record):
+                self._fork_ranks(entry, args)
                 return self.wait(timeout_s)
         finally:
             self.cancel()
@@ -132,15 +127,22 @@ class ForkLauncher(Launcher):
         """Forks every rank with ``entry(context, *args)``.
 
         Raises:
-            LaunchError: when this process can't fork safely, or ranks are running already.
+            LaunchError: when this process can't fork, or not safely, or ranks are running already.
         """
+        self._forget_last_launch()
+        self._fork_ranks(entry, args)
+
+    def _forget_last_launch(self) -> None:
         if any(rank.status is None for rank in self._ranks):
             raise LaunchError("the ranks of this launcher are running; wait for them or cancel them first")
+        self._ranks, self.failures, self._stop_sent, self._stop_at = [], (), 0, None
+        if self._shared_interrupts is None:
+            self._interrupts = InterruptCounter()
+
+    def _fork_ranks(self, entry: Entry, args: tuple[Any, ...]) -> None:
         obstacle = fork_obstacle()
         if obstacle is not None:
             raise LaunchError(f"ranks can't be forked: {obstacle}; start them from a process that has not done so")
-        self._ranks, self.failures, self._interrupts = [], (), self._initial_interrupts
-        self._stop_sent, self._stop_at = 0, None
         # Frozen objects are ignored by collections in the ranks, which would otherwise touch, and so copy, every page.
         release_threads()
         gc.collect()
@@ -151,7 +153,7 @@ class ForkLauncher(Launcher):
             with self._store_socket() as listener:
                 for rank in range(self._count):
                     context = self._context(rank, listener)
-                    self._fork(context, entry, args, listener)
+                    self._fork_rank(context, entry, args, listener)
         except BaseException:
             self.cancel()
             raise
@@ -192,13 +194,17 @@ class ForkLauncher(Launcher):
         serves = context.rank == 0 and listener is not None
         return replace(context, host=host, port=port, listen_fd=listener.fileno() if listener and serves else None)
 
-    def _fork(self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None) -> None:
-        read_fd, write_fd = os.pipe()
+    def _fork_rank(
+        self, context: RankContext, entry: Entry, args: tuple[Any, ...], listener: socket.socket | None
+    ) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        # A signal between fork and the child's own handlers would run the launcher's handler in the child.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, STOP_SIGNAL})
+        # A signal between fork and the child's own handlers would run the launcher's handler in the child; in this
+        # process, before the rank is recorded, it would leave the rank to nobody.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, STOP_SIGNAL})
+        descriptors: tuple[int, ...] = ()
         try:
+            descriptors = read_fd, write_fd = os.pipe()
             birth = Birth(
                 pipe=write_fd,
                 close=(read_fd,) if listener is None or context.rank == 0 else (read_fd, listener.fileno()),
@@ -213,11 +219,17 @@ class ForkLauncher(Launcher):
                 pid = os.fork()
             if pid == 0:
                 run_rank(context, entry, args, birth)
+            os.set_blocking(read_fd, False)
+            self._ranks.append(RankProcess(context.rank, pid, read_fd))
+            descriptors = (write_fd,)
+        except OSError as error:
+            raise LaunchError(
+                f"rank {context.rank} can't be started: {error.strerror}; see ulimit -u and -n, and free memory"
+            ) from error
         finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-            os.close(write_fd)
-        os.set_blocking(read_fd, False)
-        self._ranks.append(RankProcess(context.rank, pid, read_fd))
 
     def wait(
         self, timeout_s: float | None = None, watch: Callable[[], None] | None = None, wake: int = -1
@@ -238,7 +250,7 @@ class ForkLauncher(Launcher):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            with interrupts_to(self._count_interrupt):
+            with interrupts_to(self._interrupts.record):
                 while not self._all_finished():
                     self._poll(_POLL_S, wake)
                     self._enforce_limits(deadline, timeout_s)
@@ -283,10 +295,11 @@ class ForkLauncher(Launcher):
     def _enforce_limits(self, deadline: float | None, timeout_s: float | None) -> None:
         """Forwards Ctrl-C to the ranks, and raises `LaunchError` when they exceed a time limit."""
         now_s = time.monotonic()
-        if self._interrupts > 1:
+        interrupt_count = self._interrupts.count
+        if interrupt_count > 1:
             raise KeyboardInterrupt
-        if self._interrupts > self._stop_sent:
-            self._stop_sent = self._interrupts
+        if interrupt_count > self._stop_sent:
+            self._stop_sent = interrupt_count
             # The grace period restarts with each further request.
             self._stop_at = now_s + self._config.stop_s
             for rank in self._ranks:
@@ -345,7 +358,3 @@ class ForkLauncher(Launcher):
         for rank in self._ranks:
             if rank.status is None:
                 rank.signal(number)
-
-    def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._interrupts += 1
-        self._terminated |= number == signal.SIGTERM

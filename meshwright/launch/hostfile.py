@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -160,8 +160,12 @@ class HostfileLauncher(CommandLauncher):
                 raise LaunchError(f"{self._ssh[0]} can't be run: {error}; install ssh, or paste the dry run") from None
             self._started.append((host, process))
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float | None = None, watch: Callable[[], None] | None = None) -> None:
         """Waits until every host is done.
+
+        Args:
+            timeout_s: limit in seconds; None waits as long as the hosts work.
+            watch: called some times a second; an exception of it ends the hosts' commands.
 
         Raises:
             LaunchError: for the first host that failed (the others have been ended then; supervised ones go on, so that
@@ -170,6 +174,8 @@ class HostfileLauncher(CommandLauncher):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while any(process.poll() is None for _, process in self._started):
+                if watch is not None:
+                    watch()
                 if not self._supervised:
                     self._check_failed()
                 if deadline is not None and time.monotonic() > deadline:

@@ -65,6 +65,21 @@ def interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[
             signal.signal(number, previous_handler)
 
 
+class InterruptCounter:
+    """Counts how often a user or a scheduler asked the run to end, over all generations of its ranks."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Signals so far: the first ends the run with a checkpoint, the second at once."""
+        self.terminated = False
+        """Whether SIGTERM was among them."""
+
+    def record(self, number: int, frame: FrameType | None = None) -> None:
+        """Counts a signal; a signal handler."""
+        self.count += 1
+        self.terminated |= number == signal.SIGTERM
+
+
 class StopFlag:
     """Whether this rank was asked to end in order.
 

@@ -194,6 +194,16 @@ def read_progress(path: Path) -> list[RankStamp]:
     return [stamp for stamp in stamps if stamp is not None]
 
 
+def read_run_progress(run_dir: Path) -> list[RankStamp]:
+    """Reads the last stamp of every rank of a run's newest generation, on one node or several; empty without any."""
+    paths = sorted(run_dir.glob(f"*{PROGRESS}"), key=lambda path: path.stat().st_mtime)
+    # A directory may hold files of an earlier command, which ran on one node where this one runs on several.
+    alone = bool(paths) and paths[-1].name == PROGRESS
+    stamps = [stamp for path in paths if (path.name == PROGRESS) == alone for stamp in read_progress(path)]
+    newest = max((stamp.generation for stamp in stamps), default=0)
+    return sorted((stamp for stamp in stamps if stamp.generation == newest), key=lambda stamp: stamp.rank)
+
+
 def _read_rank(view: mmap.mmap, rank: int) -> RankStamp | None:
     """Reads the newer intact slot of a rank; None when it never stamped."""
     record_offset = rank * _RANK_BYTES

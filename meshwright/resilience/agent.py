@@ -179,7 +179,7 @@ class Agent(Supervisor):
                 )  # fmt: skip
                 if self._claims.try_claim(claim):
                     return claim
-            if self._local.interrupts:
+            if self._local.interrupts.count:
                 raise LaunchError("ended while looking for the node that leads")
             # Errors only for a node that never joined: one that had an order waits for its run to go on.
             if self._order is None and newest is None and time.monotonic() > deadline:
@@ -267,7 +267,7 @@ class Agent(Supervisor):
                     self._run_generation(connection, claim, message.order)
             if time.monotonic() - started > STEADY_S:
                 self._contact.mark_stable()
-            if self._local.interrupts and self._local.end.outcome is None:
+            if self._local.interrupts.count and self._local.end.outcome is None:
                 raise LaunchError("ended while waiting for the node that leads")
 
     def _run_generation(self, connection: PeerConnection, claim: Claim, order: Order) -> None:

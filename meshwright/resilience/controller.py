@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
-from meshwright.resilience.devices import Roster
+from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import save_newest_state
 from meshwright.resilience.generation import (
     HOPELESS,
@@ -91,7 +91,7 @@ class Controller:
         self._planner.learn(job.plan.ranks, (job.plan, job.analysis))
         # A minimum that not even all devices reach would be waited for in vain.
         self._minimum = min(self._config.minimum, job.plan.ranks)
-        self._roster: Roster[Device] = Roster([], self._config)
+        self._backoff = DeviceBackoff(self._config)
         self._patience = Patience(self._config.attempts)
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
         rewind = order.rewind if order is not None else RewindState()
@@ -133,14 +133,17 @@ class Controller:
     def _pump_idle(self, seconds: float) -> None:
         """Processes messages while no ranks run, and stops the run when the user interrupts."""
         self._members.pump(seconds)
-        if self._local.interrupts:
+        if self._local.interrupts.count:
             raise self._save_newest_state(LaunchError(f"ended while waiting for {self._members.awaited}"))
 
     def _usable_devices(self) -> list[Device]:
-        """Returns node and number of every device that isn't left out, ordered by node."""
-        left_out = set(self._roster.absent)
-        devices = [(node, slot) for node, report in sorted(self._members.reports.items()) for slot in report.slots]
-        return [device for device in devices if device not in left_out]
+        """Returns the connected devices that aren't left out, ordered by node."""
+        left_out = set(self._backoff.left_out)
+        return [device for device in self._members.connected_devices() if device not in left_out]
+
+    def _readmissible_devices(self) -> list[Device]:
+        """Returns the connected devices whose back-off time is over: those of nodes that are gone add no rank."""
+        return self._backoff.expired(self._members.connected_devices())
 
     def _next_order(self) -> tuple[Order, ModelAnalysis | None]:
         """Plans for the devices present; returns the next generation's order, and the plan's model analysis."""
@@ -163,7 +166,7 @@ class Controller:
             if not self._first_generation:
                 self._event(
                     "planned", seconds=time.monotonic() - started, layout=str(plan.layout), ranks=count,
-                    left_out=self._describe(self._roster.absent), ahead=prefetched, **self._describe_order(order),
+                    left_out=self._describe(self._backoff.left_out), ahead=prefetched, **self._describe_order(order),
                 )  # fmt: skip
             if shortage is not None:
                 self._event(**shortage)
@@ -174,15 +177,18 @@ class Controller:
     def _await_devices(self) -> None:
         """Waits until `recovery.minimum` devices are usable, readmitting those whose time out is over."""
         while len(self._usable_devices()) < self._minimum:
-            pause_s, present = self._roster.next_s(), len(self._usable_devices())
-            known = {"seconds": pause_s} if pause_s else {}
-            self._event("waiting", **known, present=present, minimum=self._config.minimum)
+            back_off_s, present = (
+                self._backoff.remaining_s(self._members.connected_devices()),
+                len(self._usable_devices()),
+            )
+            known = {"seconds": back_off_s} if back_off_s else {}
+            self._event("waiting", **known, present=present, minimum=self._minimum)
             pump_until(
-                lambda present=present: bool(self._roster.due()) or len(self._usable_devices()) > present,  # type: ignore[misc]
+                lambda present=present: bool(self._readmissible_devices()) or len(self._usable_devices()) > present,  # type: ignore[misc]
                 math.inf,
                 self._pump_idle,
             )
-            self._roster.readmit(self._roster.due())
+            self._backoff.readmit(self._readmissible_devices())
 
     def _await_newer_state(self) -> None:
         """Gives missing nodes a moment to return, where those present hold parts of a state newer than the disk."""
@@ -284,8 +290,8 @@ class Controller:
         elif verdict.outcome.damage is not None:
             self._rewind_damage(verdict.outcome.damage, order)
         else:
-            readmitted = self._roster.due()
-            self._roster.readmit(readmitted)
+            readmitted = self._readmissible_devices()
+            self._backoff.readmit(readmitted)
             nodes = {} if members.alone else {"nodes": members.joined_nodes()}
             self._event("growing", step=verdict.outcome.step, devices=self._describe(readmitted), **nodes)
         return None
@@ -315,7 +321,8 @@ class Controller:
             if report.end.generation == order.generation and report.end.failure is not None:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
-        if not ranks.control.reconfiguration_requested and (self._roster.due() or members.awaits_reconfiguration()):
+        grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
+        if grows and not ranks.control.reconfiguration_requested:
             ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):
@@ -336,7 +343,7 @@ class Controller:
                 why=failure.text.splitlines()[0], generation=order.generation, phase=failure.phase, step=failure.step,
             )  # fmt: skip
         self._event("fenced", generation=order.generation, seconds=fenced_s)
-        interrupted = self._local.interrupts > 0
+        interrupted = self._local.interrupts.count > 0
         decision = decide_after_failure(verdict, order, members.lost_nodes, self._patience, interrupted)
         if decision.refused_state is not None:
             self._refused_states.add(decision.refused_state)
@@ -368,9 +375,10 @@ class Controller:
 
     def _blame(self, device: Device) -> None:
         """Records that a device's rank failed, and reports when the device is left out."""
-        if self._roster.blame(device):
-            fields = self._members.describe_node(device[0]) | {"device": device[1], "seconds": self._roster.next_s()}
-            self._event("left_out", **fields)
+        back_off_s = self._backoff.record_failure(device)
+        if back_off_s is not None:
+            node, number = device
+            self._event("left_out", **self._members.describe_node(node), device=number, seconds=back_off_s)
 
     def _save_newest_state(self, error: MeshwrightError) -> MeshwrightError:
         """Writes the newest state in memory to disk before the run ends; returns ``error``, to be raised."""
@@ -379,10 +387,14 @@ class Controller:
         if location is None or self.order is None or isinstance(error, HOPELESS):
             return error
         self._members.broadcast(Busy(_BUSY_S))
-        self._local.storage.settle()
         servers = {node: report.address("snapshots") for node, report in self._members.reports.items()}
-        state = self._local.open_state(location, servers)
-        event_fields = save_newest_state(self._store, state, job_origin(self._local.job, self.order.plan.layout))
+        try:
+            self._local.storage.settle()
+            state = self._local.open_state(location, servers)
+            event_fields = save_newest_state(self._store, state, job_origin(self._local.job, self.order.plan.layout))
+        # What prevents the checkpoint must not hide why the run ends.
+        except MeshwrightError as failed:
+            event_fields = {"kind": "checkpoint_failed", "step": location.step, "reason": str(failed)}
         if event_fields is not None:
             self._event(**event_fields)
         return error

@@ -14,7 +14,7 @@ from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, Snapshot, State, find_complete_states, read_snapshots, read_step
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, LaunchError
 from meshwright.resilience.helper import Helper
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
@@ -93,8 +93,13 @@ class DiskWriter:
             self._start(segments, layout)
 
     def _start(self, segments: Sequence[Segment], layout: Layout) -> None:
-        # Writing must not slow down the ranks on the same cores.
-        self._helper = Helper(lambda: json.dumps(self._write(segments, layout)).encode(), nice=5)
+        try:
+            # Writing must not slow down the ranks on the same cores.
+            self._helper = Helper(lambda: json.dumps(self._write(segments, layout)).encode(), nice=5)
+        except LaunchError as error:
+            self._report({"error": str(error)})
+            if self._control is not None:
+                self._control.publish_written(self._step, False)
 
     def _write(self, segments: Sequence[Segment], layout: Layout) -> dict[str, Any]:
         """Writes the checkpoint, and returns a report of it; runs in the forked process."""
@@ -131,6 +136,11 @@ class DiskWriter:
         # Without a report it was killed.
         report = json.loads(self._helper.answer or '{"error": "its writer was killed"}')
         self._helper = None
+        self._report(report)
+        return True
+
+    def _report(self, report: dict[str, Any]) -> None:
+        """Records a checkpoint as written or failed; ``report`` has the event's fields, or ``error``."""
         self.failed = report.get("error")
         if self._share is not None and not self._share.first:
             if self.failed is not None:
@@ -140,7 +150,6 @@ class DiskWriter:
             self._event("checkpoint_saved", step=self._step, **report)
         else:
             self._event("checkpoint_failed", step=self._step, reason=self.failed)
-        return True
 
     @property
     def busy(self) -> bool:

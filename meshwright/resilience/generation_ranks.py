@@ -12,6 +12,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch
 from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES
@@ -43,12 +44,17 @@ class GenerationRanks:
         job: what they do.
         devices: what they run on, one each.
         order: of the generation.
-        interrupts: how often the user asked already that the run end.
+        interrupts: counts how often the user asked that the run end, also while the ranks start.
         node_ranks: this node's ranks within the world; None on a run of one node.
     """
 
     def __init__(
-        self, job: TrainJob, devices: Devices, order: Order, interrupts: int, node_ranks: NodeRanks | None = None
+        self,
+        job: TrainJob,
+        devices: Devices,
+        order: Order,
+        interrupts: InterruptCounter,
+        node_ranks: NodeRanks | None = None,
     ) -> None:
         self.layout = layout = job.plan.layout
         self._order, count = order, devices.count

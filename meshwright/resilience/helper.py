@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 
+from meshwright.errors import LaunchError
 from meshwright.forking import die_with_parent
 
 
@@ -15,17 +16,26 @@ class Helper:
     Args:
         work: runs in the forked process; returns its answer, None without one.
         nice: how much the process stands back behind the ranks on the same cores.
+
+    Raises:
+        LaunchError: when this process can't fork; nothing stays open then.
     """
 
     def __init__(self, work: Callable[[], bytes | None], nice: int = 0) -> None:
-        parent = os.getpid()
-        self._pipe, answer_fd = os.pipe()
-        self._received = bytearray()
-        self.pid = os.fork()
-        if self.pid == 0:
-            _work_in_child(work, nice, answer_fd, parent)
-        os.close(answer_fd)
-        os.set_blocking(self._pipe, False)
+        parent, self._received = os.getpid(), bytearray()
+        descriptors: tuple[int, ...] = ()
+        try:
+            descriptors = self._pipe, answer_fd = os.pipe()
+            self.pid = os.fork()
+            if self.pid == 0:
+                _work_in_child(work, nice, answer_fd, parent)
+            os.set_blocking(self._pipe, False)
+            descriptors = (answer_fd,)
+        except OSError as error:
+            raise LaunchError(f"a process beside the ranks can't be started: {error.strerror}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     @property
     def died(self) -> bool:

@@ -35,22 +35,32 @@ class Keeper:
         run_dir: of the run.
         save: writes the newest state to disk; called once this process and all that it forks later are gone.
         limit_s: after which ``save`` is ended.
+
+    Raises:
+        LaunchError: when this process can't fork; nothing stays open then.
     """
 
     def __init__(self, run_dir: Path, save: Callable[[], None], limit_s: float) -> None:
         parent, path = os.getpid(), run_dir / OWNER / LOCK
-        end_fd, self._lifetime_fd = os.pipe()
         # Otherwise the child inherits buffered output, and may write it again.
         sys.stdout.flush()
         sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                os.close(self._lifetime_fd)
-                _keep_until_orphaned(parent, end_fd, path, save, limit_s)
-            finally:
-                os._exit(0)
-        os.close(end_fd)
+        descriptors: tuple[int, ...] = ()
+        try:
+            descriptors = end_fd, self._lifetime_fd = os.pipe()
+            self.pid = os.fork()
+            if self.pid == 0:
+                try:
+                    os.close(self._lifetime_fd)
+                    _keep_until_orphaned(parent, end_fd, path, save, limit_s)
+                finally:
+                    os._exit(0)
+            descriptors = (end_fd,)
+        except OSError as error:
+            raise LaunchError(f"the process that keeps the state can't be started: {error.strerror}") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def close(self) -> None:
         """Kills it without saving; a second call does nothing."""

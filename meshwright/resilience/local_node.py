@@ -10,6 +10,7 @@ from meshwright.checkpoint.remote import remote_snapshot
 from meshwright.checkpoint.snapshot import State, read_snapshots
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
+from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.progress import RankStamp
 from meshwright.resilience import host_memory_budget
 from meshwright.resilience.generation import NodeSnapshot, retain_snapshots
@@ -60,10 +61,8 @@ class LocalNode:
         self._remake, self._event, self._session = remake, event, session
         self.snapshots: list[NodeSnapshot] = []
         """Snapshots in this node's memory."""
-        self.interrupts = 0
-        """How often the user asked that the run end."""
-        self.terminated = False
-        """Whether SIGTERM asked for the run's end."""
+        self.interrupts = InterruptCounter()
+        """How often the user asked that the run end; shared with the launchers of all generations."""
         self.ranks_run = False
         """Whether ranks run, whose display shows events."""
         self.end = GenerationEnd()
@@ -154,8 +153,6 @@ class LocalNode:
         except MeshwrightError as failed:
             error, self.failed_at = failed, time.monotonic()
         finally:
-            self.interrupts = max(self.interrupts, ranks.launcher.interrupts)
-            self.terminated |= ranks.launcher.terminated
             ranks.launcher.cancel()
             self.ranks_run = False
             ranks.hang.refresh()

@@ -52,6 +52,10 @@ class Membership:
         """Prepares this node for another generation."""
         self.reports[self.local.node] = self.local.report()
 
+    def connected_devices(self) -> list[Device]:
+        """Returns node and number of every device of the connected nodes, ordered by node."""
+        return [(node, slot) for node, report in sorted(self.reports.items()) for slot in report.slots]
+
     def begin_generation(self) -> None:
         """Forgets the nodes that were lost before a generation."""
         self.lost_nodes, self.lost_at = {}, None

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.resilience.helper import Helper
 
 Planner = Callable[[int], Any]
@@ -36,8 +36,9 @@ class PlanPrefetcher:
             return
         # Requested once, answered or not: a child that died isn't retried in the background.
         self._requested.update(new_counts)
-        # Planning for a failure that may never come must not slow down training.
-        self._helper = Helper(lambda: self._plan_all(new_counts), nice=10)
+        # Planning for a failure that may never come must neither slow down training nor end it.
+        with contextlib.suppress(LaunchError):
+            self._helper = Helper(lambda: self._plan_all(new_counts), nice=10)
 
     def _plan_all(self, counts: Sequence[int]) -> bytes:
         """Returns the pickled answers for numbers of ranks; runs in the forked process."""

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from meshwright.checkpoint.remote import Key, Shelf
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, read_snapshots
 from meshwright.errors import CheckpointError
+from meshwright.launch.host_memory import available_bytes
 from meshwright.resilience.helper import Helper
-from meshwright.resilience.host_memory_budget import available_bytes
 
 _CHUNK_BYTES = 8 << 20
 

@@ -6,7 +6,6 @@ one node has one supervisor, a run of several nodes one on each (`agent`); the s
 
 from __future__ import annotations
 
-import signal
 from types import FrameType
 from typing import Any
 
@@ -83,11 +82,10 @@ class Supervisor:
     @property
     def terminated(self) -> bool:
         """Whether SIGTERM asked for the run's end here."""
-        return self._local.terminated
+        return self._local.interrupts.terminated
 
     def _count_interrupt(self, number: int, frame: FrameType | None) -> None:
-        self._local.interrupts += 1
-        self._local.terminated |= number == signal.SIGTERM
+        self._local.interrupts.record(number)
         # The first interrupt lets ranks save a checkpoint; the second gives up at once.
-        if self._local.interrupts > 1:
+        if self._local.interrupts.count > 1:
             raise KeyboardInterrupt

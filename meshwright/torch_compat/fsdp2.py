@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "fsdp_parameters",
     "gathered_tensors",
     "set_async_unshard",
+    "shard_sizes",
 ]
 
 PRIVATE_NAMES = (
@@ -46,6 +47,16 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
         "the same",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
+        "which weight each part of a unit's flat message is of",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+        "how long it is there",
+        of_instances=True,
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
@@ -103,6 +114,23 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
         if isinstance(submodule, FSDPModule):
             for group in fsdp_groups(submodule):
                 yield from group.fsdp_params
+
+
+def shard_sizes(unit: nn.Module, prefixes: Mapping[nn.Module, str], trained: bool = False) -> dict[str, int]:
+    """Returns the elements of a shard of each weight of a unit, by name, in the order of its flat messages.
+
+    Args:
+        unit: of FSDP2.
+        prefixes: name of each module in the model.
+        trained: leave out weights that have no gradients.
+    """
+    sizes = {}
+    for fsdp_param in (fsdp_param for group in fsdp_groups(unit) for fsdp_param in group.fsdp_params):
+        if fsdp_param.sharded_param.requires_grad or not trained:
+            prefix, name = prefixes[fsdp_param._module_info.module], fsdp_param._module_info.param_name
+            # Padded: every rank's shard is as long as the first's.
+            sizes[f"{prefix}.{name}" if prefix else name] = fsdp_param.padded_sharded_param_size.numel()
+    return sizes
 
 
 def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import socket
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ from meshwright.train.outcome import TrainOutcome
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
+from meshwright.train.share_balance import ShareBalancer, ShareChange
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
@@ -217,19 +219,14 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     device = torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
-    stepper = Stepper(
-        program,
-        optimizer,
-        LossScaler(layout.precision == "fp16"),
-        clip=config.optimizer.clip,
-        seed=config.train.seed,
-    )
+    scaler = LossScaler(layout.precision == "fp16")
+    stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.reach(f"checkpoint.{phase}"), fence)
-    rank_identity = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *rank_identity) if job.memory is not None else None
+    identity = (context.rank, context.generation, store.agreement, context.local_rank)
+    memory = RankMemory(job.memory, *identity) if job.memory is not None else None
     if memory is not None:
         stack.callback(memory.close)  # what was copied counts, whatever ends this rank
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
@@ -266,9 +263,10 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
-    feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
+    feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    deps.feed = feed
+    if config.train.rebalance:
+        deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
@@ -289,6 +287,27 @@ def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) 
     """Reports a fault request that can't be parsed."""
     if rank == 0:
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
+
+
+def _make_balancer(
+    context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
+) -> ShareBalancer:
+    """Returns the hook that moves rows between readers; rank 0 reports the changes, which all ranks know."""
+    assert program.mesh is not None  # `check_rebalance`: there are several readers
+
+    def report_change(change: ShareChange) -> None:
+        if context.rank == 0:
+            monitor.event(Event(kind="shares_changed", rank=0, data=dataclasses.asdict(change)))
+
+    return ShareBalancer(
+        program,
+        program.mesh,
+        feed,
+        job.config.train,
+        report_change,
+        local_ranks=context.local_world,
+        unit=job.analysis.rows,
+    )
 
 
 def _make_faults(context: RankContext, job: TrainJob, program: Program, optimizer: LocalAdamW) -> Faults:

@@ -7,9 +7,11 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from meshwright.resilience.local_storage import LocalStorage
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
 from tests.tiers import cases
@@ -65,6 +67,27 @@ def test_one_interrupt_ends_with_a_checkpoint_and_goes_on_to_the_bit(layout: str
     assert [event["step"] for event in events(run, "interrupted")] == [ended]
     assert call(argv, root / "asked.log")[0] == 0
     assert curve(run) == curve(whole)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+def test_an_interrupt_while_ranks_start_is_not_lost(number: int, expected: int, root: Path) -> None:
+    """It comes after the launcher was made and before it waits for its ranks."""
+    run = root / f"starting-{number}"
+
+    def plant() -> None:
+        start = LocalStorage.start
+
+        def interrupted_start(self: LocalStorage, *args: Any) -> None:
+            start(self, *args)
+            os.kill(os.getpid(), number)
+
+        LocalStorage.start = interrupted_start  # type: ignore[assignment, method-assign]
+
+    status, text = call(words(root, run.name, "--checkpoint.every", "0"), root / "starting.log", before=plant)
+    assert status == expected, text
+    (ended,) = events(run, "interrupted")
+    assert ended["step"] == last_step(run) < 24
+    assert [event["step"] for event in events(run, "checkpoint_saved")] == [ended["step"]]
 
 
 def test_a_second_interrupt_ends_at_once(root: Path) -> None:

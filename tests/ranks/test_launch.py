@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -186,6 +187,40 @@ def test_another_launch_follows_a_failed_one():
     with pytest.raises(LaunchError):
         run_ranks(2, lambda rank: 1 // rank)
     assert run_ranks(2, lambda rank: rank) == [0, 1]
+
+
+def _until_asked(context: RankContext) -> str:
+    if context.rank == 0:
+        os.kill(os.getppid(), signal.SIGTERM)
+    while not context.stop.requested:
+        time.sleep(0.01)
+    return "asked"
+
+
+def test_another_launch_does_not_remember_that_the_last_one_was_ended():
+    launcher = _launcher(2)
+    assert launcher.run(_until_asked, timeout_s=100) == ["asked", "asked"]
+    assert launcher.interrupted and launcher.terminated
+    assert launcher.run(lambda context: context.rank, timeout_s=100) == [0, 1]
+    assert not launcher.interrupted and not launcher.terminated
+
+
+@pytest.mark.parametrize(("name", "number"), [("fork", errno.EAGAIN), ("pipe", errno.EMFILE)])
+def test_a_rank_that_cannot_be_forked_ends_the_others_and_leaves_nothing_open(name, number, monkeypatch):
+    launcher, whole, calls = _launcher(3), getattr(os, name), []
+
+    def fails_at_second():
+        calls.append(1)
+        if len(calls) == 2:
+            raise OSError(number, os.strerror(number))
+        return whole()
+
+    monkeypatch.setattr(os, name, fails_at_second)
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(LaunchError, match=f"rank 1 can't be started: {os.strerror(number)}"):
+        launcher.start(lambda context: time.sleep(60))
+    assert os.listdir("/proc/self/fd") == descriptors and launcher.pids == ()
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def _script(body: str, tmp_path: Path) -> subprocess.Popen[str]:

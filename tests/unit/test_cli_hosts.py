@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import stat
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.launch import hostfile as launch_hostfile
+from tests.runs import Running, wait_until
 
 
 @pytest.fixture
@@ -67,13 +69,20 @@ def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFi
     assert "there are 4 ranks; nearest that works: --layout shard=4" in capsys.readouterr().err
 
 
-def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:  # type: ignore[no-untyped-def]
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A script in the stead of ssh, whose first argument is the host."""
     fake = tmp_path / "ssh"
-    fake.write_text('#!/bin/sh\n[ "$1" = second ] && exit 7\nexec sleep 30\n')
+    fake.touch()
     fake.chmod(fake.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setattr(launch_hostfile.HostfileLauncher.__init__, "__kwdefaults__", {
         **launch_hostfile.HostfileLauncher.__init__.__kwdefaults__, "ssh": (os.fspath(fake),),
     })  # fmt: skip
+    return fake
+
+
+def test_a_host_that_fails_is_named(hosts: str, fake: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.write_text('#!/bin/sh\n[ "$1" = second ] && exit 7\nexec sleep 30\n')
     words = ["train", "--layout", "shard=4", "--hostfile", hosts]
     assert main([*words, "--recovery.enabled", "false"]) == 1
     assert "[second] ended with status 7" in capsys.readouterr().err
@@ -82,3 +91,21 @@ def test_a_host_that_fails_is_named(hosts: str, tmp_path: Path, monkeypatch: pyt
     fake.write_text("#!/bin/sh\nexit 7\n")
     assert main(words) == 1
     assert "[first] ended with status 7" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGHUP, 143)],
+)
+def test_every_host_is_asked_to_end(number: int, status: int, hosts: str, fake: Path, tmp_path: Path) -> None:
+    """Ctrl-C is typed on each, whichever signal came, and no session is left behind."""
+    fake.write_text('#!/bin/sh\necho $$ > "pid-$1"\nhead -c 1 > "typed-$1"\nexit 1\n')
+    hangup = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)  # noqa: E731  the tests may be run under nohup
+    running = Running(["train", "--layout", "shard=4", "--hostfile", hosts], tmp_path / "log", before=hangup)
+    wait_until(lambda: all((tmp_path / f"typed-{host}").exists() for host in ("first", "second")))
+    running.kill(number)
+    assert running.wait() == status, running.text()
+    for host in ("first", "second"):
+        assert (tmp_path / f"typed-{host}").read_bytes() == b"\x03"
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / f"pid-{host}").read_text()), 0)

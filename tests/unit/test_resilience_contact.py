@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -110,13 +111,13 @@ def test_a_leader_that_drops_each_connection_is_called_seldom_and_told_of_once(t
             hub.drop_all()
 
     agent = follower(tmp_path, key)
-    timer = threading.Timer(1.0, lambda: setattr(agent._local, "interrupts", 1))
+    timer = threading.Timer(1.0, lambda: agent._local.interrupts.record(signal.SIGINT))
     leader = threading.Thread(target=lead)
     leader.start()
     timer.start()
     try:
         with contextlib.suppress(LaunchError):
-            while not agent._local.interrupts:
+            while not agent._local.interrupts.count:
                 agent._lead_or_follow()
     finally:
         over.set()

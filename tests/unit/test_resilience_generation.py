@@ -19,7 +19,9 @@ from meshwright.errors import (
     PlanError,
     RankError,
 )
+from meshwright.launch.signals import InterruptCounter
 from meshwright.records import RecordError
+from meshwright.resilience import device_backoff as backoff_module
 from meshwright.resilience.controller import Controller, Planning
 from meshwright.resilience.generation import (
     Ending,
@@ -286,14 +288,19 @@ def test_snapshots_that_a_node_keeps(slots: dict[int, int], local: list, damage:
 class Script:
     """A node whose generations end as a list says; no process runs."""
 
-    node, interrupts, failed_at = 0, 0, None
+    node, failed_at = 0, None
+    interrupts = InterruptCounter()
 
     def __init__(self, run_dir: Path, ends: list[GenerationEnd], remembers: bool, **recovery: Any) -> None:
         config = RunConfig()
         config = dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, **recovery))
         self.job = SimpleNamespace(plan=plan_of(3), analysis=None, config=config, run_dir=run_dir)
         self.ends, self.orders, self.end, self._remembers = ends, [], GenerationEnd(), remembers
-        self.storage = SimpleNamespace(settle=lambda rewinds=False: None, finish=lambda: None)
+        self.storage = SimpleNamespace(settle=self.settle, finish=lambda: None)
+
+    @staticmethod
+    def settle(rewinds: bool = False) -> None:
+        """Has nothing under way."""
 
     def report(self) -> NodeReport:
         generation, ranks = self.end.generation, (0,) if self._remembers and self.end.generation >= 0 else ()
@@ -305,20 +312,22 @@ class Script:
         self.end = dataclasses.replace(self.ends.pop(0), generation=order.generation)
 
 
-def led(
-    path: Path, ends: list[GenerationEnd], remembers: bool = True, **recovery: Any
-) -> tuple[Script, list[tuple[str, dict]], TrainOutcome]:
-    told: list[tuple[str, dict]] = []
-    node = Script(path, ends, remembers, **recovery)
-
+def controller_of(node: Script, told: list[tuple[str, dict]]) -> Controller:
     def plans(ranks: int) -> tuple[Plan, Any]:
         if ranks == 2:
             raise PlanError("no layout of 2")
         return plan_of(ranks), None
 
     planning = Planning(plans=plans, remake=lambda plan, analysis: node.job, announce=lambda plan: None)  # type: ignore
-    controller = Controller(Membership(node), planning, lambda kind, **data: told.append((kind, data)))  # type: ignore
-    return node, told, controller.run({0}, 0.0)
+    return Controller(Membership(node), planning, lambda kind, **data: told.append((kind, data)))  # type: ignore
+
+
+def led(
+    path: Path, ends: list[GenerationEnd], remembers: bool = True, **recovery: Any
+) -> tuple[Script, list[tuple[str, dict]], TrainOutcome]:
+    told: list[tuple[str, dict]] = []
+    node = Script(path, ends, remembers, **recovery)
+    return node, told, controller_of(node, told).run({0}, 0.0)
 
 
 def test_a_run_of_one_node_is_led_through_losses_to_its_end(tmp_path: Path) -> None:
@@ -364,12 +373,60 @@ def test_a_minimum_is_waited_for_and_one_beyond_all_devices_is_not(tmp_path: Pat
     assert told[3][1]["present"] == 2 and told[3][1]["seconds"] > 0 and node.orders[1].world == 3
     with pytest.raises(LaunchError, match="no layout for the 2 ranks that are left"):
         led(tmp_path, [lost, over], False, on_death="shrink", minimum=2, back_s=60.0)
+    _, told, _ = led(tmp_path, [lost, over], on_death="shrink", back_s=0.05, minimum=9)
+    assert told[3][0] == "waiting" and told[3][1]["minimum"] == 3, "what is waited for, not what is configured"
 
 
 def test_failures_without_progress_end_the_run_with_the_last_one(tmp_path: Path) -> None:
     lost = end(failed=failure(rank=-1, text="gone"))
     with pytest.raises(LaunchError, match="gone"):
         led(tmp_path, [lost] * 5, False, attempts=2)
+
+
+def test_each_device_that_is_left_out_has_seconds_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(backoff_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    whole = Script.run
+
+    def run(self: Script, order: Order, *more: Any) -> None:
+        clock.now += 40.0
+        whole(self, order)
+
+    monkeypatch.setattr(Script, "run", run)
+    ends = [end(failed=failure(rank=1)), end(failed=failure(rank=0)), end(outcome=OVER)]
+    _, told, _ = led(tmp_path, ends, on_death="shrink", back_s=60.0)
+    left_out = [fields for kind, fields in told if kind == "left_out"]
+    assert [(fields["device"], fields["seconds"]) for fields in left_out] == [(1, 60.0), (0, 60.0)]
+
+
+def test_a_device_of_a_node_that_is_gone_ends_no_generation(tmp_path: Path) -> None:
+    """Its time out may be over, but nothing would grow."""
+    node = Script(tmp_path, [], True, on_death="shrink", back_s=1e-9)
+    node.poll = lambda ranks: []  # type: ignore[attr-defined]
+    told: list[tuple[str, dict]] = []
+    controller = controller_of(node, told)
+    controller._members.report_local()
+    controller.order, asked = order_of({0: 3}), []
+    requests = SimpleNamespace(reconfiguration_requested=False, request_reconfiguration=lambda: asked.append(1))
+    controller._blame((7, 0))
+    controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
+    assert not asked
+    controller._blame((0, 0))
+    controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
+    assert asked == [1]
+
+
+def test_a_checkpoint_that_hangs_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def settle(rewinds: bool = False) -> None:
+        raise CheckpointError("not written within checkpoint.wait_s")
+
+    monkeypatch.setattr(Script, "settle", staticmethod(settle))
+    told: list[tuple[str, dict]] = []
+    lost = end(failed=failure(rank=-1, text="gone"))
+    controller = controller_of(Script(tmp_path, [lost] * 5, True, attempts=2), told)
+    with pytest.raises(LaunchError, match="gone"):
+        controller.run({0}, 0.0)
+    assert told[-1] == ("checkpoint_failed", {"step": 6, "reason": "not written within checkpoint.wait_s"})
 
 
 def spoiled(values: Any, path: tuple[Any, ...], value: Any) -> bytes:

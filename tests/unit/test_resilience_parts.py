@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import time
 from pathlib import Path
@@ -16,17 +17,19 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment
 from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import TensorShard, digest
-from meshwright.errors import ConfigError, PlanError
+from meshwright.errors import ConfigError, LaunchError, PlanError
 from meshwright.jobs.layouts import _similar_layouts, uneven_shares
 from meshwright.launch.devices import Devices
 from meshwright.monitor import progress as progress_module
 from meshwright.monitor.progress import ProgressWriter, RankStamp, reset_progress
-from meshwright.resilience import devices as devices_module
+from meshwright.resilience import device_backoff as backoff_module
 from meshwright.resilience import hang_watch as hang_module
-from meshwright.resilience.devices import Roster
+from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import DiskWriter
 from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, HangWatch
+from meshwright.resilience.helper import Helper
 from meshwright.resilience.host_memory_budget import fit_local_copies, state_bytes
+from meshwright.resilience.keeper import Keeper
 from meshwright.resilience.orders import choose_snapshot_interval
 from meshwright.resilience.plan_prefetch import PlanPrefetcher
 from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
@@ -52,23 +55,23 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The clock by which stamps are made and judged, and devices left out."""
     clock = Clock()
-    for module in (hang_module, progress_module, devices_module):
+    for module in (hang_module, progress_module, backoff_module):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
 
 def test_a_device_is_left_out_at_its_second_failure_and_longer_each_time(clock: Clock) -> None:
-    roster = Roster([0, 1, 2], RecoveryConfig(back_s=5.0))
-    assert not roster.blame(1) and roster.present == [0, 1, 2]
-    assert roster.blame(1) and roster.present == [0, 2] and roster.absent == [1]
-    assert roster.next_s() == 5.0 and roster.due() == []
+    backoff, devices, device = DeviceBackoff(RecoveryConfig(back_s=5.0)), [(0, 0), (0, 1), (0, 2)], (0, 1)
+    assert backoff.record_failure(device) is None and backoff.left_out == []
+    assert backoff.record_failure(device) == 5.0 and backoff.left_out == [device]
+    assert backoff.remaining_s(devices) == 5.0 and backoff.expired(devices) == []
     clock.now += 6.0
-    assert roster.due() == [1]
-    roster.readmit([1])
-    assert roster.present == [0, 1, 2]
-    assert roster.blame(1) and roster.next_s() == 10.0
-    at_once = Roster([0, 1], RecoveryConfig(on_death="shrink"))
-    assert at_once.blame(0) and at_once.present == [1]
+    assert backoff.expired(devices) == [device] and backoff.expired([(0, 0)]) == []
+    backoff.readmit([device])
+    assert backoff.left_out == [] and backoff.remaining_s(devices) == 0.0
+    assert backoff.record_failure(device) == 10.0 and backoff.remaining_s([(0, 0)]) == 0.0
+    at_once = DeviceBackoff(RecoveryConfig(on_death="shrink"))
+    assert at_once.record_failure((0, 0)) is not None
 
 
 def test_a_node_of_some_devices() -> None:
@@ -218,6 +221,45 @@ def test_plans_are_made_ahead_by_another_process() -> None:
     assert asked == [], "this process planned nothing"
     assert ahead.answer(6) == ("layout of 6", False) and asked == [6]
     ahead.close()
+
+
+@pytest.fixture
+def forkless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without room for another process."""
+
+    def fork() -> int:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(os, "fork", fork)
+
+
+@pytest.mark.usefixtures("forkless")
+def test_a_process_that_cannot_be_forked_leaves_nothing_open(tmp_path: Path) -> None:
+    descriptors = os.listdir("/proc/self/fd")
+    with pytest.raises(LaunchError, match="can't be started: Resource temporarily unavailable"):
+        Helper(lambda: None)
+    with pytest.raises(LaunchError, match="can't be started: Resource temporarily unavailable"):
+        Keeper(tmp_path, lambda: None, 1.0)
+    assert os.listdir("/proc/self/fd") == descriptors
+
+
+@pytest.mark.usefixtures("forkless")
+def test_training_goes_on_where_neither_plans_nor_checkpoints_can_be_made_beside_it(tmp_path: Path) -> None:
+    ahead = PlanPrefetcher(lambda count: f"layout of {count}")
+    ahead.start([7])
+    assert ahead.answer(7) == ("layout of 7", False)
+    told: list[tuple[str, dict]] = []
+    writer = DiskWriter(tmp_path, CheckpointConfig(), Origin(), lambda kind, **data: told.append((kind, data)))
+    shard, segment, control = TensorShard("w", (4,), "float32", ((0, 4),)), Segment(), SupervisorRequests()
+    snapshots = SnapshotWriter(
+        [segment], rank=0, generation=0, tensors=digest([shard]), local_shards=[shard], saved_shards=[(0, shard)]
+    )
+    snapshots.save(3, {"w": torch.arange(4.0)}, {})
+    snapshots.wait()
+    writer.poll([segment], Layout(), control)
+    assert [(kind, data["step"]) for kind, data in told] == [("checkpoint_failed", 3)] and not writer.busy
+    assert control.written[0] == 3, "ranks that wait for it are not left waiting"
+    control.close()
 
 
 def test_snapshots_are_as_frequent_as_a_hundredth_of_a_step_allows() -> None:
