@@ -156,8 +156,7 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
     # the row's own split is first; others may refer to it by position
     splits = [_row_split(matrices[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
-    for name in inner_rows:
-        splits.append(_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)))
+    splits += [_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)) for name in inner_rows]
     standalone_splits, shared = _split_standalone_parameters(
         graph, target, units, columns, column_inputs, list(global_norms)
     )
