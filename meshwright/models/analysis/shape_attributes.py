@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.trace import LayerTrace
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.parameter_slices import read_number
-from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
+from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShapeAttribute, ShardingGroup
 
 TOGETHER = 3
 """Most integers that are tried in every combination, beside all together."""
@@ -39,58 +40,61 @@ def fit_shape_attributes(
     first_failure = rehearse(group)
     if not first_failure:
         return group, ""
-    numbers = list(_candidate_attributes(traced, group))
-    matching_sizes = [number for number in numbers if _is_size_of_split(traced.layer, group, number)]
+    candidates = list(_candidate_attributes(traced, group))
+    matching_sizes = [attribute for attribute in candidates if _is_size_of_split(traced.layer, group, attribute)]
     trials = 0
     for cuttings in _cutting_sets(traced, group):
         cut_group = dataclasses.replace(group, cuttings=(*group.cuttings, *cuttings))
-        # with a cutting, no number at all is an option too; without one that has failed already
+        # with a cutting, no attribute at all is an option too; without one that has failed already
         options = (
-            [[], *_number_sets(numbers, matching_sizes)] if cuttings else list(_number_sets(numbers, matching_sizes))
+            [[], *_attribute_sets(candidates, matching_sizes)]
+            if cuttings
+            else list(_attribute_sets(candidates, matching_sizes))
         )
-        for numbers_chosen in options[:8] if cuttings else options:
+        for chosen_attributes in options[:8] if cuttings else options:
             trials += 1
             if trials > TRIALS:
                 return None, first_failure
-            candidate = dataclasses.replace(cut_group, numbers=tuple(numbers_chosen))
+            candidate = dataclasses.replace(cut_group, shape_attributes=tuple(chosen_attributes))
             if not rehearse(candidate):
-                return _drop_unneeded_numbers(candidate, rehearse), ""
+                return _drop_unneeded_attributes(candidate, rehearse), ""
     return None, first_failure
 
 
-def _drop_unneeded_numbers(group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]) -> ShardingGroup:
+def _drop_unneeded_attributes(group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]) -> ShardingGroup:
     """Drops shape attributes without which the group passes too."""
-    for number in group.numbers:
-        other_numbers = tuple(kept_number for kept_number in group.numbers if kept_number != number)
-        candidate = dataclasses.replace(group, numbers=other_numbers)
+    for attribute in group.shape_attributes:
+        other_attributes = tuple(kept for kept in group.shape_attributes if kept != attribute)
+        candidate = dataclasses.replace(group, shape_attributes=other_attributes)
         if not rehearse(candidate):
             group = candidate
     return group
 
 
-def _is_size_of_split(layer: nn.Module, group: ShardingGroup, number: ShapeAttribute) -> bool:
+def _is_size_of_split(layer: nn.Module, group: ShardingGroup, attribute: ShapeAttribute) -> bool:
     """Returns whether an integer is the size or the count of a dim that is split."""
-    value = read_number(layer.get_submodule(number.module), number.attribute)
+    value = read_number(layer.get_submodule(attribute.module), attribute.attribute)
     blocks = [block for split in group.splits for block in split.blocks if block.count > 1]
     totals = [sum(block.size * block.count for block in split.blocks) for split in group.splits]
     return value in {group.units, *totals, *(block.count for block in blocks), *(b.size * b.count for b in blocks)}
 
 
-def _number_sets(numbers: list[ShapeAttribute], matching_sizes: list[ShapeAttribute]) -> Iterator[list[ShapeAttribute]]:
+def _attribute_sets(
+    candidates: list[ShapeAttribute], matching_sizes: list[ShapeAttribute]
+) -> Iterator[list[ShapeAttribute]]:
     """Yields likely sets first: sizes of split dims, counts of heads, all, then every small combination."""
-    head_counts = [number for number in numbers if "head" in number.attribute or "groups" in number.attribute]
-    yielded: list[list[ShapeAttribute]] = []
-    all_but_one = [
-        [kept_number for kept_number in matching_sizes if kept_number is not dropped_number]
-        for dropped_number in matching_sizes
+    head_counts = [
+        attribute for attribute in candidates if "head" in attribute.attribute or "groups" in attribute.attribute
     ]
-    options = [matching_sizes, *all_but_one, head_counts, numbers, *([number] for number in numbers)]
+    yielded: list[list[ShapeAttribute]] = []
+    all_but_one = [[kept for kept in matching_sizes if kept is not dropped] for dropped in matching_sizes]
+    options = [matching_sizes, *all_but_one, head_counts, candidates, *([attribute] for attribute in candidates)]
     for size in range(2, TOGETHER + 1):
-        options += [list(number_set) for number_set in combinations(numbers, size)]
-    for number_set in options:
-        if number_set and number_set not in yielded:
-            yielded.append(number_set)
-            yield number_set
+        options += [list(attribute_set) for attribute_set in combinations(candidates, size)]
+    for attribute_set in options:
+        if attribute_set and attribute_set not in yielded:
+            yielded.append(attribute_set)
+            yield attribute_set
 
 
 def _candidate_attributes(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
@@ -120,7 +124,7 @@ def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, in
         root: a module of the layer.
     """
     reads_by_path: dict[str, dict[str, int]] = {}
-    with torch.no_grad(), _record_integer_reads(root, reads_by_path):
+    with torch.no_grad(), Float64Ops(), _record_integer_reads(root, reads_by_path):
         traced.layer(*traced.args, **traced.kwargs)
     return reads_by_path
 
@@ -225,8 +229,8 @@ def _argument_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int
         for dim, size in enumerate(item.shape):
             for count in sorted(counts):
                 block = Block(start=0, size=1, count=count)
-                cutting = Cutting(kind="argument", module=group.module, key=key, dim=dim, blocks=(block,))
-                # a leading dim of the batch's rows is no dim of units, even where the numbers agree
+                cutting = Cutting(kind=CuttingKind.ARGUMENT, module=group.module, key=key, dim=dim, blocks=(block,))
+                # a leading dim of the batch's rows is no dim of units, even where the sizes agree
                 if size == count and (dim or item.shape[0] != rows):
                     yield cutting
                 elif size == rows * count and dim == 0:
@@ -246,5 +250,5 @@ def _buffer_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int])
             for dim, size in enumerate(item.shape):
                 blocks = blocks_by_size.get(size) or ((Block(start=0, size=1, count=size),) if size in counts else ())
                 if blocks and size > 1:
-                    yield Cutting(kind="buffer", module=full_path, key=key, dim=dim, blocks=blocks)
+                    yield Cutting(kind=CuttingKind.BUFFER, module=full_path, key=key, dim=dim, blocks=blocks)
                     break
