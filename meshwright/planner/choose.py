@@ -246,6 +246,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none")
+    choices += bool(layout.compress) + (layout.compress_weights != "none")
     return axes + choices, layout.zero, layout.microbatches
 
 
