@@ -20,6 +20,7 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
+from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import learn
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
@@ -265,5 +266,6 @@ def _make_question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
+        rounds=Rounds(steps=config.outer.every, rounded=config.outer.compress != "none"),
         history=learn(*run_history_file(machines)),
     )

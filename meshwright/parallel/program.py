@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.fsdp import reshard_all
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -44,7 +45,7 @@ class Program:
         self._compute = compute
         copies = 1
         if mesh is not None:
-            copies = mesh.world.size // mesh.layout.degree(Mechanics.STAGES)
+            copies = mesh.island.size // mesh.layout.degree(Mechanics.STAGES)
         self.weights: list[Weight] = []
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
@@ -86,7 +87,7 @@ class Program:
         """Number of ranks that read the same rows and tokens."""
         if self.mesh is None:
             return 1
-        shape = self.mesh.layout.shape()
+        shape = self.mesh.layout.within_island().shape()
         return math.prod(size for name, size in shape.items() if name not in self.mesh.loss_axes)
 
     @property
@@ -180,6 +181,11 @@ class Program:
                 return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.moving_buffers.restore(buffers_before)
+
+    def weights_changed(self) -> None:
+        """Frees weights that were gathered before the ranks' own parts changed outside of an update."""
+        for stage in self.stages:
+            reshard_all(stage.module)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

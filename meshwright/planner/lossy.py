@@ -69,7 +69,7 @@ def consider_lossy(
     best, ties = sort_candidates([*choice.best, *faster], question.same)
     plan = best[0].layout
     notes = choice.notes
-    if plan.compress or plan.compress_weights != "none":
+    if plan.is_lossy:
         notes += (
             f"the plan rounds what it sends, as --allow lossy permits; the fastest exact layout, {exact.layout}, takes "
             f"{format_seconds(exact.price.step_s)} a step",

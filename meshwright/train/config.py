@@ -109,6 +109,53 @@ class TrainConfig(Config):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OuterConfig(Config):
+    """How islands join (layouts with ``islands=2`` or more; docs/islands.md); without islands it has no effect.
+
+    Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025); McMahan et al., FedAvg (2017).
+    """
+
+    kind: Literal["diloco", "local_sgd"] = "diloco"
+    """``diloco``: Nesterov SGD on the mean of the islands' movements; ``local_sgd``: the mean of their weights."""
+    every: int = 30
+    """Steps of a round, between two joins."""
+    lr: float | None = None
+    """Rate of the outer step; None for 0.7, and 1 with ``local_sgd``."""
+    momentum: float | None = None
+    """Momentum of the outer step; None for 0.9, and 0 with ``local_sgd``."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    compress: Literal["none", "bf16"] = "none"
+    """What the islands' movements travel as: float32, or bfloat16, half of it."""
+    topology: str = "all_reduce"
+    """Whom an island exchanges with: ``all_reduce``, all others."""
+
+    @property
+    def rate(self) -> float:
+        """Rate of the outer step."""
+        return (1.0 if self.kind == "local_sgd" else 0.7) if self.lr is None else self.lr
+
+    @property
+    def decay(self) -> float:
+        """Momentum of the outer step."""
+        return (0.0 if self.kind == "local_sgd" else 0.9) if self.momentum is None else self.momentum
+
+    def check(self) -> None:
+        """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
+        if self.every < 1:
+            raise ConfigError(f"outer.every = {self.every}: a round has at least 1 step")
+        if not self.rate > 0:
+            raise ConfigError(f"outer.lr = {self.lr}: it must be above 0, or nothing of a round would stay")
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"outer.momentum = {self.momentum}: it must be at least 0 and under 1")
+        if self.kind == "local_sgd" and (self.rate, self.decay) != (1.0, 0.0):
+            raise ConfigError(
+                f"outer.kind = local_sgd takes the mean of the islands' weights, which outer.lr = {self.rate:g} and "
+                f"outer.momentum = {self.decay:g} would change; leave them out, or write --outer diloco"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationConfig(Config):
     """Validation loss over the held-out text."""
 

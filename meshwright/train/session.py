@@ -52,6 +52,7 @@ from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
@@ -215,12 +216,12 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
-    config, layout = job.config, job.plan.layout
-    device = torch.device(context.device)
+    config, layout, device = job.config, job.plan.layout, torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
+    optimizer.outer = outer = _make_outer(job, program, optimizer)
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
@@ -258,6 +259,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
+        outer=outer,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
@@ -267,6 +269,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     stack.callback(feed.close)
     if config.train.rebalance:
         deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
+    optimizer.outer = outer = _make_outer(job, program, optimizer)
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
@@ -315,6 +318,13 @@ def _make_faults(context: RankContext, job: TrainJob, program: Program, optimize
     spoiler = Spoiler(program, optimizer)
     configured = parse_faults(job.config.recovery.faults)
     return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
+
+
+def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | None:
+    """Returns what joins the islands; None where there is one."""
+    if job.plan.layout.islands == 1:
+        return None
+    return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
 
 
 def _make_feed(
