@@ -123,7 +123,7 @@ def _unframe_message(box: str) -> str:
     return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Prints a result on standard output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.arguments import answer, take_flag, take_value
+from meshwright.cli.arguments import print_result, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.events import Event
 from meshwright.jobs.progress import to_stderr as say
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     args = list(argv)
     kinds = "\n".join(f"  --{kind:<5} rank=N       {effect}" for kind, effect in KINDS.items())
     if not args or args[0] in ("-h", "--help"):
-        answer(USAGE.format(kinds=kinds).rstrip())
+        print_result(USAGE.format(kinds=kinds).rstrip())
         return 0
     run_dir, as_json = Path(args.pop(0)), take_flag(args, "--json")
     wait_s = _parse_wait(take_value(args, "--wait") or "600")
@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
         data = {key: value for key, value in event.items() if key not in ("kind", "rank", "pid", "host", "time")}
         say(event_line(Event(kind=event["kind"], rank=0, data=data)) or event["kind"])
     if as_json:
-        answer(json.dumps(story_events()))
+        print_result(json.dumps(story_events()))
     return 0
 
 

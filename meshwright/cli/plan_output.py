@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright
-from meshwright.cli.arguments import answer
+from meshwright.cli.arguments import print_result
 from meshwright.cli.main import load_file
 from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
 from meshwright.jobs.progress import to_stderr
@@ -42,7 +42,7 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
         page = load_file("plan_page").write_page(Path(config.html), question, choice, compared)
         to_stderr(f"page: {page}")
     if as_json:
-        answer(json.dumps(result.to_json(), indent=2))
+        print_result(json.dumps(result.to_json(), indent=2))
     else:
         show_plan(question, choice, compared)
     return 0
@@ -50,7 +50,7 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
 
 def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
     if as_json:
-        answer(json.dumps(result.to_json(), indent=2))
+        print_result(json.dumps(result.to_json(), indent=2))
     else:
         show_curve(result.question, list(result.points))
     return 0 if any(point.best for point in result.points) else 1

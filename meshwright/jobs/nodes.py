@@ -100,4 +100,4 @@ class NodeOptions:
             listener=listener,
             interface=interface_of(address),
         )
-        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=node_ranks)
+        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", node_ranks=node_ranks)

@@ -39,9 +39,9 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.torchrun import TorchrunLauncher
 from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
-from meshwright.resilience.agent import Agent, Seat
-from meshwright.resilience.controller import Planning
+from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
+from meshwright.resilience.planning import Planning
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
@@ -247,8 +247,8 @@ def _run_node(
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's ranks; returns the outcome, and whether this node was the leader at the end."""
     key = run_key(job.run_dir, nodes.key_file)
-    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
-    agent = Agent(job, nodes.devices, seat, _make_planning(config, model, job, nodes.devices, machines, say))
+    endpoint = NodeEndpoint(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
+    agent = Agent(job, nodes.devices, endpoint, _make_planning(config, model, job, nodes.devices, machines, say))
     outcome = agent.run()
     return outcome.to_json() | {"terminated": agent.terminated}, agent.leads
 
@@ -258,24 +258,24 @@ def _make_planning(
 ) -> Planning:
     """Returns how a run gets plans and jobs for other numbers of ranks."""
 
-    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
+    def plan_for_ranks(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
-    def remake(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
+    def make_job(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
         if analysis is None:
             analysis = analyse_layout(config, model, plan.layout, devices)
         kept_rows = {title: text for title, text in job.header.items() if title != _WHOLE}
         header = kept_rows | _layout_header_rows(plan, analysis, devices.kind)
         return dataclasses.replace(job, plan=plan, analysis=analysis, header=header)
 
-    def announce(plan: Plan) -> None:
+    def announce_plan(plan: Plan) -> None:
         try:
             write_run(job.run_dir, config, plan)
         except OSError as error:
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
 
-    return Planning(plans=plans, remake=remake, announce=announce)
+    return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan)
 
 
 def _check_before_start(
