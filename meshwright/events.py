@@ -27,6 +27,10 @@ class CommTotals:
     """Time between the start of a collective and its end, summed; overlapped time counts."""
     exposed_s: float
     """Time that the rank stood still for it."""
+    raw_bytes: int = 0
+    """What it would have sent of the same values uncompressed: ``bytes`` where nothing is compressed."""
+    rounding_error: float = 0.0
+    """Of a compressed sum: 2-norm of what rounding adds to it over the sum's own, as this rank's chunk shows it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

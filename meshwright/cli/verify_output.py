@@ -22,6 +22,11 @@ def show(verdict: Verdict, width: int) -> None:
     say(f"  {label:<8} {verdict.layout:<{width}}  {_error_columns(verdict)}  worst {verdict.worst.name}")
     if verdict.wrong:
         say(f"           {verdict.wrong}")
+    if verdict.rounding_distance:
+        say(
+            f"           rounded as in plain numpy to {verdict.method_error:.1e}; rounding takes what is sent "
+            f"{verdict.rounding_distance:.1e} from exact values, with which the errors above are"
+        )
     if verdict.scope:
         say(f"           {verdict.scope.summary}")
 

@@ -32,6 +32,8 @@ NODE_KEYS = (
     "rack",
 )
 """Keys of one ``[[group]]``."""
+INSIDE_OF_UNKNOWN_DEVICE = "pcie4"
+"""Link between the devices of a node that the catalogue doesn't know and the file doesn't describe."""
 
 
 def read_file(path: Path) -> JsonObject:
@@ -65,6 +67,8 @@ def read_nodes(values: JsonObject) -> list[tuple[Node, int]]:
     # A single [group] table is accepted as a list of one.
     if isinstance(groups, Mapping):
         groups = [groups]
+    if not isinstance(groups, Sequence) or isinstance(groups, str):
+        raise ClusterError(f"group = {groups!r} must be tables, as [[group]]")
     if not groups:
         raise ClusterError("the cluster has no [[group]]; give one with device = 'h100' and nodes = 8")
     return [_read_group(group, index, devices, links) for index, group in enumerate(groups)]
@@ -87,11 +91,7 @@ def _read_group(
     elif known(name):
         node = dataclasses.replace(standard_node(name), device=device)
     else:
-        node = Node(
-            device=device,
-            count=_read_int(values, "count", 1, key_prefix),
-            inside=links.get("inside") or _inside_link_of_unknown_device(values),
-        )
+        node = Node(device=device, count=1, inside=catalogue.link(INSIDE_OF_UNKNOWN_DEVICE))
 
     def chosen_link(key: str, default: Link | None) -> Link | None:
         if key not in values:
@@ -102,26 +102,26 @@ def _read_group(
     node = node.resized(_read_int(values, "count", node.count, key_prefix))
     outside = chosen_link("outside", node.outside)
     # Without a network there are no cards to count.
-    cards = float(values.get("outside_count", node.outside_count or 1)) if outside else 0
+    cards = _read_number(values, "outside_count", node.outside_count or 1, key_prefix, "cards") if outside else 0
+    rack = _read_int(values, "rack", node.rack, key_prefix)
+    inside = chosen_link("inside", node.inside)
+    if inside is None and node.count * rack > 1:
+        raise ClusterError(
+            f"{key_prefix}inside = 'none', but {node.count * rack} devices share it: name a link, or write count = 1"
+        )
     node = dataclasses.replace(
         node,
-        inside=chosen_link("inside", node.inside) or node.inside,
+        inside=inside or node.inside,
         outside=outside,
         outside_count=cards,
         host_link=chosen_link("host_link", node.host_link),
         host_memory_bytes=_read_int(values, "host_memory_bytes", node.host_memory_bytes, key_prefix),
-        host_bandwidth_bytes_per_s=_read_rate(
-            values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, key_prefix
+        host_bandwidth_bytes_per_s=_read_number(
+            values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, key_prefix, "bytes per second"
         ),
-        rack=_read_int(values, "rack", node.rack, key_prefix),
+        rack=rack,
     )
     return node, _read_int(values, "nodes", 1, key_prefix)
-
-
-def _inside_link_of_unknown_device(values: JsonObject) -> Link:
-    """Returns the inside link of a node whose device isn't in the catalogue: the named one, or PCIe 4."""
-    link_name = str(values.get("inside", "pcie4"))
-    return catalogue.links().get(link_name) or catalogue.link("pcie4")
 
 
 def _read_device(name: str, values: JsonObject) -> Device:
@@ -134,7 +134,7 @@ def _read_device(name: str, values: JsonObject) -> Device:
         if base_name is not None or known(name):
             return dataclasses.replace(catalogue.device(str(base_name or name)), name=name, **fields)
         return Device(name=name, **fields)
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ClusterError(
             f"devices.{name}: {_readable(error)}; or name a device that it is like: like = 'h100'"
         ) from None
@@ -151,13 +151,13 @@ def _read_link(name: str, values: JsonObject) -> Link:
     base_fields |= catalogue.link(name).to_dict() if not base_fields and name in catalogue.links() else {}
     try:
         return catalogue.read_link({**base_fields, **fields, "name": name})
-    except TypeError as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise ClusterError(
             f"links.{name}: {_readable(error)}; or name a link that it is like: like = 'pcie4'"
         ) from None
 
 
-def _readable(error: TypeError) -> str:
+def _readable(error: Exception) -> str:
     return re.sub(r"^.*__init__\(\) ", "", str(error)).replace("keyword-only arguments", "values")
 
 
@@ -175,10 +175,10 @@ def _read_int(values: JsonObject, key: str, default: int, key_prefix: str) -> in
     return value
 
 
-def _read_rate(values: JsonObject, key: str, default: float, key_prefix: str) -> float:
+def _read_number(values: JsonObject, key: str, default: float, key_prefix: str, unit: str) -> float:
     value = values.get(key, default)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ClusterError(f"{key_prefix}{key} = {value!r} must be a number of bytes per second")
+        raise ClusterError(f"{key_prefix}{key} = {value!r} must be a number of {unit}")
     return float(value)
 
 

@@ -103,7 +103,9 @@ def _digest_file(path: str) -> str:
 def _exclusive_lock(folder: Path) -> Iterator[None]:
     """Holds a lock, so that only one process of a node reads the corpus; without one where it can't be written."""
     with contextlib.ExitStack() as stack:
-        if os.access(folder if folder.exists() else folder.parent, os.W_OK):
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
             stack.enter_context(lone_writer(folder / (DIGESTS + ".lock"), LOCK_S))
         yield
 
@@ -125,5 +127,6 @@ def _read_records(path: Path) -> DigestRecords:
 def _write_records(path: Path, records: DigestRecords) -> None:
     # Entries of deleted files are dropped, so that the cache doesn't grow forever.
     existing = {name: row for name, row in records.items() if os.path.exists(name)}
-    with contextlib.suppress(OSError), whole_file(path) as file:
+    # DataError: the disk is full. A cache is no reason to fail.
+    with contextlib.suppress(OSError, DataError), whole_file(path) as file:
         file.write(json.dumps(existing, sort_keys=True).encode("utf-8"))

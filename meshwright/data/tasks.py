@@ -22,6 +22,7 @@ from meshwright.data.documents import read_documents
 from meshwright.data.files import whole_file
 from meshwright.data.selection import DOCUMENT, TextSpan, document_row
 from meshwright.data.sources import CorpusFile
+from meshwright.errors import DataError
 from meshwright.records import RecordCodec
 
 _HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
@@ -182,14 +183,21 @@ class EncodeTask:
 
     def _encode_characters(self) -> Iterator[NDArray[np.unsignedinteger]]:
         """Yields the (characters,) ids of each span, one token a character."""
-        # A table over all of Unicode: encoding is one look-up by code point.
-        token_of_character = np.zeros(0x110000, dtype=self.dtype)
+        # A table over all of Unicode: encoding is one look-up by code point. -1: no character of the tokenizer's.
+        token_of_character = np.full(0x110000, -1, dtype=np.int32)
         for character, token in _load_tokenizer(self.directory).get_vocab(with_added_tokens=False).items():
             token_of_character[ord(character)] = token
         for span in self.spans:
             # UTF-32 gives one code point a character: the whole text is one array look-up.
             code_points = np.frombuffer(read_span(self.directory, span).encode("utf-32-le"), dtype="<u4")
-            yield token_of_character[code_points]
+            tokens = token_of_character[code_points]
+            if tokens.min(initial=0) < 0:
+                character = chr(code_points[int(tokens.argmin())])
+                raise DataError(
+                    f"the text has the character {character!r}, which isn't in {self.directory}/tokenizer.json, made "
+                    "of this text's characters: one of both is damaged; delete the directory and prepare again"
+                )
+            yield tokens.astype(self.dtype)
 
 
 class Task(Protocol):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -85,26 +85,24 @@ def inspect(
     config = with_fields(config or InspectConfig(), model=model, layout=layout, explain=explain)
     layouts = [Layout.parse(text) for text in config.layout]
     built = build_meta(config.model)
-    # a training run reads the table and the layer graph with the model's own loss in its output
-    trial = try_forward(built) if config.explain else None
-    objective = trial.objective if trial is not None else None
+    # A training run reads the table and the layer graph with the model's own loss in its output.
+    trial = _attempt(lambda: try_forward(built))
+    objective = None if isinstance(trial, MeshwrightError) else trial.objective
     degree = next((split for layout in layouts if (split := layout.degree(Mechanics.MATRICES)) > 1), 2)
-    sharding_analysis = _attempt(lambda: analyse_sharding(built, degree if config.explain else 2, objective))
+    sharding_analysis = _attempt(lambda: analyse_sharding(built, degree, objective))
     if config.model.sharding and not isinstance(sharding_analysis, MeshwrightError):
         table = overridden_table(built, sharding_analysis.table)
         sharding_analysis = dataclasses.replace(sharding_analysis, table=table)
     graph_analysis = _attempt(lambda: analyse_layer_graph(built, objective))
-    experts = tuple(
-        {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
-        for rows in find_experts(built.module)
-    )
     analysis = ModelAnalysis(
         table=None if isinstance(sharding_analysis, MeshwrightError) else sharding_analysis.table,
         layer_graph=None if isinstance(graph_analysis, MeshwrightError) else graph_analysis.layer_graph,
-        trial=trial,
+        trial=None if isinstance(trial, MeshwrightError) else trial,
     )
     explanations: tuple[LayerExplanation, ...] = ()
-    if trial is not None:
+    if config.explain:
+        if isinstance(trial, MeshwrightError):
+            raise trial
         if isinstance(sharding_analysis, MeshwrightError):
             raise sharding_analysis
         explanations = (
@@ -114,10 +112,10 @@ def inspect(
         model=config.model.name,
         shape=measure_shape(built).to_json(),
         structure=_describe_structure(built),
-        experts=experts,
+        experts=tuple(_describe_experts(built)),
         sharding=_describe_sharding(sharding_analysis),
         pipeline=_describe_pipeline(graph_analysis),
-        layouts=tuple(_price_layout(built, layout, analysis) for layout in layouts),
+        layouts=tuple(_price_layout(built, layout, analysis, degree) for layout in layouts),
         stacks=tuple(_read_stacks(config, layout) for layout in layouts) if config.stack else (),
         explanations=explanations,
     )
@@ -136,6 +134,12 @@ def _read_stacks(config: InspectConfig, layout: Layout) -> JsonObject:
     name = "" if config.stack == "." else config.stack
     stacks = module_stacks(build_meta(config.model), layout, name, config.rank)
     return {"layout": str(layout), "rank": config.rank, "modules": [stack.to_json() for stack in stacks]}
+
+
+def _describe_experts(built: BuiltModel) -> Iterator[JsonObject]:
+    """Yields the modules of experts with their number and weights."""
+    for rows in find_experts(built.module):
+        yield {"module": rows.module, "experts": rows.experts, "parameters": list(rows.parameters)}
 
 
 def _describe_structure(built: BuiltModel) -> JsonObject:
@@ -206,9 +210,18 @@ def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> JsonOb
     }
 
 
-def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalysis) -> JsonObject:
-    """Returns a layout's bytes of state for each position of the mesh."""
+def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalysis, degree: int) -> JsonObject:
+    """Returns a layout's bytes of state for each position of the mesh.
+
+    Args:
+        built: the model, on meta.
+        layout: to be priced.
+        known_analysis: of the model.
+        degree: number of ranks for which ``known_analysis`` has the sharding table.
+    """
     check(layout, "cuda", len(built.structure.layers))
+    if layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) not in (1, degree):
+        known_analysis = dataclasses.replace(known_analysis, table=None)
     analysis = analyse_model(built, layout, known_analysis)
     expert.check(analysis.experts, layout.degree(Mechanics.EXPERTS))
     model_weights = model_parts(built, analysis)

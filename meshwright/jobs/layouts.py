@@ -192,7 +192,10 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
         microbatches = full_layout.microbatches
         layouts.append(
             dataclasses.replace(
-                layout, microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1
+                layout,
+                microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
+                compress=full_layout.compress.over(layout.copies),
+                compress_weights=full_layout.compress_weights if layout.zero else "none",
             )
         )
     return layouts
@@ -211,12 +214,13 @@ def _planner_plans(
     count: int,
     precision: str | None = None,
     say: Say = to_stderr,
+    splits_backward: bool = True,
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns up to ``count`` of the planner's best layouts, skipping those that the model doesn't allow."""
     ranks, devices = machines.ranks, machines.devices
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
-        question = _make_question(config, model, machines, precision)
+        question = _make_question(config, model, machines, precision, splits_backward)
         measure = make_measure(model.built, config.data.sequence, precision)
         question = measure_activations(question, measure)
         choice = reprice_choice(question, choose(question), measure)
@@ -233,9 +237,11 @@ def _planner_plans(
         except PlanError as error:
             refused.append(f"{ranked.layout}: {error}")
             continue
-        plans.append(
-            (predict.chosen_plan(question, choice, layout_index, model_parts(model.built, analysis)), analysis)
-        )
+        parts = model_parts(model.built, analysis)
+        if splits_backward and predict.whole_backward_reason(ranked.layout, parts):
+            # Known only once the model was rehearsed: plan again without schedules that count on halves.
+            return _planner_plans(config, model, machines, count, precision, say, splits_backward=False)
+        plans.append((predict.chosen_plan(question, choice, layout_index, parts), analysis))
         if len(plans) == count:
             break
     if not plans:
@@ -243,12 +249,15 @@ def _planner_plans(
     return plans
 
 
-def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
+def _make_question(
+    config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
+) -> Question:
     job = PricedJob(
         shape=measure_shape(model.built),
         sequence=config.data.sequence,
         rows=config.train.batch,
         precision=precision,
+        splits_backward=splits_backward,
     )
     return Question(
         job=job,

@@ -88,8 +88,6 @@ def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
             return None
 
     def measure_layout(layout: Layout, rows: int) -> ModelWork | None:
-        if layout.offload != "none":  # its update isn't the device's, which is what was measured
-            return None
         work = measured(rows, layout.degree(Mechanics.MATRICES), layout.sequence)
         return work.compiled() if work is not None and layout.compile else work
 

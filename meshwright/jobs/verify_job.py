@@ -88,6 +88,13 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
     if not texts:
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
     layouts = [Layout.parse(text) for text in texts]
+    for layout in layouts:
+        if layout.compress or layout.compress_weights != "none":
+            raise ConfigError(
+                f"--layout {layout}: a job is proven to 1e-9, and rounded numbers on the wire are another training; "
+                "leave compress and compress_weights out of --layout, and prove the rounding itself by meshwright "
+                f"verify --model {config.model.name} --layout {layout}"
+            )
     for layout, text in zip(layouts, named):
         if "precision" in text and layout.precision != "float64":
             raise ConfigError(

@@ -184,7 +184,7 @@ def _size_values(
         "layers": pick("layers", 4),
         "width": width,
         "heads": heads,
-        "kv_heads": config.kv_heads or (heads if preset else min(heads, size_of(text_fields, "kv_heads") or heads)),
+        "kv_heads": config.kv_heads or _key_heads(heads, None if preset else size_of(text_fields, "kv_heads")),
         "vocab": config.vocab or vocab or pick("vocab", 512),
         "context": config.context or context or pick("context", 256),
         "experts": pick("experts", 4),
@@ -200,6 +200,12 @@ def _size_values(
             if name in text_fields:
                 values[name] = min(2, sizes["experts"], text_fields[name] or 2)
     return values
+
+
+def _key_heads(heads: int, own_key_heads: int | None) -> int:
+    """Returns the largest number of key heads that divides the query heads, up to the config's own."""
+    limit = min(heads, own_key_heads or heads)
+    return next(count for count in range(limit, 0, -1) if heads % count == 0)
 
 
 def _known_overrides(config: ModelConfig, attributes: Mapping[str, Any]) -> dict[str, Any]:

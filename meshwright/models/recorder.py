@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,6 +100,9 @@ class Recording(TorchDispatchMode):
             # an address must not be used twice while the recording lives
             self._alive.append(storage)
             self.sizes[ordinal] = (storage.nbytes() // tensor.element_size(), tensor.dtype)
+        size, dtype = self.sizes[ordinal]
+        if storage.nbytes() > size * dtype.itemsize:  # `out=` has resized an empty tensor
+            self.sizes[ordinal] = (storage.nbytes() // dtype.itemsize, dtype)
         return TensorRef(ordinal, tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset(), tensor.dtype)
 
     def knows(self, tensor: torch.Tensor) -> bool:
@@ -118,12 +121,7 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
-        # the schema marks arguments that an in-place operator writes
-        written = [
-            value
-            for spec, value in zip(func._schema.arguments, args)
-            if isinstance(value, torch.Tensor) and value.is_meta and spec.alias_info and spec.alias_info.is_write
-        ]
+        written = [tensor for tensor in _written_tensors(func, args, kwargs) if tensor.is_meta]
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         # an output with a known storage is a view, which needs no operation in the replay
@@ -133,6 +131,17 @@ class Recording(TorchDispatchMode):
             fresh = [self.ref(item) if is_new else None for item, is_new in zip(outputs, new)]
             self.add(func, args, kwargs, writes, fresh)
         return out
+
+
+def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Yields the arguments that an operator writes: ``self`` of `mul_`, each of `_foreach_mul_`'s, ``out=``."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, torch.Tensor):
+                yield item
 
 
 class MetaFactories(TorchFunctionMode):

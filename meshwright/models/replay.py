@@ -140,7 +140,7 @@ class Replay:
         location = (target.offset, target.numel, op.order, target.dtype)
         in_place = bool(op.writes)
         if op.name in _COPIES:
-            copy_step = self._copy_step(op.args[1] if in_place else op.args[0], target, op.order)
+            copy_step = self._copy_step(op.args[1] if op.name == "copy_" else op.args[0], target, op.order)
             return None if copy_step is None else [copy_step]
         # element-wise with a tensor operand would need that operand's run too: replayed whole
         if op.name.removesuffix("_") not in _POINTWISE or _has_tensor((op.args[1:], op.kwargs)):

@@ -8,6 +8,7 @@ bit-identical on all ranks, and it avoids gloo's own reduce-scatter, which all-r
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,15 +36,24 @@ class TrafficLog:
     started: int = 0
     """Collectives that were started since the last drain."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    _rounding: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     _events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
-    def add(self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float) -> None:
-        """Books one collective."""
-        total = self._totals.setdefault((axis, op), [0, 0, 0.0, 0.0])
+    def add(
+        self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float, raw_bytes: int | None = None
+    ) -> None:
+        """Books one collective; ``raw_bytes`` is what it would send uncompressed, None for the same."""
+        total = self._totals.setdefault((axis, op), [0, 0, 0.0, 0.0, 0])
         total[0] += 1
         total[1] += sent_bytes
         total[2] += seconds
         total[3] += exposed_s
+        total[4] += sent_bytes if raw_bytes is None else raw_bytes
+
+    def add_rounding(self, axis: str, op: str, squared_error: torch.Tensor, squared_sum: torch.Tensor) -> None:
+        """Books the rounding of a compressed sum: scalars on its device, read when the log is drained."""
+        squares = torch.stack([squared_error, squared_sum]).to(torch.float64)
+        self._rounding[axis, op] = self._rounding[axis, op] + squares if (axis, op) in self._rounding else squares
 
     def add_events(
         self, axis: str, op: str, start: torch.cuda.Event, wait: torch.cuda.Event, resume: torch.cuda.Event
@@ -87,13 +97,30 @@ class TrafficLog:
                 total[2] += start.elapsed_time(resume) / 1e3
                 total[3] += wait.elapsed_time(resume) / 1e3
         rows = tuple(
-            CommTotals(axis=axis, op=op, calls=int(calls), bytes=int(byte_count), seconds=seconds, exposed_s=exposed)
-            for (axis, op), (calls, byte_count, seconds, exposed) in self._totals.items()
+            CommTotals(
+                axis=axis,
+                op=op,
+                calls=int(calls),
+                bytes=int(byte_count),
+                seconds=seconds,
+                exposed_s=exposed,
+                raw_bytes=int(raw_bytes),
+                rounding_error=self._rounding_error(axis, op),
+            )
+            for (axis, op), (calls, byte_count, seconds, exposed, raw_bytes) in self._totals.items()
         )
         self._totals.clear()
+        self._rounding.clear()
         self._events.clear()
         self.started = 0
         return rows
+
+    def _rounding_error(self, axis: str, op: str) -> float:
+        """Returns the relative error of the compressed sums of an operation; 0 where none was compressed."""
+        if (axis, op) not in self._rounding:
+            return 0.0
+        squared_error, squared_sum = self._rounding[axis, op].tolist()
+        return math.sqrt(squared_error / squared_sum) if squared_sum > 0 else 0.0
 
 
 class PendingCollective(dist.Work):  # type: ignore[misc]
@@ -118,6 +145,8 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         subject: str = "",
     ) -> None:
         super().__init__()
+        self.raw_bytes = sent_bytes
+        """What it would send uncompressed."""
         self._name = f"{op} over {axis_group.axis} of {subject}" if subject else f"{op} over {axis_group.axis}"
         self._pending_works, self._finish_transfer, self._axis_group, self._op, self._bytes = (
             works,
@@ -149,12 +178,16 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
             log.on_wait("", self._number, 0)
         now = time.perf_counter()
         if self._event is None:
-            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - wait_began)
+            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - wait_began, self.raw_bytes)
         else:
             # Calls and bytes now; the device's times when the log is drained.
-            log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0)
+            log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0, self.raw_bytes)
             log.add_events(self._axis_group.axis, self._op, self._event, wait_event, _record_event())
         return True
+
+    def advance(self) -> bool:
+        """Waits for the transfer, after which nothing follows; see `compression.PhasedCollective`."""
+        return self.wait()
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -260,17 +293,19 @@ class AxisGroup(DifferentiableCollectives):
 
         return PendingCollective(works, add_up, self, "reduce_scatter", sent, of)
 
-    def all_to_all(self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> PendingCollective:
+    def all_to_all(
+        self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor], of: str = ""
+    ) -> PendingCollective:
         """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it; any shapes, contiguous."""
         sent = sum(chunk.nbytes for peer, chunk in enumerate(chunks) if peer != self.index)
         if not self._direct:
             output_list, inputs = list(outputs), list(chunks)
             return self._native(
-                "all_to_all", sent, lambda: dist.all_to_all(output_list, inputs, group=self.group, async_op=True)
+                "all_to_all", sent, lambda: dist.all_to_all(output_list, inputs, group=self.group, async_op=True), of
             )
         works = self._receive(outputs.__getitem__) + self._send(chunks.__getitem__)
         return PendingCollective(
-            works, lambda: _copy(outputs[self.index], chunks[self.index]), self, "all_to_all", sent
+            works, lambda: _copy(outputs[self.index], chunks[self.index]), self, "all_to_all", sent, of
         )
 
     def _peers(self) -> list[int]:

@@ -107,7 +107,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         program = Program(work.stages, source.compute, work.view, mesh, clock)
     if source.experts and not layout.compile:
         program.expert_counts = ExpertMeter(work.stages, source.experts)
-    program.dropout_rng = work.dropout_rng
+    program.dropout_rng, program.rounding_key = work.dropout_rng, work.rounding_key
     program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
     program.moving_buffers = MovingBuffers([stage.module for stage in work.stages], source.moving)
     program.progress_hooks = work.progress_hooks

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.parallel import fsdp, replicate
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.compression import GradientCompressor, RoundingKey
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.parallel.layer_names import layer_of
@@ -38,12 +39,19 @@ def _apply(work: TransformContext) -> None:
             )
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
-            axis_groups = _groups_in_use(shard_group, mesh.combined_group(gradient_axes(layout.state_axes)))
-            expert_group = _expert_fsdp_group(stage, mesh)
+            copies = mesh.combined_group(gradient_axes(layout.state_axes))
+            axis_groups = _groups_in_use(shard_group, copies)
+            expert_group = _expert_fsdp_group(stage, mesh, work.rounding_key)
             stage.gradient_syncs.insert(
                 0,
                 fsdp.wrap(
-                    stage.module, stage.layers, mesh.axis_device_mesh(shard_group), options, axis_groups, expert_group
+                    stage.module,
+                    stage.layers,
+                    mesh.axis_device_mesh(shard_group),
+                    options,
+                    axis_groups,
+                    expert_group,
+                    _compressors(shard_group, copies, mesh, work.rounding_key),
                 ),
             )
         elif mesh is not None:
@@ -58,8 +66,9 @@ def _apply(work: TransformContext) -> None:
                 (expert_copies, [name for name in names if name in expert_names]),
             ):
                 if group_names and axis_group is not None and axis_group.size > 1:
+                    compressor = mesh.compressor(axis_group, work.rounding_key)
                     stage.gradient_syncs.insert(
-                        0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers)
+                        0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers, compressor)
                     )
 
 
@@ -68,7 +77,11 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
     return [shards, copies] if copies.size > 1 else [shards]
 
 
-def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup | None:
+def _compressors(shards: AxisGroup, copies: AxisGroup, mesh: Mesh, key: RoundingKey) -> fsdp.Compressors:
+    return fsdp.Compressors(mesh.compressor(copies, key), mesh.weight_compressor(shards))
+
+
+def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp.ExpertFsdpGroup | None:
     """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
     expert_axis = mesh.layout.axis(Mechanics.EXPERTS)
     expert_modules = {
@@ -86,21 +99,29 @@ def _expert_fsdp_group(stage: StageModule, mesh: Mesh) -> fsdp.ExpertFsdpGroup |
         modules=[stage.module.get_submodule(name) for name in expert_modules],
         mesh=mesh.axis_device_mesh(axis_groups[0]),
         axis_groups=_groups_in_use(*axis_groups),
+        compressors=_compressors(axis_groups[0], axis_groups[1], mesh, key),
     )
 
 
 class LateGradientReducer:
     """Attaches a reducer's hooks to parameters once they are materialised (hooks don't survive that)."""
 
-    def __init__(self, module: nn.Module, names: Sequence[str], axis_group: AxisGroup, layers: Sequence[str]) -> None:
-        self._module, self._axis_group = module, axis_group
+    def __init__(
+        self,
+        module: nn.Module,
+        names: Sequence[str],
+        axis_group: AxisGroup,
+        layers: Sequence[str],
+        compressor: GradientCompressor | None,
+    ) -> None:
+        self._module, self._axis_group, self._compressor = module, axis_group, compressor
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
 
     @cached_property
     def _reducer(self) -> GradientReducer:
         layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-        return replicate.wrap(list(layers), self._axis_group, layers)
+        return replicate.wrap(list(layers), self._axis_group, layers, self._compressor, list(self._layers))
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch."""

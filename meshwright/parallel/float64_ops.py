@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -47,20 +48,30 @@ class Float64Ops(TorchFunctionMode):
     ) -> object:
         """Widens the dtype that a call on a float64 tensor asks for; torch calls this for each function."""
         named = dict(kwargs or {})
-        if not (args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64):
+        if not any(map(_is_float64, (*args, *named.values()))):
             return func(*args, **named)
         name = getattr(func, "__name__", "")
         if name in ("float", "half", "bfloat16"):
             return args[0]
-        if name == "type_as" or (name == "to" and len(args) > 1 and isinstance(args[1], torch.Tensor)):
-            return args[0].to(args[1].device) if args[1].dtype in _NARROW else func(*args, **named)
-        if named.get("dtype") in _NARROW:
-            named["dtype"] = torch.float64
-        return func(*(torch.float64 if _is_narrow(item) else item for item in args), **named)
+        if name in ("to", "type_as"):
+            # The tensor whose type is asked for, where it isn't a dtype.
+            other = next((item for item in (*args[1:], *named.values()) if isinstance(item, torch.Tensor)), None)
+            if other is not None:
+                return args[0].to(other.device) if other.dtype in _NARROW else func(*args, **named)
+        widened = {key: _widen(item) for key, item in named.items()}
+        return func(*map(_widen, args), **widened)
 
 
-def _is_narrow(item: object) -> bool:
-    return isinstance(item, torch.dtype) and item in _NARROW
+def _is_float64(item: object) -> bool:
+    """Returns whether an argument is a float64 tensor, or a list of tensors with one among them."""
+    if isinstance(item, (list, tuple)):
+        return any(map(_is_float64, item))
+    return isinstance(item, torch.Tensor) and item.dtype == torch.float64
+
+
+def _widen(item: Any) -> Any:
+    """Returns float64 for a narrower dtype, other arguments unchanged."""
+    return torch.float64 if isinstance(item, torch.dtype) and item in _NARROW else item
 
 
 def _apply(work: TransformContext) -> None:

@@ -82,24 +82,28 @@ def wrap_forward(module: nn.Module, layer: ForwardLayer, purpose: str, wrap: Cal
         purpose: what it does, in a clause.
         wrap: the forward inside of it to the forward with it.
     """
-    stack: _ForwardStack | None = module.__dict__.get(_STACK)
-    plain: Forward = module.forward
-    inside: tuple[ForwardWrapper, ...] = ()
-    if stack is not None and stack.installed is module.__dict__.get("forward"):
-        plain, inside = stack.plain, stack.wrappers
-    # Otherwise never wrapped, or somebody else's code replaced the forward since: that is the module's own then.
+    stack = _current_stack(module)
     added = ForwardWrapper(layer, purpose, wrap)
     # The sort is stable: later wrappers of one layer lie outside of earlier ones.
-    ordered = sorted((*inside, added), key=lambda wrapper: wrapper.layer)
+    ordered = sorted((*stack.wrappers, added), key=lambda wrapper: wrapper.layer)
     if ordered[-1] is added:
         # As it stands, since that of a deep copy may be the copy of an object, which wrapping anew would not give.
         forward = wrap(module.forward)
     else:
-        forward = plain
+        forward = stack.plain
         for wrapper in ordered:
             forward = wrapper.wrap(forward)
     module.__dict__["forward"] = forward
-    module.__dict__[_STACK] = _ForwardStack(plain, tuple(ordered), forward)
+    module.__dict__[_STACK] = _ForwardStack(stack.plain, tuple(ordered), forward)
+
+
+def _current_stack(module: nn.Module) -> _ForwardStack:
+    """Returns a module's stack, without wrappers where it was never wrapped."""
+    stack: _ForwardStack | None = module.__dict__.get(_STACK)
+    if stack is not None and stack.installed is module.__dict__.get("forward"):
+        return stack
+    # Never wrapped, or somebody else's code replaced the forward since: that is the module's own then.
+    return _ForwardStack(module.forward, (), module.forward)
 
 
 def described(hook: Hook, purpose: str) -> Hook:
@@ -110,8 +114,7 @@ def described(hook: Hook, purpose: str) -> Hook:
 
 def wrappers(module: nn.Module) -> tuple[ForwardWrapper, ...]:
     """Returns the wrappers of a module's forward, innermost first."""
-    stack: _ForwardStack | None = module.__dict__.get(_STACK)
-    return stack.wrappers if stack is not None else ()
+    return _current_stack(module).wrappers
 
 
 def describe(module: nn.Module) -> list[str]:
@@ -122,8 +125,7 @@ def describe(module: nn.Module) -> list[str]:
     lines = [f"pre-hook    {_name(hook)}" for hook in module._forward_pre_hooks.values()]
     for wrapper in reversed(wrappers(module)):
         lines.append(f"wrapper     {wrapper.layer.name.lower()}: {wrapper.purpose}")
-    stack: _ForwardStack | None = module.__dict__.get(_STACK)
-    lines.append(f"forward     {_name(stack.plain if stack is not None else module.forward)}")
+    lines.append(f"forward     {_name(_current_stack(module).plain)}")
     lines += [f"hook        {_name(hook)}" for hook in module._forward_hooks.values()]
     # By name: the class comes with torch.distributed.fsdp, which a rank without FSDP2 units needn't import.
     if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):

@@ -8,7 +8,8 @@ Source: Rajbhandari et al., ZeRO (SC 2020), section 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
-from meshwright.parallel.fsdp_collectives import BookedAllGather, BookedReduceScatter, DeferredReductions
+from meshwright.parallel.block_codec import WeightBlocks
+from meshwright.parallel.compression import GradientCompressor, PhasedCollective, WeightCompressor
+from meshwright.parallel.fsdp_collectives import (
+    BookedAllGather,
+    BookedReduceScatter,
+    CompressedAllGather,
+    DeferredReductions,
+)
 from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
-from meshwright.torch_compat.fsdp2 import accumulate_unsharded_gradients, clear_unsharded_gradients, set_async_unshard
+from meshwright.torch_compat.fsdp2 import (
+    accumulate_unsharded_gradients,
+    clear_unsharded_gradients,
+    set_async_unshard,
+    shard_sizes,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +53,20 @@ class ShardOptions:
     """Number, in the model, of the first of the layers: what messages call them by."""
 
 
+@dataclass(frozen=True, slots=True)
+class Compressors:
+    """What sends an FSDP unit's values in rounded numbers; None where they travel exactly."""
+
+    gradients: GradientCompressor | None = None
+    """Sums over copies."""
+    weights: WeightCompressor | None = None
+    """Gathers."""
+
+
+NO_COMPRESSION = Compressors()
+"""Everything travels exactly."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExpertFsdpGroup:
     """Modules inside the layers whose copies, and so whose shards, live on other ranks than those of the rest."""
@@ -49,6 +76,8 @@ class ExpertFsdpGroup:
     mesh: DeviceMesh
     """Of one dimension: the ranks that share the shards."""
     axis_groups: Sequence[AxisGroup]
+    """As `wrap` takes them."""
+    compressors: Compressors
     """As `wrap` takes them."""
 
 
@@ -101,12 +130,21 @@ class FsdpSync:
 class ReplicaAllReduce:
     """All-reduces one FSDP unit's gradient shards over the copies of the shards, once a step.
 
-    FSDP2 calls it after each reduce-scatter. Before the last micro-batch it accumulates. ``of`` names the unit.
+    FSDP2 calls it after each reduce-scatter. Before the last micro-batch it accumulates. ``of`` names the unit, whose
+    gradients a ``compressor`` sums in rounded numbers, by the names and sizes of its ``shards``.
     """
 
-    def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
+    def __init__(
+        self,
+        axis_group: AxisGroup,
+        late: DeferredReductions,
+        of: str = "",
+        compressor: GradientCompressor | None = None,
+        shards: Mapping[str, int] | None = None,
+    ) -> None:
         self.is_last_microbatch = True
         self._axis_group, self._deferred, self._unit_name = axis_group, late, of
+        self._compressor, self._shard_sizes = compressor, shards or {}
         self._accumulated: torch.Tensor | None = None
 
     def __call__(self, grad_shard: torch.Tensor) -> None:
@@ -125,11 +163,18 @@ class ReplicaAllReduce:
         """Drops what was kept."""
         self._accumulated = None
 
-    def _all_reduce_accumulated(self, grad_shard: torch.Tensor) -> PendingCollective:
+    def _all_reduce_accumulated(self, grad_shard: torch.Tensor) -> PendingCollective | PhasedCollective:
         if self._accumulated is not None:
             grad_shard.add_(self._accumulated)
             self._accumulated = None
-        return self._axis_group.all_reduce(grad_shard, self._unit_name)
+        if self._compressor is None:
+            return self._axis_group.all_reduce(grad_shard, self._unit_name)
+        sizes = self._shard_sizes
+        if sum(sizes.values()) != grad_shard.numel():
+            # Some weight has no gradient in this step, on no copy: the rest is rounded as one weight.
+            sizes = {self._unit_name: grad_shard.numel()}
+        weights = WeightBlocks(list(sizes), list(sizes.values()))
+        return self._compressor.all_reduce(weights, grad_shard.split(list(sizes.values())), self._unit_name)
 
 
 def wrap(
@@ -139,6 +184,7 @@ def wrap(
     options: ShardOptions,
     axis_groups: Sequence[AxisGroup],
     expert_group: ExpertFsdpGroup | None = None,
+    compressors: Compressors = NO_COMPRESSION,
 ) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
@@ -150,6 +196,7 @@ def wrap(
         options: how.
         axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
         expert_group: modules that are sharded over other ranks; None for none.
+        compressors: send in rounded numbers.
 
     Returns:
         The state that the step steers.
@@ -180,14 +227,14 @@ def wrap(
         DeferredReductions(),
         [format_layers([number]) for number in range(options.first_layer, options.first_layer + len(layers))],
     )
-    replica_all_reduces = _attach_collectives(
-        (root, *layers), axis_groups, deferred, (format_layers([REST]), *layer_names)
-    )
+    prefixes = {submodule: prefix for prefix, submodule in module.named_modules()}
+    attach = functools.partial(_attach_collectives, deferred=deferred, prefixes=prefixes)
+    replica_all_reduces = attach((root, *layers), (format_layers([REST]), *layer_names), axis_groups, compressors)
     if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
         ]
-        replica_all_reduces += _attach_collectives(expert_modules, expert_group.axis_groups, deferred, expert_names)
+        replica_all_reduces += attach(expert_modules, expert_names, expert_group.axis_groups, expert_group.compressors)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
 
 
@@ -209,14 +256,25 @@ def _enclosing_layer_names(
 
 
 def _attach_collectives(
-    units: Sequence[nn.Module], axis_groups: Sequence[AxisGroup], deferred: DeferredReductions, names: Sequence[str]
+    units: Sequence[nn.Module],
+    names: Sequence[str],
+    axis_groups: Sequence[AxisGroup],
+    compressors: Compressors,
+    *,
+    deferred: DeferredReductions,
+    prefixes: Mapping[nn.Module, str],
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     replica_all_reduces = []
     for unit, name in zip(units, names, strict=True):
         _use_axis_group(unit, axis_groups[0], deferred, name)
+        gather = BookedAllGather(axis_groups[0], name)
+        if compressors.weights is not None:
+            gather = CompressedAllGather(compressors.weights, shard_sizes(unit, prefixes), name)
+        unit.set_custom_all_gather(gather)
         for axis_group in axis_groups[1:]:
-            replica_all_reduces.append(ReplicaAllReduce(axis_group, deferred, name))
+            shards = shard_sizes(unit, prefixes, trained=True)
+            replica_all_reduces.append(ReplicaAllReduce(axis_group, deferred, name, compressors.gradients, shards))
             unit.set_all_reduce_hook(replica_all_reduces[-1])
     return replica_all_reduces
 
@@ -249,5 +307,4 @@ def _use_axis_group(unit: nn.Module, axis_group: AxisGroup, deferred: DeferredRe
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
     unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
-    unit.set_custom_all_gather(BookedAllGather(axis_group, name))
     unit.set_custom_reduce_scatter(BookedReduceScatter(axis_group, deferred, name))

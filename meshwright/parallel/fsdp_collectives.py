@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.block_codec import WeightBlocks
+from meshwright.parallel.compression import PhasedCollective, WeightCompressor
 from meshwright.torch_compat.fsdp2 import AllGather, ReduceScatter
+
+ReplicaSum = PendingCollective | PhasedCollective
+"""A sum over copies under way: exact, or compressed."""
 
 
 class DeferredReductions:
     """Lets gradient reductions run while backward goes on, where FSDP2 itself would wait, as it does on the CPU.
 
     At most one unit's reduce-scatter and one unit's all-reduce over copies are under way, so that no more than one
-    unit's unsharded gradients stay in memory for it. Until `finish` nobody may read their outputs.
+    unit's unsharded gradients stay in memory for it. Of compressed sums over copies it is one in each of their
+    exchanges. Until `finish` nobody may read their outputs.
     """
 
     def __init__(self) -> None:
         self.enabled = False
         """Whether sums may end late; otherwise each is waited for where it starts."""
         self._scatter: PendingCollective | None = None
-        self._then: Callable[[], PendingCollective] | None = None
-        self._sum: PendingCollective | None = None
+        self._then: Callable[[], ReplicaSum] | None = None
+        self._sums: list[ReplicaSum] = []
 
     def advance(self) -> None:
         """Waits for the scatter under way, and starts the sum over copies that follows it."""
@@ -42,7 +49,7 @@ class DeferredReductions:
         else:
             started.wait()
 
-    def sum(self, start: Callable[[], PendingCollective]) -> None:
+    def sum(self, start: Callable[[], ReplicaSum]) -> None:
         """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
 
         At shard degree 1 FSDP2 issues no reduce-scatter, so a pending one belongs to another FSDP unit.
@@ -60,16 +67,15 @@ class DeferredReductions:
     def finish(self) -> None:
         """Waits for all of them; what starts later is waited for at once again."""
         self.advance()
-        if self._sum is not None:
-            self._sum.wait()
-            self._sum = None
+        for pending in self._sums:
+            pending.wait()
+        self._sums.clear()
         self.enabled = False
 
-    def _follow(self, start: Callable[[], PendingCollective]) -> None:
-        # Waited for before the next starts: one unit's gradients in flight at a time.
-        if self._sum is not None:
-            self._sum.wait()
-        self._sum = start()
+    def _follow(self, start: Callable[[], ReplicaSum]) -> None:
+        # An exact sum has ended before the next starts; a compressed one goes on to its next exchange.
+        self._sums = [pending for pending in self._sums if not pending.advance()]
+        self._sums.append(start())
 
 
 class BookedAllGather(AllGather):
@@ -87,6 +93,29 @@ class BookedAllGather(AllGather):
     ) -> dist.Work | None:
         """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
         transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._of)
+        if async_op:
+            return transfer
+        transfer.wait()
+        return None
+
+
+class CompressedAllGather(BookedAllGather):
+    """Gathers a unit's parameters in rounded numbers; ``sizes`` are the elements of each weight's shard by name."""
+
+    def __init__(self, compressor: WeightCompressor, sizes: Mapping[str, int], of: str = "") -> None:
+        self._compressor, self._of = compressor, of
+        self._weights = WeightBlocks(list(sizes), list(sizes.values()))
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers ``input_tensor: (n,)`` of all ranks, rounded, into ``output_tensor: (size * n,)``."""
+        if not output_tensor.is_floating_point():
+            raise ConfigError(
+                f"compress_weights: the weights of {self._of} have several types, of which FSDP2 gathers the bytes; "
+                "leave compress_weights out"
+            )
+        transfer = self._compressor.all_gather(self._weights, output_tensor, input_tensor, self._of)
         if async_op:
             return transfer
         transfer.wait()

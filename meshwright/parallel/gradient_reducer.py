@@ -7,30 +7,29 @@ since collectives match by order. Source: Li et al., PyTorch Distributed (VLDB 2
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.block_codec import WeightBlocks
+from meshwright.parallel.compression import GradientCompressor, PhasedCollective
 from meshwright.parallel.layer_names import format_layers
-
-ALONE_BYTES = 1 << 20
-"""Gradients of at least this size travel alone; smaller ones are packed until a bucket holds this much."""
-ALONE_SHARE = 16
-"""In a model of less than 16 MiB of gradients, one of 1/16 of them travels alone, so that small clones bucket alike."""
+from meshwright.spec.compression import assign_buckets
 
 
-@dataclass
+@dataclass(eq=False)
 class _Bucket:
-    parameters: list[nn.Parameter] = field(default_factory=list)
-    bytes: int = 0
+    parameters: list[nn.Parameter]
+    blocks: WeightBlocks | None
+    """Its gradients as blocks of rounded numbers; None where they are summed exactly."""
+    of: str
     missing: int = 0
-    transfer: PendingCollective | None = None
+    transfer: PendingCollective | PhasedCollective | None = None
     flat: torch.Tensor | None = None
-    of: str = ""
 
 
 class GradientReducer:
@@ -42,6 +41,8 @@ class GradientReducer:
         parameters: plain ones, in the order in which forward uses them.
         axis_group: the group.
         layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
+        compressor: sums in rounded numbers; None for exact sums.
+        names: of the parameters, in their order, by which a compressor rounds.
     """
 
     def __init__(
@@ -49,37 +50,28 @@ class GradientReducer:
         parameters: Iterable[nn.Parameter],
         axis_group: AxisGroup,
         layers: Mapping[nn.Parameter, int] | None = None,
+        compressor: GradientCompressor | None = None,
+        names: Sequence[str] = (),
     ) -> None:
-        self._axis_group = axis_group
+        self._axis_group, self._compressor = axis_group, compressor
         self._active = False
         self._next_bucket = 0
         self._buckets: list[_Bucket] = []
-        self._bucket_of: dict[nn.Parameter, _Bucket] = {}
-        open_buckets: dict[torch.dtype, _Bucket] = {}
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        total_bytes = sum(parameter.numel() * parameter.element_size() for parameter in trainable)
-        self._alone_bytes = min(ALONE_BYTES, max(1, total_bytes // ALONE_SHARE))
+        every = list(parameters)
+        name_of = dict(zip(every, names))
+        trainable = [parameter for parameter in every if parameter.requires_grad]
+        sizes = [parameter.numel() * parameter.element_size() for parameter in trainable]
         # Back to front, as backward makes gradients: the first bucket can leave while backward still runs.
-        for parameter in reversed(trainable):
-            self._assign_bucket(parameter, open_buckets)
+        for positions in assign_buckets(sizes, [parameter.dtype for parameter in trainable]):
+            members = [trainable[position] for position in positions]
+            blocks = None
+            if compressor is not None:
+                blocks = WeightBlocks([name_of[item] for item in members], [item.numel() for item in members])
+            of = format_layers(layers[parameter] for parameter in members) if layers else ""
+            self._buckets.append(_Bucket(members, blocks, of))
+        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
+        for parameter in trainable:
             parameter.register_post_accumulate_grad_hook(self._ready)
-        for bucket in self._buckets:
-            bucket.of = format_layers(layers[parameter] for parameter in bucket.parameters) if layers else ""
-
-    def _assign_bucket(self, parameter: nn.Parameter, open_buckets: dict[torch.dtype, _Bucket]) -> None:
-        """Puts a parameter alone or into the bucket of its dtype that is being filled."""
-        size = parameter.numel() * parameter.element_size()
-        bucket = None if size >= self._alone_bytes else open_buckets.get(parameter.dtype)
-        if bucket is None:
-            bucket = _Bucket()
-            self._buckets.append(bucket)
-            if size < self._alone_bytes:
-                open_buckets[parameter.dtype] = bucket
-        bucket.parameters.append(parameter)
-        bucket.bytes += size
-        if bucket.bytes >= self._alone_bytes:
-            open_buckets.pop(parameter.dtype, None)
-        self._bucket_of[parameter] = bucket
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch; gradients are communicated in the ``is_last`` one of a step alone."""
@@ -114,8 +106,20 @@ class GradientReducer:
             self._start(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
+    def _advance_before(self, bucket: _Bucket) -> None:
+        """Starts the second exchange of the compressed bucket before this one: in the same order on every rank."""
+        position = self._buckets.index(bucket)
+        if position and (transfer := self._buckets[position - 1].transfer) is not None:
+            transfer.advance()
+
     def _start(self, bucket: _Bucket) -> None:
         grads = [self._gradient(parameter) for parameter in bucket.parameters]
+        if self._compressor is not None:
+            assert bucket.blocks is not None
+            bucket.transfer = self._compressor.all_reduce(bucket.blocks, grads, bucket.of)
+            # Its own first exchange is under way meanwhile.
+            self._advance_before(bucket)
+            return
         # One gradient is summed in place, in the tensor that autograd made; several are copied into one bucket.
         if len(grads) == 1:
             payload = grads[0]

@@ -103,6 +103,23 @@ def uniform(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
     return torch.from_numpy(out.reshape(shape)).div_(2**32)
 
 
+def random_fractions(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
+    """Returns (B, L, J) float32 numbers in [0, 1): the upper 24 bits of each element's, which float32 holds exactly."""
+    shape = (len(keys), len(box.lines), len(box.columns))
+    if device.type != "cpu":
+        # The device's bits are shifted by 2^31 (`_bits_on`): half of the range, added back after the division.
+        return (_bits_on(keys, box, device) >> 8).to(torch.float32).mul_(2.0**-24).add_(0.5)
+    out = np.empty((shape[0] * shape[1], shape[2]), dtype=np.float32)
+
+    def fill(rows: slice, bits: Words) -> None:
+        np.right_shift(bits, np.uint32(8), out=bits)
+        out[rows] = bits
+
+    _hash(keys, box, fill)
+    out *= np.float32(2.0**-24)
+    return torch.from_numpy(out.reshape(shape))
+
+
 def _mix(x: Words) -> Words:
     x ^= x >> np.uint32(16)
     x *= np.uint32(_FACTOR_1)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
+from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes
 from meshwright.spec.layout import Layout
 
+_PRODUCT = "+"
+"""Joins the names of the axes that a group is the product of."""
 WORLD = "world"
 """Name under which collectives over all ranks are booked."""
 
@@ -35,6 +38,9 @@ class Mesh:
         shape = layout.shape()
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         self.world = AxisGroup(WORLD, dist.group.WORLD, log)
+        self._carved_groups: Mapping[str, list[list[int]]] = {}
+        self.compressors: list[GradientCompressor | WeightCompressor] = []
+        """All that send rounded numbers."""
         self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
@@ -49,6 +55,7 @@ class Mesh:
         for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
             group, _ = dist.new_subgroups_by_enumeration(groups)
             self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
+            self._carved_groups = {**self._carved_groups, name + suffix: groups}
 
     def axis_device_mesh(self, axis_group: AxisGroup) -> DeviceMesh:
         """Returns a group's ranks as a DeviceMesh of one dimension, named as the group."""
@@ -66,16 +73,19 @@ class Mesh:
         used = [name for name in names if self.layout.degree(name) > 1] or list(names[:1])
         if len(used) == 1:
             return self.axis_groups[used[0]]
-        key = "+".join(used)
+        key = _PRODUCT.join(used)
         if key not in self.axis_groups:
-            dims = [tuple(self.layout.shape()).index(name) for name in used]
-            trailing_dims = range(-len(dims), 0)
-            size = math.prod(self.layout.degree(name) for name in used)
-            # With the used axes innermost, each row of the matrix is one group.
-            lines = self.device_mesh.mesh.movedim(dims, tuple(trailing_dims)).reshape(-1, size)
-            group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+            group, _ = dist.new_subgroups_by_enumeration(self._ranks_along(used))
             self.axis_groups[key] = AxisGroup(key, group, self.log)
         return self.axis_groups[key]
+
+    def _ranks_along(self, names: Sequence[str]) -> list[list[int]]:
+        """Returns the ranks of every group over the product of some axes."""
+        dims = [tuple(self.layout.shape()).index(name) for name in names]
+        trailing_dims = range(-len(dims), 0)
+        size = math.prod(self.layout.degree(name) for name in names)
+        # With these axes innermost, each row of the matrix is one group.
+        return self.device_mesh.mesh.movedim(dims, tuple(trailing_dims)).reshape(-1, size).tolist()  # type: ignore[no-any-return]
 
     def subgroup(self, name: str, size: int) -> AxisGroup:
         """Returns a group over runs of ``size`` neighbours along an axis; a collective call."""
@@ -84,6 +94,47 @@ class Mesh:
             lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
             self.axis_groups[key] = AxisGroup(name, group, self.log)
+        return self.axis_groups[key]
+
+    def compressor(self, copies: AxisGroup, key: RoundingKey) -> GradientCompressor | None:
+        """Returns what sums gradients over copies in rounded numbers; None where the layout sums exactly.
+
+        A collective call, since it may make groups.
+
+        Args:
+            copies: the ranks that hold the same part of a weight.
+            key: of the random roundings.
+        """
+        compression = self.layout.compress
+        if not compression or copies.size == 1:
+            return None
+        run = compression.exact_copies(copies.size)
+        inside, across = None, copies
+        if run > 1:
+            groups = self._carved_groups.get(copies.axis) or self._ranks_along(copies.axis.split(_PRODUCT))
+            runs = [group[start : start + run] for group in groups for start in range(0, len(group), run)]
+            inside = self._named_group(copies, f"node_{run}", runs)
+            peers = [group[first::run] for group in groups for first in range(run)]
+            across = self._named_group(copies, f"nodes_{run}", peers)
+        compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key)
+        self.compressors.append(compressor)
+        return compressor
+
+    def weight_compressor(self, shards: AxisGroup) -> WeightCompressor | None:
+        """Returns what gathers weights in rounded numbers from the ranks that share them; None where they are exact."""
+        name = self.layout.compress_weights
+        if name == "none" or shards.size == 1:
+            return None
+        compressor = WeightCompressor(name, shards)
+        self.compressors.append(compressor)
+        return compressor
+
+    def _named_group(self, copies: AxisGroup, suffix: str, groups: list[list[int]]) -> AxisGroup:
+        """Returns this rank's group of a partition of groups of copies, under whose axis it is booked."""
+        key = f"{copies.axis}_{suffix}"
+        if key not in self.axis_groups:
+            group, _ = dist.new_subgroups_by_enumeration(groups)
+            self.axis_groups[key] = AxisGroup(copies.axis, group, self.log)
         return self.axis_groups[key]
 
     def barrier(self, timeout: timedelta) -> None:

@@ -92,8 +92,9 @@ def set_local_sizes(layer: nn.Module, group: ShardingGroup, units: Span) -> None
             # Layers share one config: this module gets a copy before a number in it changes.
             if not getattr(config, "_is_local", False):
                 owner.config = config = copy.copy(config)
-                config._is_local = True
-            setattr(config, name.partition(".")[2], value)
+                object.__setattr__(config, "_is_local", True)
+            # Past the config's own __setattr__: a frozen dataclass is copied, not changed.
+            object.__setattr__(config, name.partition(".")[2], value)
         else:
             setattr(target, name, value)
 

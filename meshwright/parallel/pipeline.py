@@ -18,6 +18,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
 from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.training_modes import evaluation_mode
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
@@ -117,6 +118,7 @@ class PipelineProgram(Program):
         """
         self._copy_to_twins()
         self._batches, self._scale, self._key, self._stamp = batches, scale, key, stamp
+        self.rounding_key.seed, self.rounding_key.step = key
         run = self._schedule_run()
         # Drops the loss sums of the step before, and of a new shape's trial forward.
         self._sums.clear()
@@ -141,16 +143,15 @@ class PipelineProgram(Program):
     def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
-        training = self.module.training
-        for stage in self.stages:
-            stage.module.eval()
         self._sums.clear()
         self._batches, self._scale = [batch], 1.0
         try:
-            chain(self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received))
+            with evaluation_mode(stage.module for stage in self.stages):
+                chain(
+                    self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
+                )
         finally:
             for stage in self.stages:
-                stage.module.train(training)
                 _reshard_all(stage.module)
         return self._loss_sums()
 

@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
@@ -18,6 +19,7 @@ from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.training_modes import evaluation_mode
 from meshwright.parallel.weights import Weight, named_weights
 from meshwright.spec.axis import Mechanics
 
@@ -54,6 +56,8 @@ class Program:
         """Tells which layer runs, to whom sets its ``tell``."""
         self.dropout_rng: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
+        self.rounding_key = RoundingKey()
+        """Of the random roundings of compressed sums; every step sets it."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
         self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None
@@ -69,6 +73,11 @@ class Program:
     def module(self) -> nn.Module:
         """The first part's module."""
         return self.stages[0].module
+
+    @property
+    def weights_device(self) -> torch.device:
+        """The device of this rank's weights, also where none of them is trained."""
+        return (self.weights or self.frozen)[0].local.device
 
     @property
     def ranks_per_batch(self) -> int:
@@ -108,6 +117,7 @@ class Program:
             This rank's (loss sum, target tokens, right predictions), float64, not yet summed over ranks.
         """
         sums_by_microbatch: list[torch.Tensor] = []
+        self.rounding_key.seed, self.rounding_key.step = key
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
@@ -163,12 +173,11 @@ class Program:
     @torch.no_grad()
     def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch, without gradients."""
-        training, buffers_before = self.module.training, self.moving_buffers.copy()
-        self.module.eval()
+        buffers_before = self.moving_buffers.copy()
         try:
-            return self._compute(self.module, batch, 1.0, self.view)[1]
+            with evaluation_mode([self.module]):
+                return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
-            self.module.train(training)
             self.moving_buffers.restore(buffers_before)
 
     def clear_gradients(self) -> None:

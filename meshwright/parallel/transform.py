@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 
+from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.mesh import Mesh
@@ -47,6 +48,8 @@ class TransformContext:
     """What the loss must know of the layout."""
     dropout_rng: DropoutRng | None = None
     """Random numbers of forward, where it may draw some."""
+    rounding_key: RoundingKey = field(default_factory=RoundingKey)
+    """Of the random roundings of compressed sums."""
     progress_hooks: LayerProgressHooks = field(default_factory=LayerProgressHooks)
     """Report which layer runs."""
     make_program: Callable[[TransformContext, StepTimer], Program] | None = None

@@ -153,9 +153,9 @@ class Question:
     def space(self) -> Space:
         """The layouts to choose from."""
         space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **self.limits)
-        if not self.base.compile:
+        if self.job.splits_backward and not self.base.compile:
             return space
-        # torch.compile can't run a backward in two halves.
+        # torch.compile can't run a backward in two halves, and some models can't.
         unsplit_schedules = tuple(name for name in space.schedules if not known_schedules()[name].splits_backward)
         return dataclasses.replace(space, schedules=unsplit_schedules)
 

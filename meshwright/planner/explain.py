@@ -37,9 +37,22 @@ SMALL_SHARE = 0.003
 """Share of a step below which a difference isn't mentioned."""
 
 
-def reason(question: Question, choice: Choice) -> str:
-    """Returns a sentence on why the plan was chosen."""
+def reason(question: Question, choice: Choice, candidate: Candidate | None = None) -> str:
+    """Returns a sentence on why the plan was chosen.
+
+    Args:
+        question: what was planned.
+        choice: the answer.
+        candidate: the finalist that is the plan; the first by default. A run takes a later one where the model doesn't
+            allow those before it, or to try it.
+    """
     best = choice.best[0]
+    if candidate is not None and candidate is not best:
+        number, step_s = choice.best.index(candidate) + 1, candidate.price.step_s
+        return (
+            f"number {number} that fit, of {choice.considered} layouts: {format_seconds(step_s)} a step, "
+            f"{step_s / best.price.step_s - 1:+.1%} against the first, {best.layout}"
+        )
     kind = "one of the fastest" if choice.ties > 1 else "the fastest"
     sentence = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
     if choice.ties > 1:

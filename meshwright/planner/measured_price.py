@@ -21,6 +21,7 @@ from meshwright.planner.choose import (
     sort_candidates,
 )
 from meshwright.planner.cost.operators import price_operators
+from meshwright.planner.device_limits import job_for
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -38,8 +39,10 @@ def correct_price(question: Question, closed_candidate: Candidate, measure: Meas
         closed_candidate: priced by the closed form.
         measure: returns the operators.
     """
-    layout, job, calibration = closed_candidate.layout, question.job, question.cluster.calibration
-    if calibration is None or not calibration.has_matmul(job.dtype):
+    layout, calibration = closed_candidate.layout, question.cluster.calibration
+    job = job_for(question.job, layout, question.cluster)
+    # The operators were traced in the question's precision.
+    if calibration is None or not calibration.has_matmul(job.dtype) or job.precision != question.job.precision:
         return closed_candidate
     shares = layout.reader_shares()
     rows = job.rows * max(shares) // (sum(shares) * layout.microbatches)
@@ -48,7 +51,7 @@ def correct_price(question: Question, closed_candidate: Candidate, measure: Meas
         return closed_candidate
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
     operator_seconds = price_operators(work, calibration, job.dtype, question.cluster.devices > 1, logits)
-    times = MeasuredTimes(question, closed_candidate, work, operator_seconds, calibration)
+    times = MeasuredTimes(question, layout, work, operator_seconds, calibration)
     return priced_candidate(question, layout, times.price())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout
@@ -55,21 +57,35 @@ def _traffic(question: Question, layout: Layout, sizes: StateSizes | ModelParts)
 
 def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelParts, measure: Measure) -> Plan:
     """Returns the plan for a layout that the user named, priced like any other."""
+    whole_backward = whole_backward_reason(layout, sizes)
+    question = dataclasses.replace(question, job=dataclasses.replace(question.job, splits_backward=not whole_backward))
     candidate = price_layout(question, layout, measure)
-    ranks = question.cluster.devices
-    return Plan(layout=layout, prediction=prediction(question, candidate, sizes), ranks=ranks, reason=named(layout))
+    return Plan(
+        layout=layout,
+        prediction=prediction(question, candidate, sizes),
+        ranks=question.cluster.devices,
+        reason="; ".join(filter(None, (named(layout), whole_backward))),
+    )
 
 
-def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes | ModelParts) -> Plan:
+def whole_backward_reason(layout: Layout, sizes: StateSizes | ModelParts) -> str:
+    """Returns why the model's backward isn't split as the schedule asks, in a clause; empty where that isn't so."""
+    layer_graph = sizes.layer_graph if isinstance(sizes, ModelParts) else None
+    if layer_graph is None or not layer_graph.whole_backward or not layout.pipeline().splits_backward:
+        return ""
+    return f"schedule={layout.schedule} runs each backward whole: {layer_graph.whole_backward}"
+
+
+def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: StateSizes | ModelParts) -> Plan:
     """Returns the plan for one of a choice's best layouts.
 
     Args:
         question: what was planned.
         choice: the answer.
-        at: index of the layout in `Choice.best`: the first that the model allows.
+        finalist_index: of the layout in `Choice.best`.
         sizes: of the model's state.
     """
-    candidate = choice.best[at]
+    candidate = choice.best[finalist_index]
     rejected = {
         str(finalist.layout): against(finalist, candidate, question.same)
         for finalist in choice.best
@@ -79,6 +95,6 @@ def chosen_plan(question: Question, choice: Choice, at: int, sizes: StateSizes |
         layout=candidate.layout,
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
-        reason=reason(question, choice),
+        reason=reason(question, choice, candidate),
         rejected=rejected,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,7 +34,7 @@ class Point:
 
 
 def sizes(text: str, available: int) -> list[int]:
-    """Parses ``8..512`` to 8, 16, ... 512, and ``8,24,64`` to these three.
+    """Parses ``8..512`` to 8, 16, ... 512, and ``64,8,24`` to 8, 24, 64.
 
     Raises:
         PlanError: for any other text, or for more devices than ``available``.
@@ -45,7 +46,8 @@ def sizes(text: str, available: int) -> list[int]:
             while counts[-1] * 2 <= largest_count:
                 counts.append(counts[-1] * 2)
         else:
-            counts = [int(item) for item in text.split(",")]
+            # Efficiency is relative to the smallest, and the knee is between neighbours.
+            counts = sorted({int(item) for item in text.split(",")})
     except ValueError:
         raise PlanError(f"--devices {text}: write a number, 8..512, or 8,24,64") from None
     if min(counts) < 1 or (range_dots and int(largest) < int(smallest)):
@@ -89,7 +91,7 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
     """Returns the best plan on the remaining devices of a cluster, and the question with the devices that it uses.
 
     Degrees must divide devices, rows and layers, so a plan for a few nodes fewer may be faster than the best for all
-    that are left: up to `IDLE` of them are left out where it is.
+    that are left: up to `MAX_IDLE_SHARE` of them are left out where it is.
 
     Args:
         question: its cluster has the remaining devices.
@@ -119,6 +121,7 @@ def _smaller_questions(question: Question) -> list[Question]:
     """Returns the question for each allowed number of full nodes, those with the most divisors first."""
     cluster = question.cluster
     node_devices = cluster.groups[0].node.count
-    counts = range(cluster.devices, max(0, int(cluster.devices * (1 - MAX_IDLE_SHARE)) - 1), -node_devices)
+    fewest = math.ceil(cluster.devices * (1 - MAX_IDLE_SHARE))
+    counts = range(cluster.devices, fewest - 1, -node_devices)
     ordered = sorted(counts, key=lambda count: (-len(divisors(count)), -count))
     return [dataclasses.replace(question, cluster=cluster.restricted(count)) for count in ordered]

@@ -20,6 +20,12 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 
+def schedule_of(job: PricedJob, layout: Layout) -> Schedule:
+    """Returns the actions that the runtime runs: each backward unsplit where the model's can't come in halves."""
+    schedule = layout.pipeline()
+    return schedule if job.splits_backward else schedule.unsplit()
+
+
 def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Simulation | None:
     """Returns the simulated schedule of one step; None without a pipeline.
 
@@ -31,8 +37,7 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     """
     if layout.degree(Mechanics.STAGES) == 1:
         return None
-    schedule = layout.pipeline()
-    return simulate(schedule, stage_costs(job, layout, machine, engine, schedule.stages))
+    return simulate(schedule_of(job, layout), _closed_stage_costs(job, layout, machine, engine))
 
 
 def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float:
@@ -44,8 +49,15 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
         machine: the hardware.
         engine: the runtime's profile.
     """
-    schedule = layout.pipeline()
-    return simulated_s(layout, schedule, stage_costs(job, layout, machine, engine, schedule.stages))
+    return simulated_s(layout, schedule_of(job, layout), _closed_stage_costs(job, layout, machine, engine))
+
+
+def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> ActionCosts:
+    """Returns `stage_costs` of the closed form."""
+    engine = engine.for_layout(layout)
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    costs = LayerCosts.of(job, batch, machine, engine)
+    return stage_costs(costs, layout, price_send(job, layout, machine, engine)[1], engine.runtime.action_s)
 
 
 def simulated_s(layout: Layout, schedule: Schedule, costs: ActionCosts) -> float:
@@ -63,38 +75,27 @@ def price_send(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
     return float(communication.send_bytes()[0]), float(communication.send_s()[0])
 
 
-def stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile, stages: int) -> ActionCosts:
-    """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks."""
-    engine = engine.for_layout(layout)
-    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    costs = LayerCosts.of(job, batch, machine, engine)
-    split = [float(size) for size in layout.split.layers] or None
-    # Every stage is summed as if it were alone on a rank.
-    sums = LayerSums(costs, [cut(job.shape, stages, 1, tuple(range(stages)), engine.split, split)], np.zeros(1, int))
-    forward = np.maximum(sums.forward_busy, sums.forward_host)[0] + engine.runtime.action_s
-    backward = np.maximum(sums.backward_busy, sums.backward_host)[0] + engine.runtime.action_s
-    return action_costs(
-        forward.tolist(), backward.tolist(), sums.weight[0].tolist(), price_send(job, layout, machine, engine)[1]
-    )
-
-
-def action_costs(
-    forward: list[float], backward: list[float], weight: list[float], send_s: float, action_s: float = 0.0
-) -> ActionCosts:
-    """Returns the costs of a pipeline's actions.
+def stage_costs(costs: LayerCosts, layout: Layout, send_s: float, action_s: float) -> ActionCosts:
+    """Returns the seconds of every stage's actions on one micro-batch, and of a send between ranks.
 
     Args:
-        forward: seconds of each stage's forward.
-        backward: seconds of each stage's full backward.
-        weight: seconds of each backward's weight gradients, which a split backward may delay.
+        costs: of the model's layers and ends on this layout alone.
+        layout: with ``pp``.
         send_s: of an activation to the next stage.
-        action_s: that a backward in two halves takes once more.
+        action_s: what the engine spends on an action beside computing; a backward in two halves takes it twice.
     """
-    weight = [min(weight_s, backward_s) for weight_s, backward_s in zip(weight, backward)]
+    stages = layout.pipeline().stages
+    split = [float(size) for size in layout.split.layers] or None
+    # Every stage is summed as if it were alone on a rank.
+    stage_cut = cut(costs.model.job.shape, stages, 1, tuple(range(stages)), costs.model.engine.split, split)
+    sums = LayerSums(costs, [stage_cut], np.zeros(1, int))
+    forward = sums.with_host_s(sums.forward_busy, sums.forward_host)[0] + action_s
+    backward = sums.with_host_s(sums.backward_busy, sums.backward_host)[0] + action_s
+    weight = np.minimum(sums.weight[0], backward)
     return ActionCosts(
-        forward_s=tuple(forward),
-        backward_s=tuple(backward),
-        input_s=tuple(backward_s - weight_s for backward_s, weight_s in zip(backward, weight)),
-        weight_s=tuple(weight_s + action_s for weight_s in weight),
+        forward_s=tuple(forward.tolist()),
+        backward_s=tuple(backward.tolist()),
+        input_s=tuple((backward - weight).tolist()),
+        weight_s=tuple((weight + action_s).tolist()),
         send_s=send_s,
     )

@@ -72,6 +72,11 @@ class Verdict:
     """What ended the layout's ranks, if something did."""
     wrong: str = ""
     """What differs from one device, in which layer, and what that points at; "" where nothing does."""
+    method_error: float = 0.0
+    """Of a layout that sends rounded numbers: how far these were from the same method in plain numpy."""
+    rounding_distance: float = 0.0
+    """Of the same: how far rounding takes what is sent from exact values, relative. No part of the verdict, since the
+    other errors are of runs that go on with exact values."""
     scope: Scope | None = None
     """What was proven; None where nothing ran."""
 
@@ -101,7 +106,7 @@ class Verdict:
     def to_json(self) -> dict[str, object]:
         """Returns plain values; infinite errors become strings that JSON can hold."""
         plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
-        optional = ("bounds", "refused", "crashed", "wrong", "scope")
+        optional = ("bounds", "refused", "crashed", "wrong", "method_error", "rounding_distance", "scope")
         plain = {key: value for key, value in plain.items() if value or key not in optional}
         return {key: _finite(value) for key, value in plain.items()}
 
@@ -162,7 +167,8 @@ def merge_ranks(
 
     Args:
         layout: text form.
-        ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights`` (name to `Deviation`).
+        ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights`` (name to `Deviation`);
+            of one that sends rounded numbers ``rounding``: their ``method`` (a `Deviation`) and ``distance``.
         scope: what was proven.
         allow_whole: whether a layout passes that left whole what it was asked to split.
     """
@@ -173,12 +179,14 @@ def merge_ranks(
     name, error = max(deviations, key=lambda item: item[1].share, default=("", Deviation(error=0.0, bound=EXACT)))
     grad, weight = (worst_of(deviations_by_name.values()) for deviations_by_name in (gradients, weights))
     gaps = (loss, grad, norm, weight)
+    rounding = [rank["rounding"] for rank in ranks if "rounding" in rank]
+    method = worst_of(item["method"] for item in rounding)
     equal = all(gap.within for gap in gaps)
     differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
     refused = unsplit_refusal(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
-        passed=equal and not refused,
+        passed=equal and method.within and not refused,
         loss_error=loss.error,
         grad_error=grad.error,
         grad_norm_error=norm.error,
@@ -186,7 +194,9 @@ def merge_ranks(
         worst=Worst(name=name, error=error.error),
         bounds={} if differs.exact else {kind: gap.bound for kind, gap in zip(KINDS, gaps)},
         refused=refused,
-        wrong="" if equal else differs.sentence,
+        wrong=_wrong_sentence(differs, equal, method),
+        method_error=method.error,
+        rounding_distance=max((item["distance"] for item in rounding), default=0.0),
         scope=scope,
     )
 
@@ -248,6 +258,15 @@ class _Difference:
             names = ", ".join(off[:3])
             return f"forward agrees, so what differs is how the gradient of these is summed over ranks: {names}"
         return "forward agrees, so its backward does something else, or gradients are summed over the wrong ranks"
+
+
+def _wrong_sentence(differs: _Difference, equal: bool, method: Deviation) -> str:
+    if equal and not method.within:
+        return (
+            f"under {differs.layout} rounded numbers are off by {method.error:.1e} from the same method in numpy: "
+            "a rank rounds by another key, or decodes other bytes than it was sent"
+        )
+    return "" if equal else differs.sentence
 
 
 def unsplit_refusal(scope: Scope) -> str:

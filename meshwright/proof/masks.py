@@ -126,11 +126,23 @@ class Masks(TorchFunctionMode):
         line, column = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
         rows_of_numbers = []
         for row in range(self._first_row, self._first_row + rows):
-            key = _splitmix(int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15)
-            u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
-            v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))
-            rows_of_numbers.append(_mixed(_product(column, 0x9E3779B9) + u, v))
+            counter = int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15
+            rows_of_numbers.append(plain_bits(counter, line, column))
         return torch.from_numpy(np.stack(rows_of_numbers).astype(np.float64) + 0.5).view(tuple(shape))
+
+
+def plain_bits(counter: int, line: NDArray[np.uint64], column: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Returns the 32 random bits of some elements of a row, (n,).
+
+    Args:
+        counter: base of the draw, and the row's number times splitmix64's step.
+        line: (n,) line of each element.
+        column: (n,) place of each in its line.
+    """
+    key = _splitmix(counter)
+    u = _mixed(_product(line, 0x9E3779B9) + np.uint64(key % 2**32))
+    v = _mixed(_product(line, 0x85EBCA6B) + np.uint64(key >> 32))
+    return _mixed(_product(column, 0x9E3779B9) + u, v)
 
 
 def _splitmix(z: int) -> int:

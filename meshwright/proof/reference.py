@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -208,12 +209,25 @@ def measure_batch_spread(module: nn.Module, forward: Forward, batch: MicroBatch,
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
             first_logits = logits if seed == 0 else first_logits
-            difference = max(
-                difference, float((logits - first_logits).abs().max()) / max(float(first_logits.abs().max()), 1e-30)
-            )
+            difference = max(difference, _relative_spread(logits, first_logits))
             if seed and not difference and torch.equal(state_before, random_state(device)):
                 break
     return difference
+
+
+def _relative_spread(logits: torch.Tensor, first_logits: torch.Tensor) -> float:
+    """Returns the largest difference of two runs' outputs, of one shape, relative to the first's largest entry.
+
+    Infinite where an entry is finite in one run alone, which no comparison sees: all with a NaN are false.
+    """
+    is_finite = first_logits.isfinite()
+    if not torch.equal(is_finite, logits.isfinite()):
+        return math.inf
+    difference, scale = (
+        float(values[is_finite].abs().max()) if is_finite.any() else 0.0
+        for values in (logits - first_logits, first_logits)
+    )
+    return difference / max(scale, 1e-30)
 
 
 def find_random_modules(module: nn.Module, forward: Forward, batch: MicroBatch) -> str:

@@ -26,6 +26,7 @@ from meshwright.models.analysis.table import sharding_table
 from meshwright.parallel.build import check
 from meshwright.proof.case import Case
 from meshwright.proof.compare import Verdict, merge_ranks, one_line
+from meshwright.proof.compressed_sums import CompressedSums
 from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import SEED, References, to_device
 from meshwright.proof.scope import expert_use, read_scope, split_shares
@@ -138,6 +139,10 @@ def _train_under_layout(
     program = build_program(case.build(), plan, device, facts=facts)
     for stage in program.stages:
         stage.module.train(case.training)
+    assert program.mesh is not None or layout.world == 1
+    sums = CompressedSums()
+    for compressor in program.mesh.compressors if program.mesh is not None else ():
+        compressor.observer = sums.check
     recipe = case.recipe
     config = OptimizerConfig(
         lr=recipe.lr,
@@ -162,7 +167,8 @@ def _train_under_layout(
         outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
     difference.trained(program.weights, len(case.batches))
-    return difference.deviations | {"held": held_elements}
+    rounding = {"method": sums.method, "distance": sums.distance}
+    return difference.deviations | {"held": held_elements, "rounding": rounding}
 
 
 def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: torch.device) -> list[MicroBatch]:

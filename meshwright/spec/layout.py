@@ -18,9 +18,11 @@ from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.compression import WEIGHT_FORMATS, Compression
 from meshwright.spec.groups import (
     axis_with,
     describe_rank,
+    gradient_axes,
     mesh_shape,
     reader,
     row_axes,
@@ -28,17 +30,18 @@ from meshwright.spec.groups import (
     state_shards,
     world_size,
 )
-from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
 ATTENTIONS = ("heads", "gather")
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
-_GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares]] = {
+_GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares] | type[Compression]] = {
     "recompute": Recompute,
     "split": StageSplit,
     "rows": BatchShares,
+    "compress": Compression,
 }
 """Choices that have a text form of their own."""
 _CHOICES_OF: Mapping[str, Mechanics] = {
@@ -71,8 +74,7 @@ class Layout:
     compile: bool = False
     """Run each layer through torch.compile."""
     schedule: str = ""
-    """Order of work along ``pp``: a name that ``python -m meshwright.schedules`` lists, or ``file:PATH``;
-    empty is ``1f1b`` where there is a pipeline."""
+    """Order of work along ``pp``: a name of ``python -m meshwright.schedules``, or ``file:PATH``; empty is ``1f1b``."""
     stages: int = 0
     """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
     split: StageSplit = StageSplit()  # noqa: RUF009 - frozen
@@ -83,8 +85,12 @@ class Layout:
     """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
     takes heads where they divide, else gather."""
     rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
-    """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed, ``5x4-3x2`` for
-    six; empty shares them evenly. Losses and gradients are weighted by tokens, so the training is the same."""
+    """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
+    evenly. Losses and gradients are weighted by tokens, so the training is the same."""
+    compress: Compression = Compression()  # noqa: RUF009 - frozen
+    """Numbers in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
+    compress_weights: str = "none"
+    """Numbers in which ZeRO gathers weights: ``none`` for those of compute, ``int8``, ``fp8``."""
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have; choices with a grammar may be given as text."""
@@ -116,11 +122,17 @@ class Layout:
         if shard > 1 and not self.zero:
             cure = f"{copies[0]}={shard}, or zero=1, 2 or 3"
             raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
+        self.compress.check(self.copies, (copies[0], shards[0], shard))
+        if self.compress_weights != "none" and not self.zero:
+            raise PlanError(
+                f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
+            )
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
         for name, value, known_values in (
             ("precision", self.precision, PRECISIONS),
             ("offload", self.offload, OFFLOADS),
+            ("compress_weights", self.compress_weights, WEIGHT_FORMATS),
         ):
             if value not in known_values:
                 raise PlanError(f"{name}={value} is unknown{nearest(value, known_values)}")
@@ -184,9 +196,9 @@ class Layout:
             if key in degrees or key in values:
                 raise PlanError(f"layout: '{key}' is given twice")
             if key in known_axes():
-                degrees[key] = _parse_int(key, value)
+                degrees[key] = parse_int(key, value)
             elif key in choices:
-                values[key] = _parse_choice(key, value, str(choices[key].type))
+                values[key] = parse_choice(key, value, str(choices[key].type))
             else:
                 raise PlanError(f"layout: unknown key '{key}'{nearest(key, [*known_axes(), *choices])}")
         # A shard axis without a level means ZeRO 3.
@@ -272,6 +284,11 @@ class Layout:
         """Number of ranks that share the state of a weight."""
         return int(state_shards(self.degrees, self.zero))
 
+    @property
+    def copies(self) -> int:
+        """Number of ranks that hold the same part of a weight's state, over which its gradient is summed."""
+        return _count_copies(self.degrees, self.zero)
+
     def reader(self, rank: int) -> tuple[int, int]:
         """Returns (index, count): which part of each global batch a rank reads."""
         return reader(rank, self.degrees)
@@ -354,6 +371,8 @@ class Layout:
         # Shares belong to a number of readers; another number has equal ones.
         changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": BatchShares()}
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
+        changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
+        changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
         for name, mechanics in _CHOICES_OF.items():
             # A choice without its axis would be refused.
             if degrees.get(axis_with(mechanics, degrees), 1) == 1:
@@ -377,18 +396,5 @@ def _shards_rows(degrees: Mapping[str, int]) -> bool:
     return any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
 
 
-def _parse_int(key: str, value: str) -> int:
-    try:
-        return int(value)
-    except ValueError:
-        raise PlanError(f"layout: {key}={value} is not a whole number") from None
-
-
-def _parse_choice(key: str, value: str, kind: str) -> object:
-    if kind == "int":
-        return _parse_int(key, value)
-    if kind == "bool":
-        if value not in ("true", "false"):
-            raise PlanError(f"layout: {key}={value}: write {key}=true or {key}=false")
-        return value == "true"
-    return value
+def _count_copies(degrees: Mapping[str, int], zero: int) -> int:
+    return math.prod(degrees.get(name, 1) for name in gradient_axes(state_axes(zero)))

@@ -135,3 +135,30 @@ class BatchShares:
     def __bool__(self) -> bool:
         """Returns whether the shares differ."""
         return bool(self.shares)
+
+
+def parse_int(key: str, value: str) -> int:
+    """Reads a whole number of a layout's text.
+
+    Raises:
+        PlanError: it is none.
+    """
+    try:
+        return int(value)
+    except ValueError:
+        raise PlanError(f"layout: {key}={value} is not a whole number") from None
+
+
+def parse_choice(key: str, value: str, kind: str) -> object:
+    """Reads a value of a layout's text; ``kind`` is its type's name: ``int``, ``bool``, or any other for text.
+
+    Raises:
+        PlanError: it is no value of that type.
+    """
+    if kind == "int":
+        return parse_int(key, value)
+    if kind == "bool":
+        if value not in ("true", "false"):
+            raise PlanError(f"layout: {key}={value}: write {key}=true or {key}=false")
+        return value == "true"
+    return value

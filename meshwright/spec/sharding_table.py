@@ -117,8 +117,12 @@ class ShardingGroup:
         if degree > self.units:
             return None
         even = self.units % degree == 0
-        # A norm over all units gathers its inputs, which needs equal parts from every rank.
-        if not even and any(cutting.kind == "global_norm" for cutting in self.cuttings):
+        # A norm over all units gathers its inputs, of which every rank must have an equal part of its own: not so where
+        # neighbours share a key head.
+        gathered_blocks = [
+            block for cutting in self.cuttings if cutting.kind == "global_norm" for block in cutting.blocks
+        ]
+        if gathered_blocks and (not even or any(block.count % degree for block in gathered_blocks)):
             return None
         block_lists = [split.blocks for split in self.splits] + [cutting.blocks for cutting in self.cuttings]
         for block in (block for blocks in block_lists for block in blocks if block.count != self.units):

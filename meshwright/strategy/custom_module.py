@@ -144,6 +144,20 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return copy
 
 
+def refuse_unrecorded(built: BuiltModel) -> None:
+    """Refuses weights without recorded values, before any rank waits for another.
+
+    Raises:
+        ConfigError: with the possible remedies.
+    """
+    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.has_origin(ref)]
+    if lost:
+        raise ConfigError(
+            f"{lost[0]} is on meta, and nothing says what is in it: hand in the function that builds the model, "
+            "or fill=, a function of a weight's name and box"
+        )
+
+
 def check_equal(built: BuiltModel, world: AxisGroup) -> None:
     """Refuses weights that aren't the same on all ranks, by a sum of their bits.
 

@@ -26,7 +26,7 @@ class ForwardHooks:
     def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
         assert sharded_model.sync is not None
         self._sharded_model, self._sync = sharded_model, sharded_model.sync
-        self._seed, self._reader, self._forwards = seed, reader, 0
+        self._seed, self._reader = seed, reader
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
@@ -37,13 +37,13 @@ class ForwardHooks:
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
-        # evaluation: no backward follows and no dropout is drawn
         """Checks the inputs and starts the step's random numbers."""
+        # evaluation: no backward follows and no dropout is drawn
         if not torch.is_grad_enabled():
             return
         program = self._sharded_model.program
         self._sync.discard_failed_pass()
-        if module.training and any(item.training for item in self._statistics):
+        if any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
                 "eval() of those layers, or accept it: HybridParallelStrategy(..., local_batch_norm=True)"
@@ -52,7 +52,8 @@ class ForwardHooks:
         is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
-        if program.dropout_rng is not None and module.training:
+        # any of them: user code may train one submodule of a model that otherwise evaluates
+        if program.dropout_rng is not None and any(item.training for item in module.modules()):
             if is_recomputation:
                 raise ConfigError(
                     "torch.utils.checkpoint around the whole model draws other random numbers the second time: write "
@@ -60,8 +61,9 @@ class ForwardHooks:
                 )
             # the global batch index of the first row addresses the dropout masks
             shape = next(tensor.shape for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, torch.Tensor))
-            program.dropout_rng.begin_forward((self._seed, self._forwards), self._reader[0] * shape[0], shape)
-            self._forwards += 1
+            step = self._sharded_model.random_step
+            program.dropout_rng.begin_forward((self._seed, int(step)), self._reader[0] * shape[0], shape)
+            step += 1
 
     @torch.compiler.disable
     def _after_forward(self, _module: nn.Module, _args: object, output: object) -> None:

@@ -199,6 +199,8 @@ class GradientSync:
         reached = self._reached_weights()
         for sync in program.stages[0].gradient_syncs:
             sync.finish()
+        # The next sum over copies is rounded by other random numbers.
+        program.rounding_key.step += 1
         for weight, is_reached in zip(program.weights, reached):
             if not is_reached:
                 weight.parameter.grad = None
@@ -228,7 +230,7 @@ class GradientSync:
         reached_locally = [weight.parameter.grad is not None for weight in self._program.weights]
         if self._readers == 1 or isinstance(self._program.weights[0].parameter, DTensor):
             return reached_locally
-        flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights[0].local.device)
+        flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights_device)
         self._world.all_reduce(flags).wait()
         # Only a rank that lacks a gradient waits for the device.
         return reached_locally if all(reached_locally) else [count > 0 for count in flags.tolist()]
@@ -307,7 +309,7 @@ class GradientSync:
 
     def _reduce_norms(self, shards: Sequence[tuple[torch.Tensor | None, Weight]], order: float) -> torch.Tensor:
         """Returns (len(shards),) float64: norms of tensors that lie over the ranks as their weights do."""
-        device = self._program.weights[0].local.device
+        device = self._program.weights_device
         totals = torch.zeros(len(shards), dtype=torch.float64, device=device)
         with without_tensor_subclasses():
             for index, (shard, weight) in enumerate(shards):

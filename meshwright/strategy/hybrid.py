@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError, PlanError
-from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import apply_transforms, build, check
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
@@ -20,10 +19,18 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import Fill, ModelSource
 from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.training_modes import set_training_modes, training_modes
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
+from meshwright.strategy.custom_module import (
+    Model,
+    check_equal,
+    make_model_source,
+    read_model,
+    refuse_unrecorded,
+    with_compute_precision,
+)
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim
@@ -169,11 +176,12 @@ class HybridParallelStrategy:
                 shapes the shards without memory.
             fill: values of a box of a weight, by name, for a module on meta.
             seed: of the weights of a model that a function builds, and of dropout: each forward that trains draws anew,
-                the same numbers for the same rows of the global batch under every layout.
+                the same numbers for the same rows of the global batch under every layout. Where readers have unequal
+                numbers of rows, some rows share theirs.
 
         Returns:
-            The module itself (or the function's), whose parameters are now shards, float32 or float64; with the
-            optimizer where one was given. Where an error is raised instead, the module is left without its weights.
+            The module itself (or the function's), its parameters float32 or float64 shards now; with the optimizer
+            where one was given. Submodules keep their modes. After an error the module has lost its weights.
 
         Raises:
             PlanError: the model doesn't allow the layout.
@@ -209,13 +217,13 @@ class HybridParallelStrategy:
         """Builds this rank's program."""
         target = compute_device(model if isinstance(model, nn.Module) else None, device)
         built = read_model(model, seed)
-        training = built.module.training
+        modes = training_modes(built.module)
         layout = self.layout = with_compute_precision(self.layout, built)
         device_type = "cpu" if target.type == "meta" else target.type
         check(layout, device_type, len(built.structure.layers))
         from_module = target.type != "meta" and fill is None
         if from_module:
-            _refuse_unrecorded(built)
+            refuse_unrecorded(built)
         mesh = self._mesh = Mesh(layout, device_type, TrafficLog())
         if from_module:
             check_equal(built, mesh.world)
@@ -224,7 +232,8 @@ class HybridParallelStrategy:
         is_meta, clock = target.type == "meta", StepTimer(device_type)
         program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
         program.state_meter = None
-        module = program.module.train(training)
+        module = program.module
+        set_training_modes(module, modes)
         if layout.precision == "float64" or not layout.zero:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
             # it is, and compile=true in the layout compiles its layers.
@@ -387,13 +396,3 @@ def _refuse_unsupported(layout: Layout) -> None:
         raise PlanError("precision=fp16 needs a loss scale that a loop of one's own lacks: write precision=bf16")
     if layout.offload == "optimizer":
         raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
-
-
-def _refuse_unrecorded(built: BuiltModel) -> None:
-    """Refuses weights without recorded values, before any rank waits for another."""
-    lost = [name for name, ref in built.recipe.refs.items() if ref.numel and not built.recipe.replay.has_origin(ref)]
-    if lost:
-        raise ConfigError(
-            f"{lost[0]} is on meta, and nothing says what is in it: hand in the function that builds the model, "
-            "or fill=, a function of a weight's name and box"
-        )

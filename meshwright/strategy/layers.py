@@ -167,12 +167,19 @@ class TensorParallelLinear(nn.Module):
     @torch.no_grad()
     def to_linear(self) -> nn.Linear:
         """Returns the full layer; all ranks call it together."""
-        full_linear = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.weight.dtype)
+        settings = {"dtype": self.weight.dtype, "device": self.weight.device}
+        # without drawing values, which would move torch's random state
+        full_linear = nn.utils.skip_init(
+            nn.Linear, self.in_features, self.out_features, self.bias is not None, **settings
+        )
         # the shards in order of rank along the split dim
         full_linear.weight.copy_(all_gather_dim(self.weight, self._axis_group, self._dim))
+        full_linear.weight.requires_grad_(self.weight.requires_grad)
         if self.bias is not None:
             full_linear.bias.copy_(self.bias if self._dim else all_gather_dim(self.bias, self._axis_group, 0))
-        return full_linear.to(self.weight.device)
+            full_linear.bias.requires_grad_(self.bias.requires_grad)
+        full_linear.train(self.training)
+        return full_linear
 
     def extra_repr(self) -> str:
         """Called by torch for ``repr``."""
@@ -192,7 +199,8 @@ class TensorParallelMultiheadAttention(nn.Module):
         mesh: another name of ``ranks``.
         causal: whether a token attends only to itself and those before it.
         bias: of the four projections.
-        seed: of the full weights; no degree changes them.
+        seed: of the full weights; no degree changes them. The four projections have the seeds 4 s to 4 s + 3, which a
+            `TensorParallelLinear` beside them must not have.
 
     Raises:
         ConfigError: when the heads don't divide, or a size is missing or given twice.

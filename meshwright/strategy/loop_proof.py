@@ -135,6 +135,11 @@ def verify_loop(
         _launch(1, case, _reference, str(path))
         for layout in layouts:
             try:
+                if layout.compress or layout.compress_weights != "none":
+                    raise ConfigError(
+                        "rounded numbers on the wire are another training than one device's: leave compress and "
+                        "compress_weights out, and prove the rounding itself by meshwright verify --model"
+                    )
                 ranks = _launch(layout.world, case, _candidate, str(layout), str(path))
             # a refusal is a result: the other layouts are still run
             except MeshwrightError as error:

@@ -68,7 +68,9 @@ class OptimizerBinding:
         parameters: list[object] = (
             [weight.parameter for weight in self._local_parameters] if groups is None else list(groups)
         )
-        optimizer = make([self._replace_by_local(item) for item in parameters], **settings)
+        local_parameters = [self._replace_by_local(item) for item in parameters]
+        # torch refuses an optimizer without parameters, as a pipeline stage that is frozen as a whole would have
+        optimizer = make(local_parameters or [nn.Parameter(torch.empty(0))], **settings)
         self._bind(optimizer)
         return optimizer
 

@@ -19,6 +19,7 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.training_modes import set_training_modes, training_modes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
@@ -48,6 +49,7 @@ class PipelineEngine:
     The model repeats blocks, or is an `nn.Sequential`; its own forward runs on every stage, with the layers of other
     stages left out, and is proven on a small copy first. The result equals one device's where no layer
     mixes rows: a BatchNorm sees micro-batches, and its running statistics one more forward than there were steps.
+    Submodules in eval mode stay in it; a model that is in eval mode as a whole is trained.
 
     Args:
         model: with real weights, the same on all ranks, or a function that builds one; see `HybridParallelStrategy`.
@@ -107,6 +109,7 @@ class PipelineEngine:
             self._model, self._optimizer_source if isinstance(self._optimizer_source, torch.optim.Optimizer) else None
         )
         built = read_model(self._model, seed=1)
+        modes = training_modes(built.module)
         self.layout = plan = with_compute_precision(self.layout, built)
         check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
@@ -117,6 +120,10 @@ class PipelineEngine:
         source = make_model_source(built, facts, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.state_meter = None
+        # A model that evaluates as a whole, as from_pretrained gives it, is trained here all the same.
+        if modes[""]:
+            for stage in program.stages:
+                set_training_modes(stage.module, modes)
         sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
         # an optimizer of the replaced parameters would train nothing
         sharded_model.optimizers.mark_stale(original.parameters)
@@ -227,7 +234,9 @@ class PipelineEngine:
             for inputs_chunk, targets_chunk in zip(inputs.chunk(count), targets.chunk(count))
         ]
         # the loss is a mean over rows: its gradient is scaled to the mean over micro-batches and readers
-        sums = self._program.forward_backward(batches, 1.0 / (count * readers), (0, self.steps))
+        random_step = self.sharded_model.random_step
+        sums = self._program.forward_backward(batches, 1.0 / (count * readers), (0, int(random_step)))
+        random_step += 1
         # a weight without a gradient on this rank may have one on another
         fill_missing(self._program)
         if self._clip:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,7 @@ from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.state import SavedShards
+from meshwright.torch_compat.optimizers import create_initial_state
 from meshwright.torch_compat.tensors import foreach_mul_, without_tensor_subclasses
 from meshwright.train.step import local_norm_squared
 
@@ -52,6 +54,9 @@ class ShardedModel:
         """Reduces gradients in a custom loop; None with a schedule."""
         self.optimizers = OptimizerBinding(program, self._local_parameters, self.sync, self._after_step)
         """Creates, rebuilds and checks optimizers over this rank's shards."""
+        self.random_step = torch.zeros((), dtype=torch.int64)
+        """Counts the forwards of a custom loop, or the steps of a schedule, for dropout; a tensor, since a checkpoint
+        is loaded in place."""
 
     def _publish(self) -> None:
         """Hands reduced gradients to the optimizers' shards."""
@@ -91,15 +96,17 @@ class ShardedModel:
         # as torch.nn.utils.clip_grad_norm_ does
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         gradients = [weight.gradient for weight in self.program.weights if weight.gradient is not None]
-        with without_tensor_subclasses():
-            foreach_mul_(gradients, float(factor))
+        # none in a pipeline stage that is frozen as a whole
+        if gradients:
+            with without_tensor_subclasses():
+                foreach_mul_(gradients, float(factor))
         return norm
 
     def average(self, value: torch.Tensor | float) -> float:
         """Returns the mean of a number over all readers: from the losses of each rank's rows, the loss of the batch."""
         assert self.program.mesh is not None
         # ranks that read the same rows have the same number, so the mean over ranks is that over readers
-        total = torch.as_tensor(value, dtype=torch.float64).detach().clone().to(self.program.weights[0].local.device)
+        total = torch.as_tensor(value, dtype=torch.float64).detach().clone().to(self.program.weights_device)
         self.program.mesh.world.all_reduce(total).wait()
         return float(total) / self.layout.world
 
@@ -113,11 +120,14 @@ class ShardedModel:
             model |= dict.fromkeys((weight.name, *self._ties.get(weight.name, ())), saved)
         model |= dict(program.buffers())
         state: dict[str, Any] = {"model": model}
+        if program.dropout_rng is not None:
+            # else a resumed run would draw the masks of its first steps again
+            state["random"] = {"step": self.random_step}
         if optimizer is None:
             return state
         # loading in place needs tensors to load into
         if not optimizer.state:
-            self._create_zero_state(optimizer)
+            self._create_state(optimizer)
         moments: dict[str, dict[str, Any]] = {}
         for weight, local_parameter in zip(program.weights, self._local_parameters):
             for key, value in optimizer.state.get(local_parameter, {}).items():
@@ -128,19 +138,24 @@ class ShardedModel:
         return state | {"optimizer": moments}
 
     @torch.no_grad()
-    def _create_zero_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Creates the optimizer's state before its first step, by a step that changes nothing: all zeros."""
+    def _create_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Creates the optimizer's state before its first step, by a step that changes no weight.
+
+        What torch's optimizers make themselves starts where they start it (``mu_product`` of NAdam at 1); all else,
+        such as the momentum of SGD, at zero.
+        """
         groups = optimizer.param_groups
-        rates, members = (
-            [group["lr"] for group in groups],
-            [parameter for group in groups for parameter in group["params"]],
-        )
+        members = [parameter for group in groups for parameter in group["params"]]
+        rates, gradients = [group["lr"] for group in groups], [parameter.grad for parameter in members]
         saved_values = [parameter.detach().clone() for parameter in members]
+        for parameter in members:
+            parameter.grad = torch.zeros_like(parameter)
+        # before the rates change: ASGD and Rprop start from them
+        create_initial_state(optimizer)
+        start_values = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
         for group in groups:
             # at rate 0 the step creates state; weight decay is scaled by the rate too
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        for parameter in members:
-            parameter.grad = torch.zeros_like(parameter)
         self.optimizers.starting = True
         try:
             optimizer.step()
@@ -148,11 +163,16 @@ class ShardedModel:
             self.optimizers.starting = False
             for group, rate in zip(groups, rates):
                 group["lr"] = rate
-            for parameter, value in zip(members, saved_values):
+            for parameter, value, gradient in zip(members, saved_values, gradients):
                 parameter.copy_(value)
-        for value in (value for state in optimizer.state.values() for value in state.values()):
-            if isinstance(value, torch.Tensor):
-                value.zero_()
+                parameter.grad = gradient
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                start = start_values.get(parameter, {}).get(key)
+                if isinstance(value, torch.Tensor):
+                    value.zero_() if start is None else value.copy_(start)
+                elif isinstance(value, (int, float)):
+                    state[key] = type(value)(0) if start is None else start
 
 
 def _saved_tensor(saved: Any, weight: Weight) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Every private name of torch that this package rests on, with the versions that have it and why nothing public does.
 
-One file for each part of torch, so that using one imports no other. Each states its names in ``PRIVATE_NAMES``; a test
-looks each of them up in the torch that is installed and tries what it does, so that a release which changes one fails
-there and not in somebody's run.
+One file for each part of torch, so that using one imports no other. Each states its names in ``PRIVATE_NAMES``; a house
+rule finds names that are used and not stated. A test looks each of them up in the torch that is installed and tries
+what it does, so that a release which changes one fails there and not in somebody's run.
 """
 
 from __future__ import annotations
@@ -24,9 +24,18 @@ class PrivateName:
     """First supported version that has it."""
     until: str = ""
     """Last version that has it; empty where the newest does."""
+    of_instances: bool = False
+    """Whether the class itself lacks it, since its ``__init__`` or a later call sets it."""
+    needs_cuda: bool = False
+    """Whether torch has it only where it was built for GPUs."""
+
+    def is_in(self, version: str) -> bool:
+        """Returns whether a version of torch, such as ``2.13.0+cpu``, has the name."""
+        release = _release(version)
+        return _release(self.since) <= release and not (self.until and release > _release(self.until))
 
     def resolve(self) -> object:
-        """Returns the object.
+        """Returns the object, or for a name of instances alone the class.
 
         Raises:
             AttributeError: this torch doesn't have it.
@@ -34,6 +43,12 @@ class PrivateName:
         """
         module, _, attributes = self.path.partition(":")
         value: Any = importlib.import_module(module)
-        for name in attributes.split("."):
+        names = attributes.split(".")
+        for name in names[:-1] if self.of_instances else names:
             value = getattr(value, name)
         return value
+
+
+def _release(version: str) -> tuple[int, int]:
+    major, minor, *_ = version.split(".")
+    return int(major), int(minor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "fsdp_parameters",
     "gathered_tensors",
     "set_async_unshard",
+    "shard_sizes",
 ]
 
 PRIVATE_NAMES = (
@@ -47,12 +48,62 @@ PRIVATE_NAMES = (
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
         "the same",
     ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
+        "which weight each part of a unit's flat message is of",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.padded_sharded_param_size",
+        "how long it is there",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups",
+        "a unit's parameters by group, whose gathered memory nothing public shows",
+        since="2.12",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_group",
+        "the same in 2.11: one group or none",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
+        "the same",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._all_gather_result",
+        "memory of a gather under way; None without one",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_collectives:AllGatherResult.all_gather_output",
+        "the same",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.all_gather_outputs",
+        "memory of a parameter while it is gathered",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param",
+        "the gathered parameter and its gradient; unset before the first gather",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
+        "sum of the micro-batches' gradients in float32; None without one",
+        of_instances=True,
+    ),
 )
 
 
 def fsdp_groups(unit: nn.Module) -> list[Any]:
     """Returns FSDP2's own groups (`FSDPParamGroup`) of one unit: any number since torch 2.12, one or none in 2.11."""
-    state = unit._get_fsdp_state()
+    state: Any = unit._get_fsdp_state()
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
 
@@ -65,6 +116,29 @@ def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
                 yield from group.fsdp_params
 
 
+def shard_sizes(unit: nn.Module, prefixes: Mapping[nn.Module, str], trained: bool = False) -> dict[str, int]:
+    """Returns the elements of a shard of each weight of a unit, by name, in the order of its flat messages.
+
+    Args:
+        unit: of FSDP2.
+        prefixes: name of each module in the model.
+        trained: leave out weights that have no gradients.
+    """
+    sizes = {}
+    for fsdp_param in (fsdp_param for group in fsdp_groups(unit) for fsdp_param in group.fsdp_params):
+        if fsdp_param.sharded_param.requires_grad or not trained:
+            prefix, name = prefixes[fsdp_param._module_info.module], fsdp_param._module_info.param_name
+            # Padded: every rank's shard is as long as the first's.
+            sizes[f"{prefix}.{name}" if prefix else name] = fsdp_param.padded_sharded_param_size.numel()
+    return sizes
+
+
+def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:
+    """Returns the gathered parameter, of its full shape; None before the first gather, which sets the attribute."""
+    parameter: nn.Parameter | None = vars(fsdp_param).get("_unsharded_param")
+    return parameter
+
+
 def set_async_unshard(unit: nn.Module) -> None:
     """Makes a unit's gathers collectives under way instead of work on a stream of their own."""
     unit._set_unshard_async_op(True)
@@ -74,14 +148,14 @@ def clear_unsharded_gradients(module: nn.Module) -> None:
     """Drops the gradients that FSDP2 keeps in gathered parameters between micro-batches."""
     for fsdp_param in fsdp_parameters(module):
         fsdp_param.unsharded_accumulated_grad = None
-        if hasattr(fsdp_param, "_unsharded_param"):
-            fsdp_param._unsharded_param.grad = None
+        if (parameter := _unsharded_parameter(fsdp_param)) is not None:
+            parameter.grad = None
 
 
 def accumulate_unsharded_gradients(module: nn.Module) -> None:
     """Adds gradients in the compute dtype to FSDP2's float32 sums, as `FSDPParamGroup.post_backward` does."""
     for fsdp_param in fsdp_parameters(module):
-        if hasattr(fsdp_param, "_unsharded_param"):
+        if _unsharded_parameter(fsdp_param) is not None:
             fsdp_param.accumulate_unsharded_grad_if_needed()
             fsdp_param.to_accumulated_grad_if_needed()
 
@@ -91,13 +165,11 @@ def gathered_tensors(unit: nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
     parameters: list[torch.Tensor] = []
     gradients: list[torch.Tensor] = []
     for group in fsdp_groups(unit):
-        pending = getattr(group, "_all_gather_result", None)
-        if pending is not None:
-            parameters.append(pending.all_gather_output)
+        if group._all_gather_result is not None:
+            parameters.append(group._all_gather_result.all_gather_output)
         for fsdp_param in group.fsdp_params:
-            parameters.extend(getattr(fsdp_param, "all_gather_outputs", []))
-            unsharded = getattr(fsdp_param, "_unsharded_param", None)
-            if unsharded is not None:
-                accumulated = getattr(fsdp_param, "unsharded_accumulated_grad", None)
-                gradients.extend(grad for grad in (unsharded.grad, accumulated) if grad is not None)
+            parameters.extend(fsdp_param.all_gather_outputs)
+            if (parameter := _unsharded_parameter(fsdp_param)) is not None:
+                held_gradients = (parameter.grad, fsdp_param.unsharded_accumulated_grad)
+                gradients.extend(grad for grad in held_gradients if grad is not None)
     return parameters, gradients

@@ -47,9 +47,27 @@ PRIVATE_NAMES = (
         "torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops",
         "torch 2.11 sends to a stage of the same rank too, which gloo refuses",
     ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
+        "takes the list and adds sends and receives",
+        since="2.12",
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._load_actions", "the same", until="2.11"
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order",
+        "the list without sends, which torch's messages print",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order_with_comms",
+        "the list with sends, whose order is ours",
+        of_instances=True,
+    ),
 )
 _LOADERS = ("_prepare_schedule_with_comms", "_load_actions")
-"""The method that takes actions and adds sends and receives: the first since torch 2.12, the second in 2.11."""
+"""The method that takes actions and adds sends and receives, in new and in old versions."""
 
 
 def _loader() -> str | None:

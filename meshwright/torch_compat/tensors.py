@@ -83,10 +83,6 @@ PRIVATE_NAMES = (
         "a tensor in a state_dict that only DCP can read",
     ),
     PrivateName(
-        "torch._C._distributed_c10d:Work",
-        "the flight recorder is in this module, where torch has NCCL",
-    ),
-    PrivateName(
         "torch._subclasses.fake_tensor:FakeTensorMode",
         "tensors of shapes alone; public under no other name",
     ),
@@ -148,9 +144,25 @@ PRIVATE_NAMES = (
         "torch:_fused_adamw_",
         "the kernel of AdamW without its class, which imports the compiler",
     ),
-    PrivateName(
-        "torch.utils._pytree:tree_map_only",
-        "nested arguments of a call; torch.utils.pytree isn't in 2.11",
+    *(
+        PrivateName(
+            f"torch.utils._pytree:{name}", "nested arguments and results of a call; torch.utils.pytree isn't in 2.11"
+        )
+        for name in (
+            *("MappingKey", "SequenceKey", "TreeSpec", "tree_flatten", "tree_flatten_with_path", "tree_leaves"),
+            *("tree_map_only", "tree_unflatten", "treespec_dumps", "treespec_loads"),
+        )
+    ),
+    *(
+        PrivateName(f"torch:ops.aten.{name}", "an operator behind `scaled_dot_product_attention`, by which it is told")
+        for name in (
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
+            *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+        )
+    ),
+    *(
+        PrivateName(f"torch._C._distributed_c10d:{name}", "what NCCL recorded of its collectives", needs_cuda=True)
+        for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
     ),
 )
 

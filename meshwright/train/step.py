@@ -88,8 +88,7 @@ def local_norm_squared(program: Program) -> torch.Tensor:
             continue
         for box in boxes:
             by_copies.setdefault(box.copies, []).append(view_box(grad, box.local_box).contiguous())
-    device = program.weights[0].local.device
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=program.weights_device)
     for copies, grads in by_copies.items():
         # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
         norms = torch.stack(foreach_norm(grads, 2))

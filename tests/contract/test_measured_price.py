@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import product
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,17 @@ from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.choose import AFTER_PIPELINE, Question, price_candidate
 from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
+from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds, price_operators
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
+from meshwright.planner.predict import named_plan
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.layout import Layout
+from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator
 from meshwright.train.model_analysis import analyse_model
 
 MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
@@ -30,6 +33,10 @@ SIZES = (16, 4096)
 BUILT = build_meta(MODEL)
 JOB = PricedJob(shape=measure_shape(BUILT), sequence=32, rows=16, precision="float32")
 MEASURE = make_measure(BUILT, 32, "float32")
+
+
+NO_SECONDS = dict.fromkeys(("matmul", "attention", "elementwise", "host"), 0.0)
+MIXTURE = build_meta(dataclasses.replace(MODEL, name="mixtral", experts=4))
 
 
 def calibration(ranks: int, cores: int, **host: float) -> Calibration:
@@ -107,9 +114,9 @@ def test_cp_sends_tensors_of_the_type_of_compute(
     question = Question(job=job, cluster=Cluster.parse("2xh100"), base=Layout(precision=precision))
     work = make_measure(BUILT, 32, precision)(layout, 16)
     assert work is not None
-    none = WorkSeconds(forward={}, backward={})
+    none = WorkSeconds(forward=NO_SECONDS, backward=NO_SECONDS)
     seconds = PipelineSeconds(first_end=none, layer=none, last_end=none)
-    times = MeasuredTimes(question, price_candidate(question, layout), work, seconds, calibration(2, 2))
+    times = MeasuredTimes(question, layout, work, seconds, calibration(2, 2))
     priced_bytes: list[float] = []
 
     def record(kind: str, size: float, degree: int, rank_stride: int = 1) -> float:
@@ -117,7 +124,7 @@ def test_cp_sends_tensors_of_the_type_of_compute(
         return 0.0
 
     monkeypatch.setattr(times, "_collective_s", record)
-    times._cp_s()
+    times._cp_pass_s(JOB.shape.blocks[0])
     passes = 2 if attention == "heads" else 1
     exact = Collectives()
     LayerTraffic(job, layout, model_parts(BUILT, analyse_model(BUILT, layout)), 0).add_to(exact)
@@ -141,3 +148,101 @@ def test_work_is_measured_of_the_split_that_the_user_chose() -> None:
     ]
     # 3 matrices of 64 x 128 a layer, 2 FLOP a weight and token, of which each rank had half.
     assert flops[1] - flops[0] == 4 * (3 * 64 * 128) * 2 * (8 * 32) / 2
+
+
+def test_an_update_in_host_memory_keeps_the_seconds_of_the_host() -> None:
+    """The calibration timed the device's update, at 1e9 weights a second; the host's takes what its memory allows."""
+    layout = Layout.parse("shard=2,zero=1,offload=optimizer,precision=float32")
+    machine = {"kind": "cuda", "device": "h100"}
+    made = dataclasses.replace(calibration(2, 0), machine=machine, host=())
+    question = Question(job=JOB, cluster=dataclasses.replace(Cluster.parse("2xh100"), calibration=made))
+    closed = price_candidate(question, layout)
+    measured = correct_price(question, closed, MEASURE).price
+    assert measured.parts["optimizer"] == pytest.approx(closed.price.parts["optimizer"])
+    on_device = correct_price(question, price_candidate(question, dataclasses.replace(layout, offload="none")), MEASURE)
+    assert measured.parts["matmul"] == on_device.price.parts["matmul"] != closed.price.parts["matmul"]
+    assert on_device.price.parts["optimizer"] == pytest.approx(JOB.shape.parameters / 2 / ELEMENTS)
+
+
+def test_the_exchange_of_experts_is_part_of_a_pipeline() -> None:
+    """A stage's makespan has the all-to-alls of its layers in it: they aren't paid out of the bubble."""
+    layout = Layout.parse("pp=2,shard=2,ep=2,zero=1,microbatches=4,precision=bf16")
+    made = calibration(4, 0)
+    made = dataclasses.replace(
+        made,
+        machine={"kind": "cuda", "device": "h100"},
+        matmul=in_bf16(made.matmul, 0),
+        operations=in_bf16(made.operations, 1),
+        attention=in_bf16(made.attention, 0),
+    )
+    cluster = dataclasses.replace(Cluster.parse("4x1xh100@ethernet-100m"), calibration=made)
+    job = dataclasses.replace(JOB, shape=measure_shape(MIXTURE), precision="bf16")
+    question, measure = Question(job=job, cluster=cluster), make_measure(MIXTURE, 32, "bf16")
+    assert measure(layout, 2) is not None
+    price = correct_price(question, price_candidate(question, layout), measure).price
+    work = sum(price.parts[name] for name in ("matmul", "attention", "elementwise", "host"))
+    after = sum(price.parts[name] for name in AFTER_PIPELINE)
+    # Two equal stages: each idles for one micro-batch of the other.
+    assert price.parts["ep"] > 0.1 * work
+    assert price.step_s - after >= (price.parts["ep"] + work) * (1 + 1 / 4)
+
+
+def in_bf16(rows: tuple[tuple[Any, ...], ...], column: int) -> tuple[tuple[Any, ...], ...]:
+    """The same measurements for bf16, and those of float32."""
+    return tuple((*row[:column], dtype, *row[column + 1 :]) for row in rows for dtype in ("float32", "bf16"))
+
+
+@pytest.mark.parametrize("attention", ["heads", "gather"])
+def test_a_forward_sends_as_much_over_cp_as_a_backward(attention: str) -> None:
+    plain, recomputed = (
+        priced(f"cp=2,attention={attention}{mode}", operator_forward=1e-6) for mode in ("", ",recompute=full")
+    )
+    assert recomputed.parts["cp"] == pytest.approx(1.5 * plain.parts["cp"])
+
+
+def test_a_layer_is_the_mean_of_all_kinds() -> None:
+    """Recompute leaves out the last product of every layer: the mean layer's is the mean of theirs."""
+    operators = [
+        Operator(kind="product", name="mm", sizes=(1, 16, 16, size), flops=0.0, bytes=0) for size in (16, 4096)
+    ]
+    kinds = tuple(ModuleWork(forward=[operator] * count) for operator, count in zip(operators, (1, 4)))
+    work = ModelWork(rows=1, layers=kinds, counts=(3, 1), rest=ModuleWork())
+    layer = price_operators(work, calibration(1, 1), "float32", True).layer
+    assert layer.operators == pytest.approx((3 * 1 + 1 * 4) / 4)
+    seconds = [2 * 16 * 16 * size / RATE for size in (16, 4096)]
+    assert layer.last_s == pytest.approx((3 * seconds[0] + seconds[1]) / 4)
+
+
+def test_a_backward_that_can_t_come_in_halves_fills_no_bubble() -> None:
+    """The runtime then runs the schedule unsplit, and so it is priced, on any machine."""
+    layouts = {name: Layout.parse(f"pp=2,microbatches=8,schedule={name}") for name in ("1f1b", "zerobubble", "zbv")}
+    for calibrated in (None, calibration(2, 2)):
+        cluster = dataclasses.replace(Cluster.detected(2, "cpu", cores=2), calibration=calibrated)
+        steps: dict[tuple[str, bool], float] = {}
+        for name, splits in product(layouts, (True, False)):
+            question = Question(job=dataclasses.replace(JOB, splits_backward=splits), cluster=cluster)
+            closed = price_candidate(question, layouts[name])
+            steps[name, splits] = correct_price(question, closed, MEASURE).price.step_s
+            assert not splits or name in question.space.schedules
+            assert splits or (name in question.space.schedules) is (name == "1f1b")
+        assert steps["1f1b", False] == steps["1f1b", True]
+        assert steps["zerobubble", True] < steps["zerobubble", False] == pytest.approx(steps["1f1b", False])
+        assert steps["zbv", True] <= steps["zbv", False]
+
+
+def test_a_run_s_plan_says_that_its_backward_is_whole() -> None:
+    layouts = [Layout.parse(f"pp=2,microbatches=8,schedule={name}") for name in ("1f1b", "zerobubble")]
+    question = Question(
+        job=JOB, cluster=dataclasses.replace(Cluster.detected(2, "cpu", cores=2), calibration=calibration(2, 2))
+    )
+    halves = model_parts(BUILT, analyse_model(BUILT, layouts[1]))
+    assert halves.layer_graph is not None and not halves.layer_graph.whole_backward
+    graph = dataclasses.replace(halves.layer_graph, whole_backward="a tensor is read by two stages")
+    whole = dataclasses.replace(halves, layer_graph=graph)
+    plain, split = (named_plan(question, layout, halves, MEASURE) for layout in layouts)
+    unsplit = named_plan(question, layouts[1], whole, MEASURE)
+    assert unsplit.reason == (
+        "named by the user; schedule=zerobubble runs each backward whole: a tensor is read by two stages"
+    )
+    assert split.prediction.step_s < unsplit.prediction.step_s == pytest.approx(plain.prediction.step_s)
+    assert split.reason == plain.reason == "named by the user"

@@ -7,7 +7,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshwright.cluster.cluster import Cluster
+from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.errors import PlanError
 from meshwright.planner.choose import (
     Candidate,
@@ -24,12 +24,13 @@ from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
 from meshwright.planner.measured_price import price_layout
-from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.scaling import Point, _smaller_questions, curve, knee, replan, sizes
 from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
 from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.units import format_seconds
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
@@ -225,6 +226,7 @@ def test_more_devices_are_faster_until_they_are_not() -> None:
     times = [point.best.price.step_s for point in points if point.best]
     assert [point.devices for point in points] == [8, 16, 32, 64] and times == sorted(times, reverse=True)
     assert knee(points) in (None, 8, 16, 32)
+    assert sizes("64,8,64", 64) == [8, 64]
     with pytest.raises(PlanError, match="the cluster has 64"):
         sizes("8..512", 64)
     with pytest.raises(PlanError, match="write a number"):
@@ -257,6 +259,23 @@ def test_what_is_left_of_a_cluster_is_used_as_far_as_that_is_faster() -> None:
     assert again.best[0] == choose(part).best[0]
     with pytest.raises(PlanError, match="can't be shared by 8 devices"):
         replan(question("8xh100", SHORT, 1, limits={"axes": ("replicate", "shard")}))
+
+
+def test_no_more_devices_than_a_sixteenth_are_left_idle() -> None:
+    """Of 20 devices one may idle, not two: 18 would leave a tenth of them."""
+    left = question("20xh100", LLAMA, 20)
+    single = dataclasses.replace(left.cluster.groups[0].node.resized(1), outside_count=1)
+    left = dataclasses.replace(
+        left, cluster=dataclasses.replace(left.cluster, groups=(NodeGroup(node=single, count=20),))
+    )
+    assert sorted(smaller.cluster.devices for smaller in _smaller_questions(left)) == [19, 20]
+
+
+def test_a_later_finalist_gives_its_own_reason(choice: Choice) -> None:
+    second = choice.best[1]
+    first_reason, second_reason = reason(question(), choice), reason(question(), choice, second)
+    assert format_seconds(second.price.step_s) in second_reason and str(choice.best[0].layout) in second_reason
+    assert second_reason.startswith("number 2 that fit") and first_reason == reason(question(), choice, choice.best[0])
 
 
 def test_divisors() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -114,6 +116,51 @@ def test_fused_heads_without_a_name_are_found():
     assert held["mix.weight"] == (0, tuple(Block(start=at, size=8, count=3) for at in (0, 24, 48)))
     assert held["up.bias"] == (0, (Block(start=0, size=1, count=40),))
     assert table.vocabulary == ("embedding", "head")
+
+
+@dataclass(frozen=True)
+class FrozenSizes:
+    heads: int = 4
+
+
+class NamedSizes(NamedTuple):
+    heads: int = 4
+
+
+class Configured(nn.Module):
+    """Attention that reads its number of heads off a config."""
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        self.config, self.norm = config, nn.LayerNorm(width)
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.config["heads"] if isinstance(self.config, dict) else self.config.heads
+        q, k, v = (
+            matrix(self.norm(x)).view(*x.shape[:2], heads, 6).transpose(1, 2) for matrix in (self.q, self.k, self.v)
+        )
+        x = x + self.out(functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(x)))
+
+
+def configured_model(kind: str) -> nn.Module:
+    model = FusedModel()
+    config = {"dict": {"heads": 4}, "frozen": FrozenSizes(), "named": NamedSizes()}[kind]
+    model.blocks = nn.ModuleList([Configured(config, 24) for _ in range(2)])
+    return model
+
+
+@pytest.mark.parametrize(("kind", "is_split"), [("frozen", True), ("dict", False), ("named", False)])
+def test_sizes_are_read_off_any_config_or_the_attention_stays_whole(kind, is_split):
+    config = ModelConfig(name=f"{__name__}:configured_model", overrides={"kind": kind})
+    rows = sharding_table(build_meta(config), 2).layers["blocks.0"]
+    groups = {group.row_linear: group for group in rows.groups}
+    assert set(groups) == ({"out", "down"} if is_split else {"down"})
+    assert is_split or "its code doesn't run on a part of the heads" in rows.refused["out"]
+    assert not is_split or [number.attribute for number in groups["out"].numbers] == ["config.heads"]
 
 
 def test_one_head_stays_whole_and_says_why():

@@ -143,12 +143,28 @@ def frozen_flags(_rank: int) -> list[list[bool]]:
         linear = nn.Linear(12, 8).requires_grad_(trainable)
         split = TensorParallelLinear.from_linear(linear, "columns")
         flags.append([parameter.requires_grad for parameter in split.parameters()])
+        state = torch.default_generator.get_state()
+        flags.append([parameter.requires_grad for parameter in split.to_linear().parameters()])
+        assert torch.equal(torch.default_generator.get_state(), state)
     return flags
 
 
 def test_a_frozen_linear_stays_frozen() -> None:
     for flags in run_ranks(2, frozen_flags):
-        assert flags == [[True, True], [False, False]]
+        assert flags == [[True, True], [True, True], [False, False], [False, False]]
+
+
+def projection_errors(_rank: int) -> list[bool]:
+    attention = TensorParallelMultiheadAttention(8, 4, seed=2)
+    projections = (attention.query, attention.key, attention.value, attention.out)
+    return [
+        torch.equal(projection.to_linear().weight, seeded_linear(8, 8, True, 8 + offset).weight)
+        for offset, projection in enumerate(projections)
+    ]
+
+
+def test_projections_of_attention_have_the_seeds_that_are_documented() -> None:
+    assert run_ranks(2, projection_errors) == [[True] * 4] * 2
 
 
 def test_a_seeded_linear_leaves_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:

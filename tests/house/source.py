@@ -26,10 +26,20 @@ INNER_IMPORTS = {
     ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
 }
 """Packages that may be imported inside of a function, each with its reason; never a module of ours."""
-PRIVATE_OF_TENSORS = ("_local_tensor", "_is_view", "_get_fsdp_state", "_unsharded_param")
-"""Private attributes of torch's own objects."""
-PRIVATE_ELSEWHERE: dict[str, str] = {}
-"""Private names of torch that may stand outside of `torch_compat`, with the reason."""
+COMPAT = PACKAGE / "torch_compat"
+USED_IN_PLACE = COMPAT / "attributes.py"
+"""States the private attributes of torch's objects that any file may use."""
+NOT_OF_TORCH = {
+    **dict.fromkeys(("_fields", "_asdict", "_replace", "_exit"), "public: of a NamedTuple, and os._exit"),
+    **dict.fromkeys(("_attn_implementation", "_experts_implementation"), "fields of transformers' configs"),
+    **dict.fromkeys(
+        ("_is_hf_initialized", "_keys_to_ignore_on_load_unexpected", "_keys_to_ignore_on_load_missing"),
+        "attributes of transformers' models",
+    ),
+    "_is_local": "set by `parameter_slices` on its own copies of configs",
+    "_close": "our own, of a base class in another file",
+}
+"""Private attributes that aren't torch's and whose owner is another file, each with the reason."""
 SUB_ROOMS_BELOW = {
     "spec/axes": "files that each state one axis's facts; the room asks for all of them",
 }
@@ -176,24 +186,88 @@ def torch_below() -> Iterator[str]:
 
 
 def private_torch() -> Iterator[str]:
-    """Private names of torch outside of `torch_compat`."""
+    """Private names of torch outside of `torch_compat`, but for attributes that it states for use in place."""
+    in_place = _stated_names(USED_IN_PLACE)
     for path, module in modules().items():
-        if path.relative_to(PACKAGE).parts[0] == "torch_compat":
+        if path.is_relative_to(COMPAT):
             continue
+        own_names = _own_names(module)
         for node in ast.walk(module):
-            names = []
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
-                names = [f"{node.module}.{alias.name}" for alias in node.names]
-            elif isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
-            elif isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
-                names = [name for name in [ast.unparse(node)] if name.replace(".", "").isidentifier()]
-            elif isinstance(node, ast.Attribute) and node.attr in PRIVATE_OF_TENSORS:
-                names = [f"torch.{node.attr}"]
-            for name in names:
-                private = [part for part in name.split(".") if part.startswith("_") and not part.startswith("__")]
-                if private and name not in PRIVATE_ELSEWHERE:
+            for name in _names_of_torch(node):
+                if any(_is_private(part) for part in name.split(".")):
                     yield f"{place(path, node)} uses {name}; torch_compat is where private names stand"
+            for name in _private_attributes(node):
+                if name not in in_place | own_names and name not in NOT_OF_TORCH:
+                    yield f"{place(path, node)} uses {name}; torch_compat is where private names of torch stand"
+
+
+def unstated_private_names() -> Iterator[str]:
+    """Private names of torch that a file of `torch_compat` uses and doesn't state, so that no test looks them up."""
+    for path, module in modules().items():
+        if not path.is_relative_to(COMPAT) or path.name == "__init__.py":
+            continue
+        stated, own_names = _stated_names(path) | _stated_names(USED_IN_PLACE), _own_names(module)
+        for node in ast.walk(module):
+            names = [name.split(".")[-1] for name in _names_of_torch(node) if any(map(_is_private, name.split(".")))]
+            names += [name for name in _private_attributes(node) if name not in own_names]
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
+                names.append(node.value)
+            yield from (f"{place(path, node)} uses {name} and doesn't state it" for name in names if name not in stated)
+
+
+def _is_private(name: str) -> bool:
+    return bool(re.fullmatch(r"_[A-Za-z]\w*", name))
+
+
+def _stated_names(path: Path) -> set[str]:
+    """Every part of the paths in a file's PRIVATE_NAMES, with names that a loop fills in."""
+    (table,) = (
+        node.value
+        for node in modules()[path].body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "PRIVATE_NAMES"
+    )
+    texts = [node.value for node in ast.walk(table) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    return {part for text in texts if " " not in text for part in re.split(r"[.:]", text)}
+
+
+def _own_names(module: ast.Module) -> set[str]:
+    """Names that a file defines: functions, classes, variables, attributes of its own objects."""
+    names = set()
+    for node in ast.walk(module):
+        if isinstance(node, (ast.ClassDef, *Function.__args__)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names
+
+
+def _is_own(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def _private_attributes(node: ast.AST) -> list[str]:
+    """The private attribute that an expression names of an object that isn't its own, also by getattr and hasattr."""
+    if isinstance(node, ast.Attribute) and _is_private(node.attr):
+        is_base = isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
+        return [] if is_base or _is_own(node.value) else [node.attr]
+    if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+        attribute = node.args[1]
+        if isinstance(attribute, ast.Constant) and _is_private(str(attribute.value)):
+            return [str(attribute.value)]
+    return []
+
+
+def _names_of_torch(node: ast.AST) -> list[str]:
+    """Dotted names of torch that a statement imports or an expression names."""
+    if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names if alias.name.split(".")[0] == "torch"]
+    if isinstance(node, ast.Attribute) and ast.unparse(node).split(".")[0] in ("torch", "dist"):
+        return [name for name in [ast.unparse(node)] if name.replace(".", "").isidentifier()]
+    return []
 
 
 def import_circles() -> Iterator[str]:
@@ -291,6 +365,7 @@ RULES = (
     type_only_imports,
     torch_below,
     private_torch,
+    unstated_private_names,
     import_circles,
     two_way_rooms,
 )

@@ -45,6 +45,30 @@ def test_rules_see_what_breaks_them(monkeypatch, tmp_path):
     assert sorted(line.split()[-1] for line in source.environment_reads()) == ["os.environ", "os.getenv"]
 
 
+def test_private_names_of_torch_are_seen_wherever_they_are_used(monkeypatch):
+    user = """
+import torch._dynamo
+def read(tensor, module, config):
+    getattr(tensor, "_hidden", None)
+    return tensor._grad_fn_of, module._parameters, config._fields, torch._C, user._own
+class User:
+    def _own(self): self._mine, super()._base
+"""
+    wrapper = """
+from torch.utils._pytree import tree_map, tree_flatten
+PRIVATE_NAMES = (PrivateName("torch.utils._pytree:tree_map", "nested"), PrivateName("torch:Tensor._stated", "it"))
+def read(x): return x._stated, x._unstated, hasattr(x, "_also"), torch.__version__
+"""
+    stated = source.modules()[source.USED_IN_PLACE]
+    paths = {source.PACKAGE / "user.py": user, source.COMPAT / "wrapper.py": wrapper}
+    trees = {path: ast.parse(text) for path, text in paths.items()} | {source.USED_IN_PLACE: stated}
+    monkeypatch.setattr(source, "modules", lambda: trees)
+    seen = [line.split(" uses ")[1].split(";")[0] for line in source.private_torch()]
+    assert sorted(set(seen)) == ["_C", "_grad_fn_of", "_hidden", "torch._C", "torch._dynamo"]
+    unstated = [line.split(" uses ")[1].split(" and ")[0] for line in source.unstated_private_names()]
+    assert sorted(set(unstated)) == ["_also", "_unstated", "tree_flatten"]
+
+
 def test_a_docstring_of_parameters_that_are_gone_is_seen(monkeypatch):
     text = """
 class Gate:

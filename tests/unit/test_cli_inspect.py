@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 from typing import Any
 
@@ -11,6 +12,10 @@ import pytest
 from meshwright import InspectConfig, inspect
 from meshwright.cli.inspect_output import inspection_lines, runs
 from meshwright.cli.main import main
+from meshwright.models.analysis.objective import Objective
+from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
+from meshwright.models.analysis.table import ShardingAnalysis, analyse_sharding
+from meshwright.models.build import BuiltModel
 from meshwright.models.config import ModelConfig
 
 LAYOUTS = ("tp=2", "pp=2,shard=2,tp=2,zero=1,microbatches=2")
@@ -36,6 +41,31 @@ def test_anatomy_and_ways_to_split() -> None:
     assert groups["attn.c_proj"]["units"] == 4 and groups["mlp.c_proj"]["units"] == 128
     assert groups["attn.c_proj"]["heads"] and not groups["mlp.c_proj"]["heads"]
     assert found()["pipeline"] == {"layers": 3, "stages": 3, "payload": [1], "blocked": {}}
+
+
+@pytest.mark.slow
+def test_the_table_is_read_with_the_models_own_loss_which_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a training run reads it: the loss is part of what a split must give, and a forward for it takes seconds."""
+    objectives, tried = [], []
+
+    def read_table(built: BuiltModel, degree: int, objective: Objective | None) -> ShardingAnalysis:
+        objectives.append(objective)
+        return analyse_sharding(built, degree, objective)
+
+    def try_once(built: BuiltModel) -> ForwardTrial:
+        tried.append(built)
+        return try_forward(built)
+
+    # By import: the package's attributes `inspect` and `train` are its public functions.
+    job = importlib.import_module("meshwright.jobs.inspect")
+    monkeypatch.setattr(job, "analyse_sharding", read_table)
+    for module in (job, importlib.import_module("meshwright.train.model_analysis")):
+        monkeypatch.setattr(module, "try_forward", try_once)
+    model = ModelConfig(
+        name="mixtral", layers=2, width=32, heads=4, vocab=97, context=16, overrides={"output_router_logits": "true"}
+    )
+    inspect(InspectConfig(model=model, layout=("tp=2", "replicate=2")))
+    assert [term.name for term in objectives[0].terms] == ["aux_loss"] and len(tried) == 1
 
 
 @pytest.mark.slow

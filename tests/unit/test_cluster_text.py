@@ -120,7 +120,36 @@ TABLES = {
     "[[group]]\ndevice = 'mine'\n[devices.mine]\nmemory_bytes = 1": "missing",
     "[[group]]\ndevice = 'mine'\n[devices.mine]\nlike = 'h100'\nmemory = 1": "unknown key 'devices.mine.memory'",
     "[[group]]\ndevice = 'h100'\nnodes = 'two'": "whole number",
+    "[[group]]\ndevice = 'h100'\ninside = 'none'": "8 devices share it: name a link",
+    "[[group]]\ndevice = 'h100'\noutside_count = 'two'": "must be a number of cards",
+    "[[group]]\ndevice = 'mine'\n[devices.mine]\nlike = 'h100'\npeak_flops = 3": "devices.mine",
+    "[[group]]\ndevice = 'h100'\n[links.mine]\nlike = 'pcie4'\nprotocols = [['fast', 0, 0]]": "links.mine",
+    "group = 8": "must be tables",
 }
+
+
+UNKNOWN = """[[group]]
+device = 'mine'
+count = 4
+{inside}
+[devices.mine]
+memory_bytes = 1e9
+bandwidth_bytes_per_s = 1e9
+peak_flops = {{ float32 = 1e12 }}
+[links.inside]
+like = 'nvlink4'
+[links.thin]
+like = 'ethernet-10g'
+"""
+
+
+@pytest.mark.parametrize(
+    ("named", "link"), [("", "pcie4"), ("inside = 'thin'", "thin"), ("inside = 'inside'", "inside")]
+)
+def test_a_link_that_happens_to_be_called_inside_is_used_where_it_is_named(named: str, link: str) -> None:
+    """The devices of an unknown device's node share the link that its group names, else PCIe."""
+    cluster = Cluster.from_dict(tomllib.loads(UNKNOWN.format(inside=named)))
+    assert cluster.groups[0].node.inside.name == link
 
 
 @pytest.mark.parametrize("text", TABLES)

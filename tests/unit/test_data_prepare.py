@@ -10,10 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshwright.data import digests, files
+from meshwright.data import digests, files, tasks
 from meshwright.data import prepare as module
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare, prepared_path
+from meshwright.data.selection import TextSpan
+from meshwright.data.tokenizer import character_tokenizer
 from meshwright.data.tokens import TokenSet, compression_baselines
 from meshwright.errors import ConfigError, DataError
 
@@ -105,6 +107,41 @@ def test_a_cache_that_cannot_be_written_is_no_reason_to_fail(tmp_path: Path, mon
     monkeypatch.setattr(digests, "whole_file", lambda path: (_ for _ in ()).throw(PermissionError(13, "no")))
     (tmp_path / "cache" / digests.DIGESTS).unlink()
     assert prepare(config, tmp_path / "cache" / "set").fingerprint == made.fingerprint
+
+
+def test_a_full_disk_under_the_cache_is_no_reason_to_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = corpus(tmp_path)
+    path = prepared_path(config, tmp_path / "cache")
+    (tmp_path / "cache" / digests.DIGESTS).unlink()
+
+    def no_space(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    assert prepared_path(config, tmp_path / "cache") == path
+    assert not (tmp_path / "cache" / digests.DIGESTS).exists()
+
+
+def test_the_first_digests_of_a_cache_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, cache = corpus(tmp_path), tmp_path / "not" / "made" / "yet"
+    monkeypatch.setattr(digests, "SETTLED_NS", -(10**9))
+    path = prepared_path(config, cache)
+    monkeypatch.setattr(digests, "sha256", lambda path: pytest.fail("read again"))
+    assert prepared_path(config, cache) == path
+
+
+def test_a_character_that_the_tokenizer_lacks_is_no_token(tmp_path: Path) -> None:
+    (tmp_path / "read-00000.text").write_text("abba\u00e9", encoding="utf-8")
+    tasks.write_tokenizer(tmp_path, character_tokenizer(["a", "b"], with_end_token=False))
+    span = TextSpan(shard=0, start=0, stop=6, ends_document=True)
+    task = tasks.EncodeTask(
+        directory=tmp_path, unit=0, spans=(span,), dtype="<u2", eos_id=None, characters=True, literal=False
+    )
+    with pytest.raises(DataError, match="character '\u00e9'"):
+        task.run(batched=False)
+    task = dataclasses.replace(task, spans=(dataclasses.replace(span, stop=4),))
+    task.run(batched=False)
+    assert tasks.read_unit(tasks.unit_file(tmp_path, 0), "<u2")[0].tolist() == [0, 1, 1, 0]
 
 
 def test_text_that_changes_while_it_is_prepared_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,14 @@ def test_a_forward_that_somebody_else_put_there_is_kept_inside() -> None:
     assert seen[:3] == ["enter b", "enter theirs", "enter a"]
 
 
+def test_a_forward_that_somebody_else_put_there_is_described() -> None:
+    module = nn.Linear(2, 2)
+    wrap_forward(module, ForwardLayer.TENSOR, "a", noting([], "a"))
+    module.forward = noting([], "theirs")(nn.Identity())  # type: ignore[method-assign]
+    assert wrappers(module) == ()
+    assert describe(module) == ["forward     tests.unit.test_forward_stack.noting.wrap.forward"]
+
+
 def test_a_shallow_copy_has_a_stack_of_its_own() -> None:
     seen: list[str] = []
     module = nn.Linear(2, 2)

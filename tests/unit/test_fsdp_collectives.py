@@ -20,6 +20,8 @@ class Started:
         self._told.append(f"{self._name} ends")
         return True
 
+    advance = wait
+
 
 def unit(late: DeferredReductions, name: str, told: list[str], scatters: bool, copies: bool) -> None:
     """What FSDP2 calls after a unit's backward."""

@@ -123,6 +123,32 @@ def test_values_of_a_users_module(mixed):
     assert module.constant.tolist() == [1.5, 2.5] and module.plain.tolist() == [4.0]
 
 
+class WrittenElsewhere(nn.Module):
+    """Weights that an operator writes which isn't called on them: ``out=``, and one call for a list of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Parameter(torch.arange(6.0))
+        self.doubled = nn.Parameter(torch.empty(6))
+        self.resized = torch.empty(0)
+        self.first, self.second = nn.Parameter(torch.ones(4)), nn.Parameter(torch.full((2, 2), 3.0))
+        with torch.no_grad():
+            torch.mul(self.base, 2.0, out=self.doubled)
+            torch.add(self.doubled, 1.0, out=self.resized)
+            torch._foreach_mul_([self.first, self.second], 5.0)
+            torch._foreach_add_([self.first, self.second], [self.first, torch.eye(2)])
+
+
+@pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
+def test_what_an_operator_writes_is_recorded_wherever_it_writes_it():
+    with record(0) as recording:
+        module = WrittenElsewhere()
+    module = materialise(module, recipe_of(module, recording), seed=0)
+    assert module.doubled.tolist() == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    assert module.resized.tolist() == [1.0, 3.0, 5.0, 7.0, 9.0, 11.0]
+    assert module.first.tolist() == [10.0] * 4 and module.second.tolist() == [[16.0, 15.0], [15.0, 16.0]]
+
+
 def test_blocks_of_one_weight_differ():
     with record(0) as recording:
         module = nn.Linear(1024, 256)

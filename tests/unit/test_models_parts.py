@@ -177,3 +177,13 @@ def test_a_directory_keeps_its_sizes_unless_made_fresh(folder):
     assert len(built.structure.layers) == 3 and built.source is None and built.vocab == 20
     with pytest.raises(ConfigError, match="vocabulary of 21"):
         build_meta(ModelConfig(name=str(folder)), vocab=21)
+
+
+def test_a_fresh_directorys_key_heads_divide_other_heads(tmp_path: Path):
+    built = build_meta(ModelConfig(name="llama", layers=1, width=32, heads=8, kv_heads=4), 20, 16)
+    folder = export_hf(
+        built, [(name, built.tensor(name)) for name, _ in built.module.named_parameters()], tmp_path / "m"
+    )
+    config = build_meta(ModelConfig(name=str(folder), heads=6, width=48, fresh=True)).hf_config
+    assert (config.num_attention_heads, config.num_key_value_heads) == (6, 3)
+    assert build_meta(ModelConfig(name=str(folder), layers=2, fresh=True)).hf_config.num_key_value_heads == 4

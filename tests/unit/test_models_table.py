@@ -94,6 +94,16 @@ def test_shares_of_heads(counts, units, degree, shares):
 
 
 @pytest.mark.parametrize(
+    ("key_heads", "degree", "possible"), [(8, 4, True), (2, 2, True), (2, 4, False), (4, 8, False), (6, 4, False)]
+)
+def test_a_norm_over_key_heads_needs_heads_of_its_own_on_every_rank(key_heads, degree, possible):
+    blocks = (Block(start=0, size=3, count=key_heads),)
+    norm = Cutting(kind="global_norm", module="k_norm", dim=-1, blocks=blocks)
+    group = dataclasses.replace(group_of(8, 8, key_heads), cuttings=(norm,))
+    assert (group.shares(degree) is not None) == possible
+
+
+@pytest.mark.parametrize(
     ("more", "why"),
     [
         ({}, ""),

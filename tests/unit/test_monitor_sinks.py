@@ -39,8 +39,11 @@ def test_every_record_is_a_line_and_numbers_that_are_not_finite_become_null(tmp_
     assert [line["step"] for line in lines] == [1, 2]
     assert lines[0] == json.loads(json.dumps(record(1).to_json()))
     assert lines[0]["comm"] == [
-        {"axis": "replicate", "op": "all_reduce", "calls": 2, "bytes": 800, "seconds": 0.02, "exposed_s": 0.01}
-    ]
+        {
+            "axis": "replicate", "op": "all_reduce", "calls": 2, "bytes": 800, "seconds": 0.02, "exposed_s": 0.01,
+            "raw_bytes": 0, "rounding_error": 0.0,
+        }
+    ]  # fmt: skip
     assert lines[1]["grad_norm"] is None and lines[1]["skipped"] is True
     (event,) = read_lines(tmp_path / "events.jsonl")
     assert event["kind"] == "evaluated" and event["loss"] is None and event["path"] == "x"

@@ -6,10 +6,14 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from meshwright.cli.verify_output import show
 from meshwright.errors import LaunchError
 from meshwright.proof.compare import EXACT, Deviation, merge_ranks, one_line
+from meshwright.proof.reference import measure_batch_spread
+from meshwright.proof.verify import random_batches
 
 NAMES = ("embedding.weight", "blocks.0.mix.weight", "blocks.1.mix.weight", "head.weight")
 
@@ -22,6 +26,22 @@ def rank(
 
     one = Deviation(error=loss, bound=bound)
     return {"loss": one, "norm": one, "gradients": gaps(gradients), "weights": gaps(weights or {})}
+
+
+class SometimesNotANumber(nn.Module):
+    """Its output has a NaN under some random states alone; everything else of it is always the same."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = torch.ones(*tokens.shape, 5)
+        logits[0, 0, 0] = torch.where(torch.rand(()) < 0.5, torch.nan, 1.0)
+        return logits
+
+
+def test_a_forward_that_sometimes_gives_nan_is_random() -> None:
+    batch = random_batches(1, 2, 4, 5, documents=False)[0]
+    assert measure_batch_spread(SometimesNotANumber(), lambda module, item: module(item.tokens), batch) == math.inf
+    always_nan = nn.Identity()
+    assert measure_batch_spread(always_nan, lambda _, item: torch.full((*item.tokens.shape, 5), torch.nan), batch) == 0
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import torch_compat
-from meshwright.torch_compat import PrivateName, pipelining, tensors
+from meshwright.torch_compat import PrivateName, fsdp2, pipelining, tensors
+from tests.ranks.group import run_ranks
 
 MODULES = [
     importlib.import_module(f"{torch_compat.__name__}.{m.name}") for m in pkgutil.iter_modules(torch_compat.__path__)
@@ -23,8 +29,106 @@ NAMES = [name for module in MODULES for name in module.PRIVATE_NAMES]
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_torch_has_the_name(name: PrivateName) -> None:
-    assert name.resolve() is not None
     assert name.reason
+    if name.needs_cuda and not torch.backends.cuda.is_built():
+        pytest.skip("of a build for GPUs")
+    if name.is_in(torch.__version__):
+        assert name.resolve() is not None
+    elif not name.of_instances:
+        with pytest.raises((AttributeError, ImportError)):
+            name.resolve()
+
+
+def test_versions_are_compared_by_number() -> None:
+    name = PrivateName("torch:nothing", "made up", since="2.9", until="2.11")
+    versions = ("2.8.1", "2.9.0+cpu", "2.10.0a0+git1", "2.11.1", "2.12.0", "3.0.0")
+    assert [name.is_in(version) for version in versions] == [False, True, True, True, False, False]
+
+
+def test_objects_of_torch_have_the_attributes_that_only_they_have() -> None:
+    """On objects as a run makes them: FSDP2 after a gather, a pipeline's runtime, a module, an operator."""
+    names = [name for name in NAMES if name.of_instances]
+    (missing,) = run_ranks(1, lambda rank: _missing_attributes(names))
+    assert len(names) > 10 and missing == []
+
+
+def _missing_attributes(names: list[PrivateName]) -> list[str]:
+    """Returns the names that this torch should have and its objects lack, or has and shouldn't."""
+    unit = _sharded_unit()
+    unit(torch.ones(1, 2)).sum().backward()
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=(torch.ones(1, 2),))
+    runtime: Any = pipelining.make_runtime([stage], 1, torch.sum)
+    pipelining.load_actions(runtime, {0: ["0F0", "0B0"]})
+    groups = fsdp2.fsdp_groups(unit)
+    state: Any = unit._get_fsdp_state()
+    objects = [unit, state, *groups, *fsdp2.fsdp_parameters(unit), runtime, torch.ops.aten.mul_.Tensor]
+    missing = []
+    for name in names:
+        owner, attribute = name.resolve(), name.path.rpartition(".")[2]
+        assert isinstance(owner, type)
+        (instance, *_) = [item for item in objects if isinstance(item, owner)]
+        if hasattr(instance, attribute) != name.is_in(torch.__version__):
+            missing.append(name.path)
+    return missing
+
+
+def _sharded_unit() -> nn.Module:
+    """Returns a linear layer of one weight, (4, 2) of ones, as a unit of FSDP2 over all ranks, computing in bf16."""
+    unit = nn.Linear(2, 4, bias=False)
+    nn.init.ones_(unit.weight)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), mp_policy=policy)
+    return unit
+
+
+def test_gathered_memory_of_a_unit_is_seen_and_its_sums_are_kept_and_dropped() -> None:
+    """What `fsdp2` reads by private attributes is there: a renamed one would look like no memory at all."""
+    run_ranks(2, _use_a_sharded_unit)
+
+
+def _use_a_sharded_unit(rank: int) -> None:
+    unit, batch = _sharded_unit(), torch.tensor([[1.0, 2.0]])
+    assert fsdp2.gathered_tensors(unit) == ([], [])
+    fsdp2.set_async_unshard(unit)
+    pending = unit.unshard(async_op=True)  # type: ignore[operator]
+    (in_flight, *_), _ = fsdp2.gathered_tensors(unit)
+    assert in_flight.numel() == 8
+    pending.wait()
+    assert sum(item.numel() for item in fsdp2.gathered_tensors(unit)[0]) == 8
+    unit.set_requires_gradient_sync(False)  # type: ignore[operator]
+    for count in (1, 2):
+        unit(batch).sum().backward()
+        (gradient,) = fsdp2.gathered_tensors(unit)[1]
+        assert gradient.dtype == torch.float32 and gradient.tolist() == [[count, 2.0 * count]] * 4
+    # As the second half of a backward leaves it: a gradient in the type of compute, which no hook has added up.
+    unit.unshard()  # type: ignore[operator]
+    (gathered,) = unit.parameters()
+    gathered.grad = torch.full((4, 2), 4.0, dtype=torch.bfloat16)
+    fsdp2.accumulate_unsharded_gradients(unit)
+    (gradient,) = fsdp2.gathered_tensors(unit)[1]
+    assert gathered.grad is None and gradient.tolist() == [[6.0, 8.0]] * 4
+    fsdp2.clear_unsharded_gradients(unit)
+    assert fsdp2.gathered_tensors(unit)[1] == []
+    unit.set_requires_gradient_sync(True)  # type: ignore[operator]
+    unit(batch).sum().backward()
+    (weight,) = unit.parameters()
+    assert tensors.local_tensor(weight.grad).tolist() == [[1.0, 2.0]] * 2  # the mean of two ranks with the same batch
+
+
+def test_attributes_that_are_used_in_place_do_what_they_are_used_for() -> None:
+    module = nn.Module()
+    module.register_parameter("absent", None)
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    assert dict(module._parameters) == {"absent": None} and set(module._buffers) == {"table"}
+    assert module._non_persistent_buffers_set == {"table"}
+    module.register_forward_hook(lambda *_: None)
+    assert len(module._forward_hooks) == 1 and not module._forward_pre_hooks
+    x = torch.empty(4, device="meta", requires_grad=True)
+    assert x[1:].untyped_storage()._cdata == x.untyped_storage()._cdata != torch.empty_like(x).untyped_storage()._cdata
+    assert not x._backward_hooks and not x._post_accumulate_grad_hooks
+    x.register_hook(lambda grad: grad)
+    x.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert len(x._backward_hooks or {}) == len(x._post_accumulate_grad_hooks or {}) == 1
 
 
 def test_a_name_that_torch_drops_is_noticed() -> None:

@@ -6,9 +6,9 @@ reads must be divided on each rank.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
 
@@ -125,31 +125,45 @@ def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, in
     return reads_by_path
 
 
-@contextmanager
+@contextlib.contextmanager
 def _record_integer_reads(root: nn.Module, reads_by_path: dict[str, dict[str, int]]) -> Iterator[None]:
     """Records integer attributes that modules and their configs read, by swapping each object's class while entered."""
-    original_classes: list[tuple[Any, type]] = []
+    original_classes: list[tuple[object, type]] = []
     config_reads: dict[int, dict[str, int]] = {}
-    for path, module in root.named_modules():
-        original_classes.append((module, type(module)))
-        config = vars(module).get("config")
-        # isinstance() and the class name stay as the code expects them
-        module.__class__ = _recording_class(type(module), reads_by_path.setdefault(path, {}), "")
-        if config is not None and id(config) not in config_reads:
-            original_classes.append((config, type(config)))
-            config.__class__ = _recording_class(type(config), config_reads.setdefault(id(config), {}), "config.")
+
+    def record_reads(instance: object, reads: dict[str, int], prefix: str) -> None:
+        original_class = type(instance)
+        # A dict or a NamedTuple can't change its class. The layer is tried without its integers, and refused by name
+        # where its code needs one of them divided.
+        with contextlib.suppress(TypeError):
+            _assign_class(instance, _recording_class(original_class, reads, prefix))
+            original_classes.append((instance, original_class))
+
     try:
+        for path, module in root.named_modules():
+            record_reads(module, reads_by_path.setdefault(path, {}), "")
+            config = vars(module).get("config")
+            if config is not None and id(config) not in config_reads:
+                record_reads(config, config_reads.setdefault(id(config), {}), "config.")
         yield
     finally:
         for instance, original_class in reversed(original_classes):
             # in reverse: a config may have been wrapped after the module that reads it
-            instance.__class__ = original_class
+            _assign_class(instance, original_class)
         for path, module in root.named_modules():
             reads_by_path[path] |= config_reads.get(id(vars(module).get("config")), {})
 
 
+def _assign_class(instance: object, new_class: type) -> None:
+    """Assigns an object's class, past the ``__setattr__`` of its own class: a frozen dataclass has one that raises."""
+    object.__setattr__(instance, "__class__", new_class)
+
+
 def _recording_class(original_class: type, reads: dict[str, int], prefix: str) -> type:
-    """Returns a subclass whose attribute access stores every integer that it returns."""
+    """Returns a subclass whose attribute access stores every integer that it returns.
+
+    ``isinstance()`` and the class's name stay as the layer's code expects them.
+    """
     original_getattribute: Any = original_class.__getattribute__
 
     def recording_getattribute(self: Any, name: str) -> Any:

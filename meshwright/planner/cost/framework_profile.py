@@ -148,6 +148,8 @@ class RuntimeModel:
     """Seconds in which the host issues a layer's forward; backward costs `host_backward` as much."""
     host_backward: float = 1.5
     """Host time of a backward over that of a forward."""
+    host_runs_ahead: bool = True
+    """Whether the host launches while the device computes; False where the ranks' own cores do both in turn."""
     host_microbatch_s: float = 0.0
     """Host time of a micro-batch beside its layers."""
     host_step_s: float = 0.01

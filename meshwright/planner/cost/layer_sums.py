@@ -157,9 +157,16 @@ class LayerSums:
         """Host seconds of a micro-batch's backward, (N, P)."""
         return self.summed(lambda cost: cost.backward.host) + self.engine.runtime.host_microbatch_s / 2
 
+    def with_host_s(self, busy_s: Array, host_s: Array) -> Array:
+        """Returns seconds of a pass, (N, P), from those of the device and of the host that launches it.
+
+        A host that runs ahead of the device bounds the pass from below; processor cores compute what they launch.
+        """
+        return np.maximum(busy_s, host_s) if self.engine.runtime.host_runs_ahead else busy_s + host_s
+
     @property
     def weight(self) -> Array:
         """Seconds of a micro-batch's weight gradients, which a schedule may delay, (N, P)."""
         # Half of backward's products are weight gradients; recompute keeps them together.
-        can_split = (self.layouts.recompute == 0)[:, None]
+        can_split = (self.layouts.recompute == 0)[:, None] & self.job.splits_backward
         return np.asarray(self.summed(lambda cost: cost.backward.matmul) / 2 * can_split)

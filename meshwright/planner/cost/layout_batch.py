@@ -85,6 +85,9 @@ class PricedJob:
     """Data type of the products where it differs: ``fp8``, ``fp4``, ``tf32``."""
     adapters: bool = False
     """Weights are frozen and small adapters are trained (LoRA): no gradients of weights."""
+    splits_backward: bool = True
+    """Whether a stage's backward can come in two halves, inputs first and weights later; where it can't, a schedule
+    that asks for halves runs all of it in the first (`spec.layer_graph.LayerGraph.whole_backward`)."""
     activations: ActivationBytes | None = None
     """What the model's own modules save for backward, where they were read; else the closed form is used."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ class WorkSeconds:
 
     forward: dict[str, float]
     backward: dict[str, float]
-    operators: int = 0
+    operators: float = 0.0
     """Number of operators of a forward."""
     last_s: float = 0.0
     """Seconds of the last product of a forward."""
@@ -48,7 +47,10 @@ class WorkSeconds:
             for base, added in ((self.forward, other.forward), (self.backward, other.backward))
         )
         return WorkSeconds(
-            forward=forward, backward=backward, operators=self.operators + round(times * other.operators)
+            forward=forward,
+            backward=backward,
+            operators=self.operators + times * other.operators,
+            last_s=self.last_s + times * other.last_s,
         )
 
 
@@ -91,8 +93,7 @@ def price_operators(
 
     layer = price((), ())
     for count, kind in zip(work.counts, work.layers):
-        layer_work = price(kind.forward, kind.backward)
-        layer = dataclasses.replace(layer.plus(layer_work, count / sum(work.counts)), last_s=layer_work.last_s)
+        layer = layer.plus(price(kind.forward, kind.backward), count / sum(work.counts))
     end_seconds = [
         price(
             [operator for operator in work.rest.forward if operator.name.startswith("embedding") is is_embedding],

@@ -118,13 +118,13 @@ class RankTimes(LayerSums):
     def forward(self) -> Array:
         """Seconds of each rank on a micro-batch's forward, exposed traffic included, (N, P)."""
         extra = (self.sends * self.layouts.stages + self.action)[:, None]
-        return np.asarray(np.maximum(self.forward_busy, self.forward_host) + extra)
+        return self.with_host_s(self.forward_busy, self.forward_host) + extra
 
     @cached_property
     def backward(self) -> Array:
         """Seconds of each rank on a micro-batch's backward, exposed traffic included, (N, P)."""
         extra = (self.sends * self.layouts.stages + self.action)[:, None]
-        return np.asarray(np.maximum(self.backward_busy + self.adds, self.backward_host) + extra)
+        return self.with_host_s(self.backward_busy + self.adds, self.backward_host) + extra
 
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
@@ -152,9 +152,9 @@ class RankTimes(LayerSums):
             parts[name] = both_s * microbatches
         parts["elementwise"] = parts["elementwise"] + np.take_along_axis(self.adds, rank_column, 1)[:, 0] * microbatches
         # The device idles where the host takes longer to launch a pass than the device to run it.
-        idle_s = np.maximum(self.forward_host - self.forward_busy, 0) + np.maximum(
-            self.backward_host - self.backward_busy - self.adds, 0
-        )
+        backward_busy = self.backward_busy + self.adds
+        idle_s = self.with_host_s(self.forward_busy, self.forward_host) - self.forward_busy
+        idle_s = idle_s + self.with_host_s(backward_busy, self.backward_host) - backward_busy
         parts["host"] = np.take_along_axis(idle_s, rank_column, 1)[:, 0] * microbatches
         parts["engine"] = 2 * self.action * microbatches
         parts["send"] = 2 * self.sends * self.layouts.stages * microbatches

@@ -1,0 +1,151 @@
+"""Rounds blocks of values to a number format with a scale each, and packs weights into such blocks.
+
+A value that isn't finite spoils its block: what is decoded is NaN, so a step that overflowed is skipped on every rank
+as it is without compression. Values beyond float32's range count as not finite.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from meshwright.parallel.keyed_random import RowBox, random_fractions, row_keys
+from meshwright.spec.compression import BLOCK_VALUES, NumberFormat, count_blocks
+
+_WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_FLOAT32_MAX, _BF16_MAX = torch.finfo(torch.float32).max, torch.finfo(torch.bfloat16).max
+_EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+_BLOCK_BOX = RowBox(np.zeros(1, dtype=np.int64), np.arange(BLOCK_VALUES))
+
+
+class BlockCodec:
+    """Encodes and decodes blocks of values.
+
+    Args:
+        name: of the number format, as in `spec.compression.FORMATS`.
+        number_format: its facts.
+    """
+
+    def __init__(self, name: str, number_format: NumberFormat) -> None:
+        self._dtype, self._format = _WIRE_DTYPES[name], number_format
+        self._value_bytes = BLOCK_VALUES * number_format.value_bytes
+        self.block_bytes = number_format.block_bytes
+
+    def encode(self, blocks: torch.Tensor, fractions: torch.Tensor | None) -> torch.Tensor:
+        """Returns the bytes of some blocks, (N, block_bytes) uint8.
+
+        Args:
+            blocks: (N, 256) float32 or float64.
+            fractions: (N, 256) float32 random numbers in [0, 1), by which a value is rounded up or down so that the
+                mean over draws is the value; None rounds to the nearest, ties to even.
+        """
+        encoded = blocks.new_empty((len(blocks), self.block_bytes), dtype=torch.uint8)
+        if not len(blocks):
+            return encoded
+        if self._format.largest:
+            scaled, scale = self._scaled(blocks)
+            encoded[:, self._value_bytes :] = scale.view(torch.uint8)
+        else:
+            scaled = torch.where(blocks.abs() <= _FLOAT32_MAX, blocks.clamp(-_BF16_MAX, _BF16_MAX), torch.nan)
+        largest = self._format.largest or _BF16_MAX
+        rounded = self._rounded(scaled, fractions).clamp_(-largest, largest)
+        encoded[:, : self._value_bytes] = _cast(rounded, self._dtype).view(torch.uint8)
+        return encoded
+
+    def decode(self, encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Returns the values, (N, 256) of ``dtype``, of encoded blocks, (N, block_bytes) uint8."""
+        if not len(encoded):
+            return encoded.new_empty((0, BLOCK_VALUES), dtype=dtype)
+        values = encoded[:, : self._value_bytes].contiguous().view(self._dtype).to(dtype)
+        if self._format.largest:
+            values *= encoded[:, self._value_bytes :].contiguous().view(torch.float32).to(dtype)
+        return values
+
+    def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
+        scale = _cast(blocks.abs().amax(dim=1, keepdim=True) / self._format.largest, torch.float32)
+        scale = torch.where(torch.isfinite(scale), scale, torch.nan)
+        # A scale of zero or NaN divides by one: zeros stay zeros, and NaN times any number is NaN again.
+        divisor = torch.where(scale > 0, scale, 1.0).to(blocks.dtype)
+        scaled = torch.where(torch.isnan(scale), 0.0, blocks / divisor)
+        return scaled.clamp_(-self._format.largest, self._format.largest), scale
+
+    def _rounded(self, scaled: torch.Tensor, fractions: torch.Tensor | None) -> torch.Tensor:
+        """Returns values of the format, (N, 256), next to the scaled ones."""
+        distance: float | torch.Tensor = 1.0
+        if self._format.mantissa_bits:
+            # Numbers of one exponent lie equally far apart; the bits of the exponent alone are that power of two.
+            integers, exponent_bits = _EXPONENT_BITS[scaled.dtype]
+            distance = scaled.view(integers).bitwise_and(exponent_bits).view(scaled.dtype)
+            distance.clamp_(min=2.0**self._format.least_exponent).mul_(2.0**-self._format.mantissa_bits)
+        # Division by a power of two is exact, and so is the difference to the floor.
+        steps = scaled / distance
+        if fractions is None:
+            return steps.round_().mul_(distance)
+        low = steps.floor()
+        return low.add_(fractions < steps.sub_(low)).mul_(distance)
+
+
+class WeightBlocks:
+    """Some weights as blocks: each begins a block of its own, filled up with zeros.
+
+    Args:
+        names: of the weights.
+        sizes: their elements on this rank.
+    """
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int]) -> None:
+        self.names, self.sizes = tuple(names), tuple(sizes)
+        numbers = [int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest(), "little") for name in names]
+        # A block is named by its weight and its place there, wherever it travels.
+        self._ids = np.concatenate(
+            [np.zeros(0, np.int64)]
+            + [(number << 31) + np.arange(count_blocks(size)) for number, size in zip(numbers, sizes, strict=True)]
+        )
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self._ids)
+
+    def pack(self, tensors: Sequence[torch.Tensor], count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns (count, 256) blocks of ``dtype`` with the weights' elements, any shapes; zeros fill the rest."""
+        flat = tensors[0].new_empty(count * BLOCK_VALUES, dtype=dtype)
+        offset = 0
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            stop = offset + count_blocks(size) * BLOCK_VALUES
+            flat[offset : offset + size] = tensor.reshape(-1)
+            flat[offset + size : stop] = 0
+            offset = stop
+        flat[offset:] = 0
+        return flat.view(count, BLOCK_VALUES)
+
+    def unpack(self, blocks: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Writes the elements of blocks, (N, 256), to the weights, contiguous and of any shape."""
+        flat, offset = blocks.view(-1), 0
+        for tensor, size in zip(tensors, self.sizes, strict=True):
+            tensor.view(-1).copy_(flat[offset : offset + size])
+            offset += count_blocks(size) * BLOCK_VALUES
+
+    def fractions(self, draw: str, first: int, count: int, device: torch.device) -> torch.Tensor:
+        """Returns random numbers, (count, 256) float32 in [0, 1), of the blocks from ``first`` on.
+
+        Args:
+            draw: names the draw.
+            first: number of the first block; those after the last weight's stay 0, as they hold zeros.
+            count: blocks.
+            device: where they are used.
+        """
+        keys = row_keys(f"compress,{draw}", self._ids[first : first + count])
+        drawn = random_fractions(keys, _BLOCK_BOX, device).view(-1, BLOCK_VALUES)
+        if len(drawn) == count:
+            return drawn
+        return torch.cat([drawn, drawn.new_zeros(count - len(drawn), BLOCK_VALUES)])
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor in another type, also inside `Float64Ops`, where `to` narrows nothing."""
+    return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)

@@ -1,0 +1,142 @@
+"""Rounded numbers on the wire: the codec against another formula, its edges, and the mean of many random roundings."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.errors import PlanError
+from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
+from meshwright.proof.plain_rounding import representable, round_weight
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, assign_buckets
+from meshwright.spec.layout import Layout
+
+SIZES = (0, 1, 255, 256, 257, 1000)
+UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
+"""Half the distance from 1 to the next number."""
+
+
+def coded(values: torch.Tensor, name: str, draw: str = "") -> torch.Tensor:
+    """What is decoded of a weight called ``w``; rounded at random where a draw is named."""
+    weights, codec = WeightBlocks(["w"], [values.numel()]), BlockCodec(name, FORMATS[name])
+    blocks = weights.pack([values], weights.count, values.dtype)
+    fractions = weights.fractions(draw, 0, weights.count, values.device) if draw else None
+    out = torch.empty_like(values)
+    weights.unpack(codec.decode(codec.encode(blocks, fractions), values.dtype), [out])
+    return out
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_codec_equals_the_plain_formula_to_the_bit(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for size in SIZES:
+        for spread in (1.0, 1e-6, 1e6):
+            values = torch.randn(size, dtype=dtype, generator=generator).mul_(spread).pow_(3)
+            for draw in ("", "0,1,2"):
+                expected = torch.from_numpy(round_weight(values.numpy(), name, draw, "w"))
+                assert torch.equal(coded(values, name, draw), expected), (size, spread, draw)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bytes_are_those_of_the_format(name: str) -> None:
+    codec, weights = BlockCodec(name, FORMATS[name]), WeightBlocks(["a", "b"], [257, 1])
+    encoded = codec.encode(weights.pack([torch.randn(257), torch.randn(1)], weights.count, torch.float32), None)
+    width = {"int8": 1, "fp8": 1}.get(name, 2)
+    assert encoded.shape == (3, BLOCK_VALUES * width + (0 if name == "bf16" else 4)) and encoded.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("draw", ["", "0,0"])
+def test_what_is_not_finite_arrives_as_nan(name: str, bad: float, draw: str) -> None:
+    values = torch.ones(512)
+    values[3] = bad
+    out = coded(values, name, draw)
+    assert torch.isnan(out[3]) and torch.isfinite(out[256:]).all(), "the next block is sound"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("draw", ["", "0,0"])
+def test_zeros_denormals_and_huge_values(name: str, draw: str) -> None:
+    assert not coded(torch.zeros(300), name, draw).any()
+    tiny = coded(torch.full((256,), 1e-42), name, draw)
+    assert torch.isfinite(tiny).all() and (tiny.abs() <= 2e-40).all()
+    huge = coded(torch.full((256,), 3e38).mul_(torch.tensor([1.0, -1.0]).repeat(128)), name, draw)
+    assert torch.isfinite(huge).all() and (huge.abs() - 3e38).abs().max() <= 3e38 / 100
+    assert torch.isnan(coded(torch.full((1,), 1e300, dtype=torch.float64), name, draw)).all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_mean_of_random_roundings_is_the_value(name: str) -> None:
+    """The mean of n roundings, each off by at most one distance d, lies within 6 d / (2 sqrt(n)) of the value."""
+    values, draws = torch.randn(256, dtype=torch.float64), 4000
+    total = torch.zeros_like(values)
+    for draw in range(draws):
+        total += coded(values, name, f"7,{draw}")
+    numbers, _ = representable(name)
+    scale = 1.0 if name == "bf16" else float(np.float32(values.abs().max() / FORMATS[name].largest))
+    upper = np.searchsorted(numbers, (values / scale).numpy(), side="right").clip(1, len(numbers) - 1)
+    distance = torch.from_numpy(numbers[upper] - numbers[upper - 1]) * scale
+    assert ((total / draws - values).abs() <= 3 * distance / math.sqrt(draws) + 1e-12).all()
+    # Rounding to the nearest instead would stand still.
+    assert (coded(values, name, "7,0") != coded(values, name, "7,1")).any()
+
+
+@pytest.mark.parametrize(("name", "unit"), UNITS.items())
+def test_rounding_to_the_nearest_is_off_by_half_a_distance_at_most(name: str, unit: float) -> None:
+    values = torch.linspace(0.5, 1.0, 256, dtype=torch.float64)
+    assert ((coded(values, name) - values).abs() <= unit * values.abs() * (1 + 1e-6)).all()
+
+
+def test_a_block_is_rounded_alike_wherever_it_travels() -> None:
+    values, other = torch.randn(300), torch.randn(100)
+    together, codec = WeightBlocks(["other", "w"], [100, 300]), BlockCodec("int8", FORMATS["int8"])
+    blocks = together.pack([other, values], together.count, torch.float32)
+    encoded = codec.encode(blocks, together.fractions("0,0", 0, together.count, values.device))
+    decoded = codec.decode(encoded, torch.float32)
+    out = [torch.empty(100), torch.empty(300)]
+    together.unpack(decoded, out)
+    assert torch.equal(out[1], coded(values, "int8", "0,0"))
+    # A part of the message, as each copy of a node has one, draws the same numbers.
+    part = together.fractions("0,0", 1, 2, values.device)
+    assert torch.equal(part, together.fractions("0,0", 0, together.count, values.device)[1:])
+
+
+def test_buckets_hold_every_gradient_once_back_to_front() -> None:
+    for sizes in ([], [5], [1 << 21, 8, 8, 1 << 19, 1 << 19, 4, 1 << 20], [100] * 40):
+        buckets = list(assign_buckets(sizes, ["a" if size % 3 else "b" for size in sizes]))
+        assert sorted(position for bucket in buckets for position in bucket) == list(range(len(sizes)))
+        assert [bucket[0] for bucket in buckets] == sorted((bucket[0] for bucket in buckets), reverse=True)
+        assert all(len(bucket) == 1 for bucket in buckets if sizes[bucket[0]] >= 1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("replicate=2,compress=int9", "did you mean 'int8'"),
+        ("replicate=4,compress=int8:1", "K copies of a node, 2 or more"),
+        ("replicate=4,compress=none:2", "write int8:K"),
+        ("replicate=4,compress=fp8:3", "nearest that works: compress=fp8"),
+        ("replicate=4,compress=fp8:4", "nearest that works: compress=fp8"),
+        ("shard=8,compress=int8", "write replicate=2,shard=4"),
+        ("tp=2,compress=int8", "this layout has none; write replicate=2"),
+        ("replicate=2,compress_weights=int8", "write shard=2,zero=3"),
+        ("shard=2,compress_weights=int4", "did you mean 'int8'"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_works(text: str, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        Layout.parse(text)
+
+
+def test_a_layout_with_other_copies_keeps_what_fits() -> None:
+    layout = Layout.parse("replicate=4,shard=2,compress=int8:2,compress_weights=int8")
+    assert Layout.from_json(layout.to_json()) == layout == Layout.parse(str(layout))
+    assert str(layout.with_degrees({"replicate": 3})) == "replicate=3,compress=int8"
+    assert str(layout.with_degrees({"shard": 2})) == "shard=2,zero=3,compress_weights=int8"
+    assert layout.with_degrees({"replicate": 8}).compress == Compression("int8", 2)
+    assert str(layout.with_degrees({"tp": 2})) == "tp=2"

@@ -1,0 +1,101 @@
+"""Layouts that send rounded numbers: proven against plain numpy to the bit, and every planted fault is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from meshwright.models.analysis.small_config import shrink_config
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
+from meshwright.parallel.compression import GradientCompressor
+from meshwright.proof.case import Case
+from meshwright.proof.reference import OptimizerRecipe
+from meshwright.proof.verify import random_batches, verify
+from meshwright.spec.layout import Layout
+from tests.tiers import cases
+
+SEQUENCE, VOCAB = 10, 61
+MODEL = shrink_config(ModelConfig(name="llama"), layers=2, width=32)
+
+
+def case() -> Case:
+    def build() -> BuiltModel:
+        return build_meta(MODEL, vocab=VOCAB, context=SEQUENCE)
+
+    batches = random_batches(2, 8, SEQUENCE, VOCAB, documents=True)
+    return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
+
+
+PROVEN = {
+    "formats": [f"replicate=2,microbatches=2,compress={name}" for name in ("bf16", "fp16", "int8", "fp8")],
+    "weights": ["shard=2,zero=3,compress_weights=int8", "shard=2,zero=1,compress_weights=fp8", "cp=2,compress=int8"],
+    "four": [
+        "replicate=4,compress=int8:2", "replicate=2,shard=2,zero=2,microbatches=2,compress=fp8,compress_weights=int8",
+        "replicate=2,pp=2,microbatches=2,compress=int8", "replicate=2,tp=2,compress=bf16",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", cases(list(PROVEN), (0, 1)))
+def test_rounding_is_that_of_plain_numpy_and_the_rest_that_of_one_device(name: str) -> None:
+    for verdict in verify(case(), [Layout.parse(text + ",precision=float64") for text in PROVEN[name]]):
+        assert verdict.passed and verdict.worst.error < 1e-9, (verdict.layout, verdict.wrong, verdict.refused)
+        assert verdict.method_error == 0 and 1e-4 < verdict.rounding_distance < 0.1, verdict.layout
+
+
+def test_in_low_precision_too() -> None:
+    texts = ["replicate=2,compress=int8,precision=bf16", "shard=2,zero=3,compress_weights=int8,precision=bf16"]
+    for verdict in verify(case(), [Layout.parse(text) for text in texts]):
+        assert verdict.passed and verdict.method_error == 0 and verdict.rounding_distance > 1e-3, verdict.wrong
+
+
+def _other_key(patch: pytest.MonkeyPatch) -> None:
+    """One rank rounds by the random numbers of another step."""
+    fractions = WeightBlocks.fractions
+
+    def drawn(self: WeightBlocks, draw: str, first: int, count: int, device: torch.device) -> torch.Tensor:
+        other = torch.distributed.get_rank() == 1 and "sum" not in draw
+        return fractions(self, f"9{draw}" if other else draw, first, count, device)
+
+    patch.setattr(WeightBlocks, "fractions", drawn)
+
+
+def _own_chunk_exact(patch: pytest.MonkeyPatch) -> None:
+    """A rank takes its own gradients as they were, not as it sent them."""
+    decode = BlockCodec.decode
+
+    def shifted(self: BlockCodec, encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return decode(self, encoded, dtype).mul_(1 + 1e-6 * (torch.distributed.get_rank() == 0))
+
+    patch.setattr(BlockCodec, "decode", shifted)
+
+
+def _not_random(patch: pytest.MonkeyPatch) -> None:
+    """Gradients are rounded to the nearest."""
+    encode = BlockCodec.encode
+    patch.setattr(BlockCodec, "encode", lambda self, blocks, _fractions: encode(self, blocks, None))
+
+
+def _twice(patch: pytest.MonkeyPatch) -> None:
+    """A copy's gradient counts twice in what is sent."""
+    sum_across = GradientCompressor._sum_across
+
+    def doubled(self, weights, blocks, *rest):  # type: ignore[no-untyped-def]
+        blocks.mul_(2 if torch.distributed.get_rank() == 1 else 1)
+        return sum_across(self, weights, blocks, *rest)
+
+    patch.setattr(GradientCompressor, "_sum_across", doubled)
+
+
+@pytest.mark.parametrize("plant", [_other_key, _own_chunk_exact, _not_random, _twice])
+def test_planted_faults_are_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    (verdict,) = verify(case(), [Layout.parse("replicate=2,compress=int8,precision=float64")])
+    assert not verdict.passed and not verdict.refused and verdict.method_error > 1e-7
+    assert "rounded numbers are off" in verdict.wrong
