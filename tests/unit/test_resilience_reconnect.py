@@ -40,7 +40,7 @@ def test_pauses_grow_to_a_cap_and_end_with_another_leader(monkeypatch: pytest.Mo
     assert not backoff.may_call("a") and backoff.may_call("b")
     nodes = {ReconnectBackoff() for _ in range(4)}
     for one in nodes:
-        one.failed()
+        one.record_failed_call()
     assert len({one._next_call_at for one in nodes}) == 4 and all(
         FIRST_S / 2 <= one._next_call_at - now <= FIRST_S for one in nodes
     )
