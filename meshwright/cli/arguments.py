@@ -63,6 +63,7 @@ def read_config(kind: type[C], args: Sequence[str], verb: str) -> C:
     """
     expanded = [_expand_short_flag(arg) for arg in args]
     base = kind()
+    # Only the first word can be a recipe: later ones may be values of flags.
     if expanded and not expanded[0].startswith("-"):
         base = kind.from_dict(read_toml(Path(expanded.pop(0))), base=base)
     return _parse_with_tyro(kind, expanded, verb, base)

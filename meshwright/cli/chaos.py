@@ -61,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
         f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?",
     )
     say("it happened")
+    # A gradient that isn't finite ends no rank: its step is repeated, skipped, or the run rewound (`recovery.on_sick`).
     recovered_kinds = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
     # A slow step, a bit that may matter to nobody, and a process beside the ranks start no ranks again.
     if fault.kind in ("slow", "flip") or fault.rank < 0:
@@ -115,6 +116,7 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
         raise ConfigError(f"rank={fault.rank}: the run has ranks 0 to {last_rank}")
     now = max(stamp.step for stamp in stamps)
     if fault.step == 0:
+        # The next step may begin before its ranks have read the request.
         fault = replace(fault, step=now + 2)
     if fault.step <= now:
         raise ConfigError(f"step={fault.step} is over: the run is at step {now}; name a later one")

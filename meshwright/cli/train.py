@@ -33,6 +33,7 @@ def run(argv: Sequence[str]) -> int:
     if hostfile is not None:
         interrupts = InterruptCounter()
         try:
+            # The directory is named here: each host would otherwise choose one of its own.
             run_on_hosts(args, claim_directory(config), hostfile, interrupts)
         except LaunchError as error:
             if interrupts.terminated:

@@ -24,7 +24,7 @@ from meshwright.jobs.layouts import (
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
 from meshwright.jobs.model_reading import ReadModel, read_model
-from meshwright.jobs.nodes import NodeOptions, Nodes
+from meshwright.jobs.nodes import NodeOptions, ResolvedNode
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
@@ -59,7 +59,7 @@ from meshwright.units import format_bytes, format_count
 _WHOLE = "whole"
 """Title of the header's row of matrices that no rank splits."""
 
-Starter = ForkLauncher | TorchrunLauncher | Nodes
+Starter = ForkLauncher | TorchrunLauncher | ResolvedNode
 """The launcher of the ranks, or this node's place among several."""
 
 
@@ -160,7 +160,7 @@ def _make_job(
 
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
-    leads = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
+    leads = launcher.node == 0 if isinstance(launcher, ResolvedNode) else context is None or context.rank == 0
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
@@ -180,15 +180,15 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
         job = _make_job(config, model, token_set, (plan, analysis), hooks)
         write_trials(run_dir, trial_results)
     # Config and plan are on disk before the proof, so the other nodes go on meanwhile.
-    _prepare_run_directory(job, leads, isinstance(launcher, Nodes), token_set, say)
+    _prepare_run_directory(job, leads, isinstance(launcher, ResolvedNode), token_set, say)
     if leads and config.train.prove:
-        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes), say=say)
-    if isinstance(launcher, Nodes):
+        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
+    if isinstance(launcher, ResolvedNode):
         outcome, leads = _run_node(config, model, job, launcher, machines, say)
     else:
         outcome = _run_ranks(config, model, job, launcher, machines, say)
     if not leads:
-        return follower_result(outcome, run_dir) if isinstance(launcher, Nodes) else None
+        return follower_result(outcome, run_dir) if isinstance(launcher, ResolvedNode) else None
     return conclude(config, run_dir, token_set, job.plan, outcome, machines)
 
 
@@ -243,7 +243,7 @@ def _run_ranks(
 
 
 def _run_node(
-    config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines, say: Say
+    config: RunConfig, model: ReadModel, job: TrainJob, nodes: ResolvedNode, machines: Machines, say: Say
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's ranks; returns the outcome, and whether this node was the leader at the end."""
     key = run_key(job.run_dir, nodes.key_file)
