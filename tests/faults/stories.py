@@ -154,7 +154,7 @@ SCENARIOS = {
     "always": Scenario(
         "", "shard=2,zero=2", more=(*EACH, *NO_DISK), before=raises(9, 0, ZeroDivisionError("planted fault"))
     ),
-    "failures_without_progress": Scenario(
+    "fruitless": Scenario(
         ";".join(f"kill:rank={at % 2},step={0 if at else 6},generation={at}" for at in range(9)),
         more=(*SOON, *NO_DISK, "--recovery.attempts", "2"),
     ),

@@ -16,7 +16,7 @@ from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
 RECORDED = json.loads(STORIES.read_text(encoding="utf-8"))
-EACH_TIME = ("starts", "waits", "rewind", "damaged-snapshot", "steps-down", "failures_without_progress", "no-memory")
+EACH_TIME = ("starts", "waits", "rewind", "damaged-snapshot", "steps-down", "fruitless", "no-memory")
 """Stories of which no other test tells each time."""
 
 
