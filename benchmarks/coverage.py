@@ -274,10 +274,10 @@ def remember_tables(built: Any, tell: Any) -> None:
 
     held: dict[int, Any] = {}
 
-    def remembered(model: Any, degree: int = 2) -> Any:
+    def remembered(model: Any, degree: int = 2, *settings: Any, **named: Any) -> Any:
         if degree not in held:
             began = time.monotonic()
-            held[degree] = tables.sharding_table(model, degree)
+            held[degree] = tables.sharding_table(model, degree, *settings, **named)
             tell(**split_facts(built, held[degree]), table_s=round(time.monotonic() - began, 1))
         return held[degree]
 

@@ -74,6 +74,8 @@ class StepRecord:
     """Traffic by axis and operation."""
     epoch: float = 0.0
     """Passes over the training rows so far."""
+    outer: Mapping[str, Any] = field(default_factory=dict)
+    """Where the islands joined after this step: each island's loss and tokens, norms, bytes (`train.outer`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
@@ -83,7 +83,13 @@ def _format_record(record: TensorRecord) -> str:
     return f"{record.dtype} {record.shape}"
 
 
-def check(path: Path, manifest: Manifest, targets: Mapping[str, TensorRecord], expect: Mapping[str, str]) -> None:
+def check(
+    path: Path,
+    manifest: Manifest,
+    targets: Mapping[str, TensorRecord],
+    expect: Mapping[str, str],
+    may_remain: Callable[[str], bool] = lambda name: False,
+) -> None:
     """Refuses a good checkpoint of another model, or of other data.
 
     Args:
@@ -91,8 +97,10 @@ def check(path: Path, manifest: Manifest, targets: Mapping[str, TensorRecord], e
         manifest: of the checkpoint.
         targets: table of the tensors to fill.
         expect: fields of `Origin` and the values that they must have.
+        may_remain: whether a saved tensor of a name may have no target.
     """
-    if reason := describe_misfit(targets, manifest.tensors):
+    saved = {name: record for name, record in manifest.tensors.items() if name in targets or not may_remain(name)}
+    if reason := describe_misfit(targets, saved):
         raise CheckpointError(f"{path} is a checkpoint of another model: {reason}")
     for name, value in expect.items():
         if (saved_value := manifest.origin.to_json()[name]) != value:

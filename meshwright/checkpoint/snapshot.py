@@ -226,6 +226,11 @@ class State:
         return self.snapshots[0].meta
 
     @property
+    def names(self) -> set[str]:
+        """Names of all tensors."""
+        return {stored.shard.name for snapshot in self.snapshots for stored in snapshot.stored_shards}
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all shards."""
         return sum(stored.shard.size_bytes for snapshot in self.snapshots for stored in snapshot.stored_shards)
@@ -250,7 +255,7 @@ class State:
         Raises:
             CheckpointError: when the state is another model's, or damaged; see `tensor_shards.fill`.
         """
-        names = {stored.shard.name for snapshot in self.snapshots for stored in snapshot.stored_shards}
+        names = self.names
         if missing := [name for name in targets if name not in names]:
             raise CheckpointError(f"the snapshot of step {self.step} has no {', '.join(missing[:4])}")
         sources: dict[TensorShard, Callable[[], Tensor]] = {

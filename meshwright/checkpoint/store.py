@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -214,31 +214,34 @@ class CheckpointStore:
 
     def load(
         self,
-        targets: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor] | Callable[[Collection[str]], Mapping[str, Tensor]],
         *,
         expect: Mapping[str, str] | None = None,
         step: int | None = None,
         required: bool = True,
+        may_remain: Callable[[str], bool] = lambda name: False,
     ) -> LoadedCheckpoint | None:
         """Fills tensors from the newest checkpoint that verifies, and records those that were refused.
 
         Args:
-            targets: name to tensor or DTensor of any shape and placements, filled in place.
+            targets: name to tensor or DTensor of any shape and placements, filled in place; or a function that returns
+                them for the names that a checkpoint holds.
             expect: fields of `Origin` (``model``, ``data``) that must be equal.
             step: only checkpoints of this step.
             required: raise instead of returning None when there is no checkpoint at all.
+            may_remain: whether a saved tensor of a name may have no target.
 
         Raises:
             CheckpointError: the same on every rank: none verifies; or one that does holds other tensors than the
                 targets, or comes from another model or data (naming them), in which case nothing was read.
         """
         search = CheckpointSearch()
-        target_table = self._gather_targets(targets)
         for path, manifest in self._verified_candidates(step, search):
+            wanted = targets(manifest.tensors) if callable(targets) else targets
             # A good checkpoint of another model is an error, no reason to try an older one.
-            fit.check(path, manifest, target_table, expect or {})
+            fit.check(path, manifest, self._gather_targets(wanted), expect or {}, may_remain)
             backend = find_backend(manifest.backend)
-            outcomes = self._ranks.outcomes(partial(backend.read, path, targets, self._ranks.group))
+            outcomes = self._ranks.outcomes(partial(backend.read, path, wanted, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
                 self._refuse(path, format_failures(outcomes), search)
                 continue

@@ -13,7 +13,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
 
-SHORT = {"--model": "--model.name", "--data": "--data.paths", "--run-dir": "--run"}
+SHORT = {"--model": "--model.name", "--data": "--data.paths", "--outer": "--outer.kind", "--run-dir": "--run"}
 """Short forms of flags: the section's name stands for its main field. torchrun takes ``--run`` for its own
 ``--run-path`` wherever it stands, so there ``--run-dir`` says the same."""
 

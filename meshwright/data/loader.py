@@ -118,13 +118,14 @@ class Loader:
         """Returns the number of passes over the windows before a step."""
         return step * self.rows / self.epoch_rows
 
-    def batch(self, step: int) -> Batch:
+    def batch(self, step: int, row_range: tuple[int, int] | None = None) -> Batch:
         """Returns this reader's rows of a step.
 
         Args:
             step: number of the global batch, from 0 without limit.
+            row_range: (start, stop) of other rows of it than this reader's.
         """
-        row_ids, starts = self._window_starts(step, self.row_start, self.row_stop)
+        row_ids, starts = self._window_starts(step, *(row_range or (self.row_start, self.row_stop)))
         windows = _read_windows(self._split, starts, self.sequence + 1)
         # Targets are copied since they are masked; tokens stay a view of the windows.
         tokens, targets = windows[:, :-1], windows[:, 1:].copy()

@@ -26,7 +26,7 @@ from meshwright.parallel.build import check
 from meshwright.planner.memory import Position, paper_memory, position_memory
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import LayerRows
+from meshwright.spec.sharding_table import LayerSharding
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 _Analysis = TypeVar("_Analysis")
@@ -176,7 +176,7 @@ def _describe_sharding(analysis: ShardingAnalysis | MeshwrightError) -> JsonObje
     }
 
 
-def _layer_rows_json(rows: LayerRows) -> JsonObject:
+def _layer_rows_json(rows: LayerSharding) -> JsonObject:
     groups = [
         {
             "module": group.module,

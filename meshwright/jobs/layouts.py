@@ -20,6 +20,7 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
+from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import learn
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
@@ -28,6 +29,7 @@ from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
+from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -68,6 +70,7 @@ def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices:
     check(layout, devices.kind, len(model.built.structure.layers))
     analysis = analyse_model(model.built, layout, tokens=config.data.sequence)
     check_shapes(analysis, layout, config.train.batch, config.data.sequence)
+    check_rebalance(config.train, layout, analysis.rows)
     return analysis
 
 
@@ -263,5 +266,6 @@ def _make_question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
+        rounds=Rounds(steps=config.outer.every, rounded=config.outer.compress != "none"),
         history=learn(*run_history_file(machines)),
     )

@@ -21,6 +21,7 @@ from meshwright.planner.choose import Candidate, Choice, Question, add_named_lay
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.explain import reason, why
+from meshwright.planner.islands import choose_islands, fixed_islands
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.unequal import choose_unequal, why_unequal
@@ -170,7 +171,10 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     if model.measure is not None:
         measure = model.measure(config.sequence, question.job.precision)
         question = measure_activations(question, measure)
-    if question.cluster.uniform:
+    islands = fixed_islands(question)
+    if islands is not None:
+        choice = reprice_choice(question, choose_islands(question, islands, config.show), measure)
+    elif question.cluster.uniform:
         # The search prices by formulas; the best are priced again by the measured work of the model's modules.
         choice = reprice_choice(question, choose(question, config.show), measure)
     else:

@@ -50,6 +50,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.hooks import Hook
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY
@@ -282,6 +283,7 @@ def _check_before_start(
     config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet
 ) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
+    check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)

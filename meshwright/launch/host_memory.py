@@ -66,6 +66,16 @@ def _has_glibc() -> bool:
         return False
 
 
+def available_bytes() -> int:
+    """Returns the memory that this node can give without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        # MemAvailable counts reclaimable page cache, which a training process fills with its data files.
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError, IndexError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 RANK_SCORE, SUPERVISOR_SCORE = 500, -500
 """oom_score_adj of a rank and of its supervisor, in thousandths of the memory: a killed rank is replaced, but the
 supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj."""

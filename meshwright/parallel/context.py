@@ -27,7 +27,14 @@ from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.cp import AXIS
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.placement import Span
-from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, ShardingTable, local_group
+from meshwright.spec.sharding_table import (
+    CuttingKind,
+    LayerSharding,
+    ParameterSplit,
+    ShardingGroup,
+    ShardingTable,
+    local_group,
+)
 
 
 def wrap_model(
@@ -99,7 +106,7 @@ def local_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False)
     return x.chunk(size, dim=1)[index]
 
 
-def refusal(rows: LayerRows, size: int, degree: int) -> str:
+def refusal(rows: LayerSharding, size: int, degree: int) -> str:
     """Returns why the heads of a layer can't be exchanged over ``size`` ranks under ``tp=degree``; "" when they can."""
     for group in (group for group in rows.groups if group.heads):
         if reason := _unexchangeable_reason(group):
@@ -123,9 +130,9 @@ def _unexchangeable_reason(group: ShardingGroup) -> str:
         )
     for cutting in group.cuttings:
         description = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
-        if cutting.kind == "buffer":
+        if cutting.kind is CuttingKind.BUFFER:
             description = ".".join(name for name in (cutting.module, cutting.key) if name)
-        elif cutting.kind != "argument":
+        elif cutting.kind is not CuttingKind.ARGUMENT:
             description = cutting.module
         return (
             f"only what enters and leaves attention is exchanged, but {description} holds all heads at once, of which "

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.block_codec import WeightBlocks
@@ -157,7 +157,7 @@ class ReplicaAllReduce:
             # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.
             grad_shard.zero_()
             return
-        self._deferred.sum(lambda: self._all_reduce_accumulated(grad_shard))
+        self._deferred.defer_all_reduce(lambda: self._all_reduce_accumulated(grad_shard))
 
     def discard_accumulated(self) -> None:
         """Drops what was kept."""
@@ -236,6 +236,17 @@ def wrap(
         ]
         replica_all_reduces += attach(expert_modules, expert_names, expert_group.axis_groups, expert_group.compressors)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
+
+
+def fsdp_units(module: nn.Module) -> list[nn.Module]:
+    """Returns the FSDP units of a module, itself among them, outermost first."""
+    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
+
+
+def reshard_all(module: nn.Module) -> None:
+    """Frees what a forward without a backward gathered."""
+    for unit in fsdp_units(module):
+        unit.reshard()
 
 
 def accumulate_gradients(module: nn.Module) -> None:

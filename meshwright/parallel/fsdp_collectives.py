@@ -29,60 +29,60 @@ class DeferredReductions:
     def __init__(self) -> None:
         self.enabled = False
         """Whether sums may end late; otherwise each is waited for where it starts."""
-        self._scatter: PendingCollective | None = None
-        self._then: Callable[[], ReplicaSum] | None = None
-        self._sums: list[ReplicaSum] = []
+        self._pending_scatter: PendingCollective | None = None
+        self._next_all_reduce: Callable[[], ReplicaSum] | None = None
+        self._pending_all_reduces: list[ReplicaSum] = []
 
     def advance(self) -> None:
-        """Waits for the scatter under way, and starts the sum over copies that follows it."""
-        if self._scatter is not None:
-            self._scatter.wait()
-            self._scatter = None
-        if self._then is not None:
-            self._follow(self._then)
-            self._then = None
+        """Waits for the pending reduce-scatter, and starts the sum over copies that follows it."""
+        if self._pending_scatter is not None:
+            self._pending_scatter.wait()
+            self._pending_scatter = None
+        if self._next_all_reduce is not None:
+            self._start_all_reduce(self._next_all_reduce)
+            self._next_all_reduce = None
 
-    def scatter(self, started: PendingCollective) -> None:
-        """Takes a unit's scatter; the one before has been waited for by `advance`."""
+    def defer_scatter(self, scatter: PendingCollective) -> None:
+        """Leaves a unit's reduce-scatter under way; `advance` has waited for the one before."""
         if self.enabled:
-            self._scatter = started
+            self._pending_scatter = scatter
         else:
-            started.wait()
+            scatter.wait()
 
-    def sum(self, start: Callable[[], ReplicaSum]) -> None:
-        """Takes what starts a unit's sum over the copies of its shard, once its scatter has ended.
+    def defer_all_reduce(self, start: Callable[[], ReplicaSum]) -> None:
+        """Starts a unit's sum over the copies of its shard, once its reduce-scatter has ended.
 
         At shard degree 1 FSDP2 issues no reduce-scatter, so a pending one belongs to another FSDP unit.
         """
         # Another unit's sum already waits for that reduce-scatter: it goes first.
-        if self._then is not None:
+        if self._next_all_reduce is not None:
             self.advance()
         if not self.enabled:
             start().wait()
-        elif self._scatter is not None:
-            self._then = start
+        elif self._pending_scatter is not None:
+            self._next_all_reduce = start
         else:
-            self._follow(start)
+            self._start_all_reduce(start)
 
     def finish(self) -> None:
         """Waits for all of them; what starts later is waited for at once again."""
         self.advance()
-        for pending in self._sums:
+        for pending in self._pending_all_reduces:
             pending.wait()
-        self._sums.clear()
+        self._pending_all_reduces.clear()
         self.enabled = False
 
-    def _follow(self, start: Callable[[], ReplicaSum]) -> None:
+    def _start_all_reduce(self, start: Callable[[], ReplicaSum]) -> None:
         # An exact sum has ended before the next starts; a compressed one goes on to its next exchange.
-        self._sums = [pending for pending in self._sums if not pending.advance()]
-        self._sums.append(start())
+        self._pending_all_reduces = [pending for pending in self._pending_all_reduces if not pending.advance()]
+        self._pending_all_reduces.append(start())
 
 
 class BookedAllGather(AllGather):
     """Gathers a unit's parameters: every rank's flat shard to the flat whole; ``of`` names the unit in messages."""
 
     def __init__(self, axis_group: AxisGroup, of: str = "") -> None:
-        self._axis_group, self._of = axis_group, of
+        self._axis_group, self._unit_name = axis_group, of
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an empty buffer of shape ``size`` for FSDP2 to fill."""
@@ -92,7 +92,7 @@ class BookedAllGather(AllGather):
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gathers ``input_tensor: (n,)`` of all ranks into ``output_tensor: (size * n,)``."""
-        transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._of)
+        transfer = self._axis_group.all_gather(output_tensor, input_tensor, self._unit_name)
         if async_op:
             return transfer
         transfer.wait()
@@ -103,7 +103,7 @@ class CompressedAllGather(BookedAllGather):
     """Gathers a unit's parameters in rounded numbers; ``sizes`` are the elements of each weight's shard by name."""
 
     def __init__(self, compressor: WeightCompressor, sizes: Mapping[str, int], of: str = "") -> None:
-        self._compressor, self._of = compressor, of
+        self._compressor, self._unit_name = compressor, of
         self._weights = WeightBlocks(list(sizes), list(sizes.values()))
 
     def __call__(
@@ -112,10 +112,10 @@ class CompressedAllGather(BookedAllGather):
         """Gathers ``input_tensor: (n,)`` of all ranks, rounded, into ``output_tensor: (size * n,)``."""
         if not output_tensor.is_floating_point():
             raise ConfigError(
-                f"compress_weights: the weights of {self._of} have several types, of which FSDP2 gathers the bytes; "
-                "leave compress_weights out"
+                f"compress_weights: the weights of {self._unit_name} have several types, of which FSDP2 gathers the "
+                "bytes; leave compress_weights out"
             )
-        transfer = self._compressor.all_gather(self._weights, output_tensor, input_tensor, self._of)
+        transfer = self._compressor.all_gather(self._weights, output_tensor, input_tensor, self._unit_name)
         if async_op:
             return transfer
         transfer.wait()
@@ -125,8 +125,8 @@ class CompressedAllGather(BookedAllGather):
 class BookedReduceScatter(ReduceScatter):
     """Sums a unit's gradients and leaves each rank its flat shard; ``of`` names the unit in messages."""
 
-    def __init__(self, axis_group: AxisGroup, late: DeferredReductions, of: str = "") -> None:
-        self._axis_group, self._late, self._of = axis_group, late, of
+    def __init__(self, axis_group: AxisGroup, deferred: DeferredReductions, of: str = "") -> None:
+        self._axis_group, self._deferred, self._unit_name = axis_group, deferred, of
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Returns an empty buffer of shape ``size`` for FSDP2 to fill."""
@@ -144,9 +144,9 @@ class BookedReduceScatter(ReduceScatter):
         if op != dist.ReduceOp.SUM:
             raise AssertionError(f"gradients are summed, FSDP2 asked for {op}")
         # The reduce-scatter of the unit before ends first, and its all-reduce over copies starts.
-        self._late.advance()
-        transfer = self._axis_group.reduce_scatter(output_tensor, input_tensor, self._of)
+        self._deferred.advance()
+        transfer = self._axis_group.reduce_scatter(output_tensor, input_tensor, self._unit_name)
         if async_op:
             return transfer
-        self._late.scatter(transfer)
+        self._deferred.defer_scatter(transfer)
         return None

@@ -13,13 +13,15 @@ from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.groups import carved_groups, loss_axes
+from meshwright.spec.groups import carved_groups, loss_axes, round_axes
 from meshwright.spec.layout import Layout
 
 _PRODUCT = "+"
 """Joins the names of the axes that a group is the product of."""
 WORLD = "world"
 """Name under which collectives over all ranks are booked."""
+ISLAND = "island"
+"""Name under which those over the ranks of one island are booked, where there are several islands."""
 
 
 class Mesh:
@@ -38,6 +40,8 @@ class Mesh:
         shape = layout.shape()
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
         self.world = AxisGroup(WORLD, dist.group.WORLD, log)
+        self.island = self.world if layout.islands == 1 else self._island_group(shape)
+        """The ranks that take each step together: over them losses, norms and counts are summed."""
         self._carved_groups: Mapping[str, list[list[int]]] = {}
         self.compressors: list[GradientCompressor | WeightCompressor] = []
         """All that send rounded numbers."""
@@ -45,6 +49,14 @@ class Mesh:
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
                 self._carve(name)
+
+    def _island_group(self, shape: dict[str, int]) -> AxisGroup:
+        """Returns the group of this rank's island; a collective call."""
+        dims = [tuple(shape).index(name) for name in round_axes()]
+        # With the islands outermost, each row of the matrix is one island.
+        lines = self.device_mesh.mesh.movedim(dims, tuple(range(len(dims)))).reshape(self.layout.islands, -1)
+        group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
+        return AxisGroup(ISLAND, group, self.log)
 
     def _carve(self, name: str) -> None:
         """Adds the groups of an axis that factorises others' ranks a second time.

@@ -102,7 +102,7 @@ def set_local_sizes(layer: nn.Module, group: ShardingGroup, units: Span) -> None
 def iterate_local_sizes(layer: nn.Module, group: ShardingGroup, units: Span) -> Iterator[tuple[nn.Module, str, int]]:
     """Yields (module, attribute, local value) for each number of the group."""
     splits_by_name = {split.name: split for split in group.splits}
-    for shape_attribute in group.numbers:
+    for shape_attribute in group.shape_attributes:
         module = layer.get_submodule(shape_attribute.module)
         full_value = read_number(module, shape_attribute.attribute)
         yield (

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
+from meshwright.parallel.fsdp import fsdp_units, reshard_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, build_stages, check
 from meshwright.parallel.program import Program
@@ -152,7 +152,7 @@ class PipelineProgram(Program):
                 )
         finally:
             for stage in self.stages:
-                _reshard_all(stage.module)
+                reshard_all(stage.module)
         return self._loss_sums()
 
     def clear_gradients(self) -> None:
@@ -181,7 +181,7 @@ class PipelineProgram(Program):
                     self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
                 )
             for stage in self.stages:
-                _reshard_all(stage.module)
+                reshard_all(stage.module)
             self._current_run = (
                 shape,
                 ScheduleRun(self.stages, self._pipeline_group, tensor_kinds, self._forward, self._before_backward),
@@ -255,20 +255,10 @@ def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Axis
     return axis_groups
 
 
-def _fsdp_units(module: nn.Module) -> list[nn.Module]:
-    return [submodule for submodule in module.modules() if isinstance(submodule, FSDPModule)]
-
-
 def _disable_reshard(module: nn.Module) -> None:
     """Keeps a sharded stage gathered after a forward: the schedule gathers and frees it as a whole."""
-    for unit in _fsdp_units(module):
+    for unit in fsdp_units(module):
         unit.set_reshard_after_forward(False, recurse=False)
-
-
-def _reshard_all(module: nn.Module) -> None:
-    """Frees what a forward without a backward gathered."""
-    for unit in _fsdp_units(module):
-        unit.reshard()
 
 
 def _split(work: TransformContext) -> None:

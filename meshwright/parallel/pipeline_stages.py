@@ -83,7 +83,7 @@ def build_stages(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageM
         )
     division = _divide_model(source.module, source.layer_graph, source.ties, layout)
     numbers = division.schedule.rank_stages(mesh.group_with(Mechanics.STAGES).index)
-    copies = mesh.world.size // layout.degree(Mechanics.STAGES)
+    copies = mesh.island.size // layout.degree(Mechanics.STAGES)
     # A rank with several stages needs a module for each; the source's own serves as the last.
     modules = [*(copy_module(source.module) for _ in numbers[1:]), source.module]
     stages: list[StageModule] = []

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.fsdp import reshard_all
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -44,7 +45,7 @@ class Program:
         self._compute = compute
         copies = 1
         if mesh is not None:
-            copies = mesh.world.size // mesh.layout.degree(Mechanics.STAGES)
+            copies = mesh.island.size // mesh.layout.degree(Mechanics.STAGES)
         self.weights: list[Weight] = []
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
@@ -52,6 +53,8 @@ class Program:
         for stage in self.stages:
             for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
+        self.reader_shares: Sequence[int] = mesh.layout.reader_shares() if mesh is not None else (1,)
+        """Share of each reader in the rows of every micro-batch, which dynamic balance changes between steps."""
         self.progress_hooks = LayerProgressHooks()
         """Tells which layer runs, to whom sets its ``tell``."""
         self.dropout_rng: DropoutRng | None = None
@@ -84,7 +87,7 @@ class Program:
         """Number of ranks that read the same rows and tokens."""
         if self.mesh is None:
             return 1
-        shape = self.mesh.layout.shape()
+        shape = self.mesh.layout.within_island().shape()
         return math.prod(size for name, size in shape.items() if name not in self.mesh.loss_axes)
 
     @property
@@ -157,10 +160,9 @@ class Program:
         rows = [len(batch.tokens) for batch in batches]
         first_row = 0
         if self.mesh is not None:
-            layout, shares = self.mesh.layout, self.mesh.layout.reader_shares()
-            share = shares[layout.reader(self.mesh.rank)[0]]
-            # Global rows follow from this rank's rows and its reader's share; `span` gives the first of them.
-            first_row = layout.span(self.mesh.rank, sum(rows) // share * sum(shares))[0]
+            shares, reader = self.reader_shares, self.mesh.layout.reader(self.mesh.rank)[0]
+            # Rows of one share, times the shares of the readers before this one.
+            first_row = sum(rows) // shares[reader] * sum(shares[:reader])
         first_row += sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)
@@ -179,6 +181,11 @@ class Program:
                 return self._compute(self.module, batch, 1.0, self.view)[1]
         finally:
             self.moving_buffers.restore(buffers_before)
+
+    def weights_changed(self) -> None:
+        """Frees weights that were gathered before the ranks' own parts changed outside of an update."""
+        for stage in self.stages:
+            reshard_all(stage.module)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.spec.placement import LocalShard
 
 

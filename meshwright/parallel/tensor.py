@@ -20,7 +20,7 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.stage import local_layer
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.placement import LocalShard, Span
-from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable, vocabulary_span
+from meshwright.spec.sharding_table import LayerSharding, ShardingGroup, ShardingTable, vocabulary_span
 
 COPY = "copy to tp: identity forward, all-reduce backward"
 """Megatron's f. Source: Shoeybi et al. (2019), figure 3."""
@@ -53,7 +53,7 @@ class ShardedLayer:
 
 
 def wrap_layer(
-    layer: nn.Module, prefix: str, rows: LayerRows, axis_group: AxisGroup, copies: int, sequence: bool = False
+    layer: nn.Module, prefix: str, rows: LayerSharding, axis_group: AxisGroup, copies: int, sequence: bool = False
 ) -> ShardedLayer:
     """Splits a layer over the ranks of the axis.
 

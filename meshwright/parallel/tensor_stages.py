@@ -13,7 +13,7 @@ from meshwright.parallel.parameter_slices import find_replicated_runs
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
-from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -39,7 +39,7 @@ def split(
     if expert_modules:
         table = without_experts(table)
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
-    copies = mesh.world.size // layout.degree(Mechanics.STAGES)
+    copies = mesh.island.size // layout.degree(Mechanics.STAGES)
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
     neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:

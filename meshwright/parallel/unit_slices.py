@@ -11,7 +11,7 @@ from meshwright.parallel import collectives, tensor_hooks
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.spec.placement import Span
-from meshwright.spec.sharding_table import Cutting, ShardingGroup
+from meshwright.spec.sharding_table import Cutting, CuttingKind, ShardingGroup
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,11 +32,11 @@ def attach(
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
         slice_tensor = make_slicer(cutting, local_units, group.units)
-        if cutting.kind == "global_norm":
+        if cutting.kind is CuttingKind.GLOBAL_NORM:
             # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
             _gather_inputs(module, _feature_order(cutting, shares, group.units), axis_group)
             tensor_hooks.on_output(module, slice_tensor, purpose="a rank's units")
-        elif cutting.kind == "output":
+        elif cutting.kind is CuttingKind.OUTPUT:
             # Where another collective sums the gradients already, copying to the group would sum them twice.
             grad_reduced_inside = sequence or cutting.module in group.inner_row_linears
             tensor_hooks.on_output(
@@ -44,7 +44,7 @@ def attach(
                 slice_tensor if grad_reduced_inside else _slice_replicated(slice_tensor, axis_group),
                 purpose="a rank's units",
             )
-        elif cutting.kind == "argument":
+        elif cutting.kind is CuttingKind.ARGUMENT:
             _on_argument(module, cutting.key, _slice_replicated(slice_tensor, axis_group))
         else:
             _on_buffer(layer.get_submodule(group.module), module, cutting.key, slice_tensor)

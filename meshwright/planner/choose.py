@@ -19,6 +19,7 @@ from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIG
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
+from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
@@ -117,6 +118,8 @@ class Question:
     """Measured over priced times of earlier runs on these machines."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Fields of `Space` that differ from their defaults."""
+    rounds: Rounds = field(default_factory=Rounds)
+    """How islands join, where a layout has several."""
 
     def __post_init__(self) -> None:
         """Refuses an unknown objective, and one without its figures."""
@@ -352,7 +355,7 @@ def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candid
 
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     """Returns the sentences about a plan that a user should read besides its figures."""
-    sentences = []
+    sentences = question.rounds.advice(best.price.parts)
     free_bytes = question.cluster.memory_bytes - best.price.peak
     if free_bytes < 0.08 * question.cluster.memory_bytes:
         sentences.append(

@@ -6,14 +6,23 @@ of ``ep``. Tests compare it with the bytes that runs count, and with the real pr
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.model_parts import ModelParts, Places
-from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_elements
+from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_blocks, shard_elements
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.compression import (
+    BLOCK_VALUES,
+    FORMATS,
+    Compression,
+    assign_buckets,
+    chunk_blocks,
+    count_blocks,
+)
 from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
 from meshwright.spec.layout import Layout
 
@@ -45,6 +54,33 @@ class Collectives:
         """Adds a collective; a group of one rank sends nothing."""
         if len(group.ranks) > 1 and size:
             self.bytes[group, kind] = self.bytes.get((group, kind), 0.0) + size
+
+    def add_compressed_sum(
+        self, copies: CollectiveGroup, rank: int, blocks: int, compression: Compression, element_bytes: int
+    ) -> None:
+        """Adds the exchanges of a rounded sum of gradients over copies.
+
+        Args:
+            copies: all of them.
+            rank: whose bytes these are.
+            blocks: of the message's weights.
+            compression: of the layout.
+            element_bytes: of an exact gradient, which travels between the copies of a node.
+        """
+        count = len(copies.ranks)
+        if count == 1 or not blocks:
+            return
+        run, chunk = compression.exact_copies(count), chunk_blocks(blocks, count)
+        index = copies.ranks.index(rank)
+        start = index // run * run
+        inside = CollectiveGroup(copies.axis, copies.ranks[start : start + run])
+        across = CollectiveGroup(copies.axis, copies.ranks[index % run :: run])
+        part = chunk * len(across.ranks) * BLOCK_VALUES * element_bytes
+        self.add(inside, "reduce_scatter", part)
+        self.add(inside, "all_gather", part)
+        chunk_bytes = chunk * compression.format.block_bytes
+        self.add(across, "all_to_all", chunk_bytes * (len(across.ranks) - 1))
+        self.add(across, "all_gather", chunk_bytes)
 
     def sent(self) -> dict[str, int]:
         """Returns the bytes that this rank sends, by axis, as `parallel.axis_group.AxisGroup` counts them."""
@@ -129,10 +165,13 @@ class StateTraffic:
 
     def add_to(self, collectives: Collectives) -> None:
         """Adds the collectives of a step."""
+        layout = self._layout
         for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
             stage = self._weights_by_rank.held_stage(names, self._tp_index, self._ep_index)
             if self._sharded:
                 self._add_fsdp_units(collectives, stage, stage_index)
+            elif layout.compress:
+                self._add_compressed_gradients(collectives, names)
             else:
                 self._add_replica_gradients(collectives, stage)
             self._add_partial_gradients(collectives, names)
@@ -159,11 +198,17 @@ class StateTraffic:
         """Adds the gathers and reductions of one FSDP unit."""
         layout, microbatches = self._layout, self._layout.microbatches
         shard_size = shard_elements(tensors, len(shards.ranks))  # padded: every shard is as long as the first
-        collectives.add(shards, "all_gather", shard_size * self._width.compute * gathers)
+        gathered_bytes, blocks = shard_size * self._width.compute, shard_blocks(tensors, len(shards.ranks))
+        if layout.compress_weights != "none":
+            gathered_bytes = blocks * FORMATS[layout.compress_weights].block_bytes
+        collectives.add(shards, "all_gather", gathered_bytes * gathers)
         # A pipeline reduce-scatters once, after its last backward; below ZeRO-2 full gradients add up until then.
         scatters = microbatches if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
         collectives.add(shards, "reduce_scatter", shard_size * self._width.master * scatters)
-        collectives.add(copies, "all_reduce", shard_size * self._width.master)
+        if layout.compress:
+            collectives.add_compressed_sum(copies, self._rank, blocks, layout.compress, self._width.master)
+        else:
+            collectives.add(copies, "all_reduce", shard_size * self._width.master)
 
     def _gather_counts(self, stage_index: int) -> tuple[int, int]:
         """Returns how often a stage's weights outside layers, and its layers, are gathered in a step."""
@@ -196,6 +241,19 @@ class StateTraffic:
         collectives.add(
             self._groups.carved(f"{self._ep_axis}_copies"), "all_reduce", expert_elements * self._width.master
         )
+
+    def _add_compressed_gradients(self, collectives: Collectives, names: Sequence[str]) -> None:
+        """Adds the same in rounded numbers: each message has blocks of its own, in the order of the runtime."""
+        shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
+        expert_names = self._weights_by_rank.expert_parameters
+        for copies, group_names in (
+            (self._groups.across(gradient_axes(())), [name for name in names if name not in expert_names]),
+            (self._groups.carved(f"{self._ep_axis}_copies"), [name for name in names if name in expert_names]),
+        ):
+            counts = [math.prod(shapes[name]) for name in group_names]
+            for bucket in assign_buckets([count * self._width.master for count in counts]):
+                blocks = sum(count_blocks(counts[position]) for position in bucket)
+                collectives.add_compressed_sum(copies, self._rank, blocks, self._layout.compress, self._width.master)
 
     def _local_elements(self, tensors: Tensors) -> int:
         """Returns the elements of weights that this rank holds once they are sharded."""

@@ -31,6 +31,7 @@ NAMES = {
     "offload": "copies to and from host memory",
     "optimizer": "optimizer",
     "step": "work once a step",
+    "join": "joins of islands, a round's share",
 }
 """Parts of a step in words."""
 SMALL_SHARE = 0.003

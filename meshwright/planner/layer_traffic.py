@@ -12,7 +12,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import LayerRows, ParameterSplit, ShardingGroup, local_group
+from meshwright.spec.sharding_table import LayerSharding, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
 """Bytes of an expert's index and of a token count: int64."""
@@ -132,7 +132,7 @@ class LayerTraffic:
     def _layer_collectives(self, layer: int) -> Iterator[LayerCollective]:
         """Yields a layer's collectives on a micro-batch, in the order of its forward."""
         name, table, has_ep = self._model.layers[layer], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
-        rows = table.layers.get(name, LayerRows(groups=())) if table is not None else LayerRows(groups=())
+        rows = table.layers.get(name, LayerSharding(groups=())) if table is not None else LayerSharding(groups=())
         degree = self._layout.degree(Mechanics.MATRICES)
         dispatched_experts = [item for item in self._model.experts if has_ep and item.module.startswith(f"{name}.")]
         splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not has_ep)]

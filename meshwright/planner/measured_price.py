@@ -22,6 +22,7 @@ from meshwright.planner.choose import (
 )
 from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.device_limits import job_for
+from meshwright.planner.islands import island_question, with_joins
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -71,6 +72,9 @@ def price_layout(question: Question, layout: Layout, measure: Measure | None) ->
     """
     layout.check_ranks(question.cluster.devices)
     layout.check_batch(question.job.rows)
+    if layout.islands > 1:
+        candidate = price_layout(island_question(question, layout), layout.within_island(), measure)
+        return with_joins(question, layout, candidate)
     return _corrected_and_scaled(question, price_candidate(question, layout), measure)
 
 
@@ -91,7 +95,12 @@ def measure_activations(question: Question, measure: Measure) -> Question:
 def reprice_choice(question: Question, choice: Choice, measure: Measure | None) -> Choice:
     """Returns the answer with every layout priced by `price_layout`, sorted again."""
     repriced_candidates = [
-        [_corrected_and_scaled(question, finalist, measure) for finalist in finalists]
+        [
+            price_layout(question, finalist.layout, measure)
+            if finalist.layout.islands > 1
+            else _corrected_and_scaled(question, finalist, measure)
+            for finalist in finalists
+        ]
         for finalists in (choice.best, choice.more)
     ]
     best, ties = sort_candidates(repriced_candidates[0], question.same)

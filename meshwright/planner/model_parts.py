@@ -141,9 +141,10 @@ class Places:
 
     def __init__(self, model: ModelParts, layout: Layout) -> None:
         self._model, self._layout = model, layout
-        self._expert_parameters: set[str] = set()
+        self.expert_parameters: set[str] = set()
+        """Names of the weights that ``ep`` spreads."""
         if layout.degree(Mechanics.EXPERTS) > 1:
-            self._expert_parameters = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
+            self.expert_parameters = {f"{rows.module}.{key}" for rows in model.experts for key in rows.parameters}
         self._by_stage = self._names_by_stage()
         self._local: dict[tuple[int, int], dict[str, Shape]] = {}
 
@@ -225,7 +226,7 @@ class Places:
             if layer is None:
                 outside_layers.append(_rows_and_columns(local_shapes[name]))
             else:
-                layers[layer][name in self._expert_parameters].append(_rows_and_columns(local_shapes[name]))
+                layers[layer][name in self.expert_parameters].append(_rows_and_columns(local_shapes[name]))
         nonempty_layers = [(own, experts) for own, experts in layers.values() if own or experts]
         return StageWeights(
             outside_layers=tuple(outside_layers),
@@ -238,7 +239,7 @@ class Places:
             local_shapes = dict(self._model.shapes)
             if self._layout.degree(Mechanics.MATRICES) > 1:
                 self._split_over_tp(local_shapes, tp)
-            for rows in self._model.experts if self._expert_parameters else ():
+            for rows in self._model.experts if self.expert_parameters else ():
                 start, stop = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
                 for name in (f"{rows.module}.{key}" for key in rows.parameters):
                     local_shapes[name] = _resized(local_shapes[name], 0, stop - start)
@@ -252,7 +253,7 @@ class Places:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
         for layer, split, shares, group in table.splits(degree):
             name = f"{layer}.{split.name}"
-            if name in local_shapes and (group.column_linears or not self._expert_parameters):
+            if name in local_shapes and (group.column_linears or not self.expert_parameters):
                 size = sum(stop - start for start, stop in split.spans(*shares[tp], group.units))
                 local_shapes[name] = _resized(local_shapes[name], split.dim, size)
         start, stop = vocabulary_span(table.vocab, degree, tp)

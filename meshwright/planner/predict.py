@@ -7,7 +7,8 @@ import dataclasses
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout
-from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.planner.memory import ModelParts, StateSizes, rest_bytes
+from meshwright.planner.rounds import JOIN, OUTER, OUTER_TENSORS
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
 from meshwright.spec.axis import Mechanics
@@ -28,19 +29,24 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     state = predict(candidate.layout, sizes)
     price, microbatches = candidate.price, candidate.layout.microbatches
     other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
+    if OUTER in price.memory:
+        other_memory[OUTER] = int(price.memory[OUTER])
+        if isinstance(sizes, ModelParts):
+            other_memory[OUTER] = OUTER_TENSORS * rest_bytes(candidate.layout, sizes, 0)
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
     if candidate.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
         parts["optimizer"] += price.parts["offload"]
     if candidate.layout.degree(Mechanics.STAGES) > 1:
         after_pipeline_s = sum(price.parts[name] for name in AFTER_PIPELINE)
-        parts["pipeline"] = price.step_s - after_pipeline_s
+        parts["pipeline"] = price.step_s - price.parts.get(JOIN, 0.0) - after_pipeline_s
     else:
         (stage,) = price.stages
         parts["forward"], parts["backward"] = microbatches * stage.forward_s, microbatches * stage.backward_s
     return Prediction(
         memory={**state.memory, **other_memory},
         formula=state.formula,
-        step_s=price.step_s,
+        # A run's medians are of steps without a join, which most are.
+        step_s=price.step_s - price.parts.get(JOIN, 0.0),
         parts=parts,
         traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from meshwright.spec.compression import count_blocks
+
 Tensors = tuple[tuple[int, int], ...]
 """(rows, elements of a row) of each weight."""
 
@@ -23,6 +25,11 @@ def shard_elements(tensors: Tensors, shards: int, index: int = 0) -> int:
         rows_per_shard = -(-rows // shards)
         total += (min(rows, (index + 1) * rows_per_shard) - min(rows, index * rows_per_shard)) * columns
     return total
+
+
+def shard_blocks(tensors: Tensors, shards: int) -> int:
+    """Returns the blocks of rounded numbers of one shard, padded to the first's: each weight begins a block."""
+    return sum(count_blocks(-(-rows // shards) * columns) for rows, columns in tensors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

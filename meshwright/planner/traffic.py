@@ -21,7 +21,9 @@ def step_collectives(job: PricedJob, layout: Layout, model: ModelParts, rank: in
     collectives = Collectives()
     # One all-reduce of metrics: loss, targets, hits, squared norm, stop, and the tokens of each expert, in float64.
     counts = 5 + (model.experts[0].experts if model.experts and not layout.compile else 0)
-    collectives.add(CollectiveGroup("world", tuple(range(layout.world))), "all_reduce", 8 * counts)
+    name = "world" if layout.islands == 1 else "island"
+    step_ranks = tuple(peer for peer in range(layout.world) if layout.island(peer) == layout.island(rank))
+    collectives.add(CollectiveGroup(name, step_ranks), "all_reduce", 8 * counts)
     StateTraffic(model, layout, rank).add_to(collectives)
     LayerTraffic(job, layout, model, rank).add_to(collectives)
     return collectives

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from meshwright.models.build import BuiltModel
+from meshwright.proof.plain_islands import OuterRecipe
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.train.feed import MicroBatch
 
@@ -21,6 +22,8 @@ class Case:
     """Global batches, one a step, on the CPU."""
     recipe: OptimizerRecipe
     """Optimizer."""
+    outer: OuterRecipe = OuterRecipe()  # noqa: RUF009 - frozen
+    """How islands join, under layouts that have several."""
     timeout_s: float = 600.0
     """Limit for one layout."""
     training: bool = True

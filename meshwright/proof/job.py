@@ -165,6 +165,11 @@ def _train_until(case: JobCase, layout: Layout, run_dir: Path, stop_step: int) -
     """Trains up to a step as the command does, from the newest checkpoint of the run directory if it has one."""
     if layout.precision != "float64":
         raise PlanError(f"{layout}: a job is proven in float64; leave precision out")
+    if layout.islands > 1:
+        raise PlanError(
+            f"{layout}: the plain job has no rounds to compare islands with; meshwright verify --layout {layout} "
+            "proves their steps and joins"
+        )
     built = case.build()
     check(layout, found_devices(layout.world).kind, len(built.structure.layers))
     analysis = analyse_model(built, layout)

@@ -25,6 +25,7 @@ from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.proof.case import Case
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
+from meshwright.proof.plain_islands import train_islands_plainly
 from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.spec.layout import Layout
@@ -49,24 +50,23 @@ class References:
 
     def __init__(self, case: Case, folder: Path, precision: str, trial: ForwardTrial) -> None:
         self._case, self._folder, self._precision, self._trial = case, folder, precision, trial
-        self._reference_of_spans: dict[tuple[Span, ...], tuple[Path, str]] = {}
+        self._reference_of_spans: dict[tuple[tuple[Span, ...], ...], tuple[Path, str]] = {}
 
     def reference_for(self, layout: Layout) -> tuple[Path, str]:
         """Returns the file of the reference for a layout, and why there is none."""
         rows = len(self._case.batches[0].tokens)
-        spans: tuple[Span, ...] = ((0, rows),)
-        if not self._trial.objective.exact:
+        if layout.islands > 1 and self._precision != "float64":
+            return Path(), (
+                f"{layout}: islands are compared with one device in float64 alone; nearest that works: leave out "
+                f"precision={self._precision}"
+            )
+        spans: tuple[tuple[Span, ...], ...] = (((0, rows),),)
+        if not self._trial.objective.exact or layout.islands > 1:
             try:
                 layout.check_batch(rows)
             except PlanError as error:
                 return Path(), str(error)
-            readers = sorted({layout.span(rank, rows) for rank in range(layout.world)})
-            sizes = [(start, (stop - start) // layout.microbatches) for start, stop in readers]
-            spans = tuple(
-                (start + number * size, start + (number + 1) * size)
-                for start, size in sizes
-                for number in range(layout.microbatches)
-            )
+            spans = tuple(self._island_spans(layout, island, rows) for island in range(layout.islands))
         if spans not in self._reference_of_spans:
             path = self._folder / f"reference-{len(self._reference_of_spans)}.pt"
             arguments = (self._case, path, self._precision, self._trial, spans)
@@ -75,16 +75,39 @@ class References:
             self._reference_of_spans[spans] = path, reason
         return self._reference_of_spans[spans]
 
+    def _island_spans(self, layout: Layout, island: int, rows: int) -> tuple[Span, ...]:
+        """Returns the rows of each call that one device makes for an island: one, unless the loss depends on calls."""
+        ranks = [rank for rank in range(layout.world) if layout.island(rank) == island]
+        readers = sorted({layout.span(rank, rows) for rank in ranks})
+        if self._trial.objective.exact:
+            return ((readers[0][0], readers[-1][1]),)
+        sizes = [(start, (stop - start) // layout.microbatches) for start, stop in readers]
+        return tuple(
+            (start + number * size, start + (number + 1) * size)
+            for start, size in sizes
+            for number in range(layout.microbatches)
+        )
+
 
 def _reference(
-    context: RankContext, case: Case, path: Path, precision: str, trial: ForwardTrial, spans: Sequence[Span]
+    context: RankContext,
+    case: Case,
+    path: Path,
+    precision: str,
+    trial: ForwardTrial,
+    islands: Sequence[Sequence[Span]],
 ) -> str:
     """Trains on this one rank and writes losses, norms, gradients and weights; returns why it can't be a reference."""
     torch.set_num_threads(1)  # as every rank has: how threads share a sum is part of its rounding
-    device = _OneDevice(case, trial, spans, torch.device(context.device))
+    device = _OneDevice(case, trial, [span for spans in islands for span in spans], torch.device(context.device))
     module = device.start(wide=True)
     if reason := _random_numbers_reason(module, device.forward, device.batches[0][0], case.training):
         return reason
+    if len(islands) > 1:
+        traces = device.train_islands(module, [len(spans) for spans in islands])
+        own = [{"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients} for trace in traces]
+        torch.save({"islands": own, "weights": traces[0].weights, **own[0]}, path)
+        return ""
     truth = device.train(module)
     if fault := _nonfinite_reason(truth):
         return f"one device alone can't train it, so that there is nothing to compare with: {fault} in float64"
@@ -179,6 +202,20 @@ class _OneDevice:
         case = self._case
         return train_plainly(
             module, self.call, self.batches, case.recipe, case.training, case.compared_steps, compute, scale, shake
+        )
+
+    def train_islands(self, module: nn.Module, calls: Sequence[int]) -> list[Trace]:
+        """Trains the module that was started last as several islands, by `train_islands_plainly`.
+
+        Args:
+            module: in float64.
+            calls: for each island in how many of the calls of a batch it takes part.
+        """
+        case = self._case
+        starts = [sum(calls[:island]) for island in range(len(calls))]
+        batches = [[parts[start : start + count] for start, count in zip(starts, calls)] for parts in self.batches]
+        return train_islands_plainly(
+            module, self.call, batches, case.recipe, case.outer, case.training, case.compared_steps
         )
 
     def call(self, model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -83,7 +83,7 @@ def train_plainly(
     trace = Trace()
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     masters = {name: parameter.detach().clone() if compute else parameter for name, parameter in trained}
-    optimizer = _adamw(masters, recipe)
+    optimizer = make_adamw(masters, recipe)
     if compute:
         for parameter in module.parameters():  # buffers keep their type, as under a layout
             parameter.data = parameter.data.to(compute) if parameter.is_floating_point() else parameter.data
@@ -92,7 +92,7 @@ def train_plainly(
     for step, micro_batches in enumerate(batches):
         if compute:
             _round_weights(trained, masters, shake[0], generator)
-        loss = _accumulate_gradients(module, call, micro_batches, trained, masters, scale)
+        loss = accumulate_gradients(module, call, micro_batches, trained, masters, scale)
         if step in compared:
             trace.gradients[step] = {
                 name: parameter.grad.clone() for name, parameter in masters.items() if parameter.grad is not None
@@ -105,7 +105,7 @@ def train_plainly(
     return trace
 
 
-def _adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> torch.optim.AdamW:
+def make_adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> torch.optim.AdamW:
     """Returns the optimizer: matrices decay, vectors and scalars don't."""
     matrices = [parameter for parameter in masters.values() if parameter.dim() >= 2]
     vectors = [parameter for parameter in masters.values() if parameter.dim() < 2]
@@ -129,7 +129,7 @@ def _round_weights(
             parameter.copy_(shaken)
 
 
-def _accumulate_gradients(
+def accumulate_gradients(
     module: nn.Module,
     call: AuthorCall,
     micro_batches: Sequence[MicroBatch],
@@ -137,7 +137,16 @@ def _accumulate_gradients(
     masters: Mapping[str, torch.Tensor],
     scale: float,
 ) -> float:
-    """Sets the master weights' gradients to the sums over a global batch, and returns its loss."""
+    """Sets the master weights' gradients to the sums over a batch, and returns its loss.
+
+    Args:
+        module: whose parameters are the weights, or these rounded.
+        call: of the model.
+        micro_batches: parts of the batch.
+        trained: the module's trained parameters.
+        masters: weight to its master, each of the weight's full shape.
+        scale: factor on the loss in backward.
+    """
     sums = {name: torch.zeros_like(parameter) for name, parameter in masters.items()}
     total = 0.0
     for loss in own_losses(module, call, micro_batches):

@@ -33,11 +33,12 @@ from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
-from meshwright.train.config import OptimizerConfig
+from meshwright.train.config import OptimizerConfig, OuterConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
@@ -156,6 +157,14 @@ def _train_under_layout(
     scaler = LossScaler(layout.precision == "fp16")
     scaler.scale = reference.get("scale", scaler.scale)
     stepper = Stepper(program, optimizer, scaler, clip=recipe.clip, seed=SEED)
+    outer: OuterOptimizer | None = None
+    if layout.islands > 1:
+        # Each island has losses and gradients of its own; the weights after the last join are those of all.
+        reference |= reference["islands"][layout.island(context.rank)]
+        rounds = OuterConfig(
+            every=case.outer.every, lr=case.outer.lr, momentum=case.outer.momentum, nesterov=case.outer.nesterov
+        )
+        outer = OuterOptimizer(program, rounds, optimizer.weights_changed)
     held_elements = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
     difference = Difference(reference, layout.precision, floor=recipe.lr * len(case.batches))
     for step, batch in enumerate(case.batches):
@@ -166,6 +175,8 @@ def _train_under_layout(
         planned_targets = 2 * targets if layout.precision == "float64" else targets
         outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
+        if outer is not None:
+            outer.after_step(step + 1, outcome["targets"], outcome["loss"], step + 1 == len(case.batches))
     difference.trained(program.weights, len(case.batches))
     rounding = {"method": sums.method, "distance": sums.distance}
     return difference.deviations | {"held": held_elements, "rounding": rounding}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
+from meshwright.launch.host_memory import available_bytes
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.plan import Plan
@@ -59,16 +58,6 @@ def max_snapshot_bytes(plan: Plan) -> int:
 def _memory_after_offload(plan: Plan, ranks: int, available: int) -> int:
     """Returns the bytes that remain after ``ranks`` ranks have offloaded their state to host memory."""
     return max(0, available - plan.prediction.host * ranks)
-
-
-def available_bytes() -> int:
-    """Returns the memory that this node can give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        # MemAvailable counts reclaimable page cache, which a training process fills with its data files.
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def peer_snapshots_per_rank(peers: int) -> int:

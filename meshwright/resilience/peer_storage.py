@@ -18,11 +18,12 @@ from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
+from meshwright.launch.host_memory import available_bytes
 from meshwright.resilience.courier import CourierInbox, start_courier, start_snapshot_server
 from meshwright.resilience.disk import DiskWriter, WriterShare
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
 from meshwright.resilience.helper import Helper
-from meshwright.resilience.host_memory_budget import available_bytes, max_snapshot_bytes, peer_snapshots_per_rank
+from meshwright.resilience.host_memory_budget import max_snapshot_bytes, peer_snapshots_per_rank
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.resilience.orders import ranks_to_copy
 from meshwright.train.faults import COURIER, Faults, parse_faults

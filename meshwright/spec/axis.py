@@ -33,6 +33,18 @@ class Holds(Enum):
     """Some of the layers."""
 
 
+class Joins(Enum):
+    """When the copies of a weight along an axis become equal again."""
+
+    STEP = "step"
+    """In every step: gradients are summed, so copies are equal between steps."""
+    ROUND = "round"
+    """Once in a round of many steps (`train.outer`): copies differ in between, and each has optimizer state of its own.
+
+    Loss, gradients, norm and the decision to skip a step stay inside an island: the ranks at one index of such axes.
+    """
+
+
 class Mechanics(Enum):
     """How an axis changes what the ranks compute: which formulas of the planner price it and list its traffic.
 
@@ -68,6 +80,8 @@ class Axis:
     order: int
     purpose: str
     carves: tuple[str, ...] = ()
+    joins: Joins = Joins.STEP
+    """When its ranks' copies become equal again."""
     mechanics: Mechanics = Mechanics.NONE
     """Of an axis that changes modules: how."""
     aliases: tuple[str, ...] = ()

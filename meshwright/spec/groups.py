@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from meshwright.spec.axes import known_axes
-from meshwright.spec.axis import Axis, Holds, Mechanics, Reads
+from meshwright.spec.axis import Axis, Holds, Joins, Mechanics, Reads
 
 
 def mesh_shape(degrees: Mapping[str, int], axes: Mapping[str, Axis] | None = None) -> dict[str, int]:
@@ -103,10 +103,14 @@ def axis_with(mechanics: Mechanics, degrees: Mapping[str, int], axes: Mapping[st
 
 
 def row_axes(holds: Holds, axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
-    """Returns the axes whose ranks read other rows and hold copies, or parts of the state."""
+    """Returns the axes whose ranks read other rows, join in every step, and hold copies, or parts of the state."""
     if axes is None:
         return _known_rows(holds)
-    return tuple(name for name, axis in axes.items() if axis.reads is Reads.ROWS and axis.holds is holds)
+    return tuple(
+        name
+        for name, axis in axes.items()
+        if axis.reads is Reads.ROWS and axis.holds is holds and axis.joins is Joins.STEP
+    )
 
 
 @cache
@@ -116,9 +120,39 @@ def _known_rows(holds: Holds) -> tuple[str, ...]:
 
 
 def loss_axes(axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
-    """Returns the axes over which loss sums and token counts are summed: those whose ranks read other data."""
+    """Returns the axes over which a step sums losses and token counts: their ranks read other data, and join in it."""
     axes = known_axes() if axes is None else axes
-    return tuple(name for name, axis in axes.items() if axis.reads is not Reads.SAME and not axis.carves)
+    return tuple(
+        name
+        for name, axis in axes.items()
+        if axis.reads is not Reads.SAME and not axis.carves and axis.joins is Joins.STEP
+    )
+
+
+def round_axes(axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:
+    """Returns the axes whose ranks join once in a round: over them nothing of a step is summed, and copies differ."""
+    if axes is None:
+        return _known_round_axes()
+    return tuple(name for name, axis in axes.items() if axis.joins is Joins.ROUND)
+
+
+@cache
+def _known_round_axes() -> tuple[str, ...]:
+    """Caches `round_axes` over the known axes: thousands of layouts ask for it."""
+    return round_axes(known_axes())
+
+
+def island_count(degrees: Mapping[str, int]) -> int:
+    """Returns the number of islands, groups of ranks that take each step together; 1 without such axes."""
+    return math.prod(degrees.get(name, 1) for name in round_axes())
+
+
+def island_index(rank: int, degrees: Mapping[str, int]) -> int:
+    """Returns the island of a rank (row-major over `round_axes`)."""
+    coordinate, index = coordinates(rank, degrees), 0
+    for name in round_axes():
+        index = index * degrees.get(name, 1) + coordinate[name]
+    return index
 
 
 def gradient_axes(sharded_on: Sequence[str], axes: Mapping[str, Axis] | None = None) -> tuple[str, ...]:

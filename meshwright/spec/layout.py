@@ -1,3 +1,4 @@
+# long: a layout's degrees, choices and text form are one class
 """A layout: the degree of every axis and the choices that go with them, which planner and runtime agree on.
 
 Its text form is what a user types and what every log line carries:
@@ -23,8 +24,11 @@ from meshwright.spec.groups import (
     axis_with,
     describe_rank,
     gradient_axes,
+    island_count,
+    island_index,
     mesh_shape,
     reader,
+    round_axes,
     row_axes,
     state_axes,
     state_shards,
@@ -288,6 +292,24 @@ class Layout:
     def copies(self) -> int:
         """Number of ranks that hold the same part of a weight's state, over which its gradient is summed."""
         return _count_copies(self.degrees, self.zero)
+
+    @property
+    def islands(self) -> int:
+        """Number of islands: groups of ranks that take each step together and join once in a round; usually 1."""
+        return island_count(self.degrees)
+
+    def island(self, rank: int) -> int:
+        """Returns the index of a rank's island."""
+        return island_index(rank, self.degrees)
+
+    def within_island(self) -> Layout:
+        """Returns the layout of the first island's ranks by themselves; itself where there is one island."""
+        if self.islands == 1:
+            return self
+        degrees = {name: degree for name, degree in self.degrees.items() if name not in round_axes()}
+        shares = self.rows.shares[: reader(0, degrees)[1]]
+        rows = BatchShares.of(shares) if len(set(shares)) > 1 else BatchShares()
+        return dataclasses.replace(self, degrees=degrees, rows=rows)
 
     def reader(self, rank: int) -> tuple[int, int]:
         """Returns (index, count): which part of each global batch a rank reads."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 
 from meshwright.errors import ConfigError, nearest
-from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable
+from meshwright.spec.sharding_table import LayerSharding, ShardingGroup, ShardingTable
 
 KINDS = ("whole", "columns", "rows")
 """What a row can say of a weight."""
@@ -63,7 +63,7 @@ def _rows_by_weight(rows: Mapping[str, str], names: list[str]) -> dict[str, tupl
     return row_of_weight
 
 
-def _overridden_layer(layer: str, rows: LayerRows, row_of_weight: Mapping[str, tuple[str, str]]) -> LayerRows:
+def _overridden_layer(layer: str, rows: LayerSharding, row_of_weight: Mapping[str, tuple[str, str]]) -> LayerSharding:
     rows_here = {
         name.removeprefix(f"{layer}."): row for name, row in row_of_weight.items() if name.startswith(f"{layer}.")
     }

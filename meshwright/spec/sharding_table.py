@@ -11,10 +11,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import pairwise
-from typing import Any, Self
 
-from meshwright.json_types import JsonObject
 from meshwright.spec.placement import Span
 
 
@@ -62,14 +61,24 @@ class ShapeAttribute:
     ``=a``, the local indices of one."""
 
 
+class CuttingKind(Enum):
+    """Where a tensor comes from that is whole on every rank."""
+
+    OUTPUT = "output"
+    """The output of a module that is computed whole."""
+    GLOBAL_NORM = "global_norm"
+    """The output of a norm over all units, whose inputs are all-gathered first."""
+    ARGUMENT = "argument"
+    """An argument that the group's module is called with."""
+    BUFFER = "buffer"
+    """A tensor that a module holds and doesn't train."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
     """A tensor that is whole where it comes from, and of which each rank takes what its units use."""
 
-    kind: str
-    """``output``: of a module that is computed whole; ``global_norm``: of a norm over all units, whose inputs are put
-    together first; ``argument``: what the group's module is called with; ``buffer``: a tensor that a module holds and
-    doesn't train."""
+    kind: CuttingKind
     module: str
     """Dotted name of the module, from the layer on."""
     key: str = ""
@@ -100,8 +109,8 @@ class ShardingGroup:
     """Every parameter that is split: weights and biases of columns, the row's weight, and what lies between."""
     shared: tuple[str, ...] = ()
     """Parameters between columns and row that every unit uses: held whole, gradients summed over the ranks."""
-    numbers: tuple[ShapeAttribute, ...] = ()
-    """Integers to adapt."""
+    shape_attributes: tuple[ShapeAttribute, ...] = ()
+    """Integers that the code between the matrices reads, to be set to the local sizes."""
     inner_row_linears: tuple[str, ...] = ()
     """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
     cuttings: tuple[Cutting, ...] = ()
@@ -120,7 +129,7 @@ class ShardingGroup:
         # A norm over all units gathers its inputs, of which every rank must have an equal part of its own: not so where
         # neighbours share a key head.
         gathered_blocks = [
-            block for cutting in self.cuttings if cutting.kind == "global_norm" for block in cutting.blocks
+            block for cutting in self.cuttings if cutting.kind is CuttingKind.GLOBAL_NORM for block in cutting.blocks
         ]
         if gathered_blocks and (not even or any(block.count % degree for block in gathered_blocks)):
             return None
@@ -136,8 +145,8 @@ class ShardingGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LayerRows:
-    """What is known of one kind of layer."""
+class LayerSharding:
+    """How the layers of one kind are split: the groups of their matrices, and what stays whole."""
 
     groups: tuple[ShardingGroup, ...]
     refused: Mapping[str, str] = field(default_factory=dict)
@@ -154,7 +163,7 @@ class LayerRows:
 class ShardingTable:
     """What to do with every weight of a model."""
 
-    layers: Mapping[str, LayerRows]
+    layers: Mapping[str, LayerSharding]
     """By layer name; layers of one kind share the object."""
     vocabulary: tuple[str, ...] = ()
     """Modules whose weight's dim 0 is the vocabulary: embedding and head."""
@@ -191,38 +200,6 @@ class ShardingTable:
                     reason = f"its {units} can't be shared out over {degree} ranks"
                     reasons |= {name: reason for name in (*group.column_linears, group.row_linear) if name}
         return reasons
-
-    def to_json(self) -> dict[str, object]:
-        """Returns plain values that `from_json` takes back."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, values: JsonObject) -> Self:
-        """Builds the table from `to_json`'s values."""
-        layers = {name: _layer(rows) for name, rows in values["layers"].items()}
-        lists = {key: tuple(values.get(key, ())) for key in ("vocabulary", "faults")}
-        fields = dict(values) | {"layers": layers} | lists
-        return cls(**fields)
-
-
-def _layer(rows: JsonObject) -> LayerRows:
-    groups = []
-    for group in rows["groups"]:
-        splits = tuple(
-            ParameterSplit(**{**split, "blocks": tuple(Block(**block) for block in split["blocks"])})
-            for split in group["splits"]
-        )
-        numbers = tuple(ShapeAttribute(**number) for number in group["numbers"])
-        cuttings = tuple(
-            Cutting(**{**cutting, "blocks": tuple(Block(**block) for block in cutting["blocks"])})
-            for cutting in group["cuttings"]
-        )
-        names = ("column_linears", "column_inputs", "replicated_inputs", "shared", "inner_row_linears")
-        # JSON has lists where the dataclass has tuples.
-        lists: dict[str, Any] = {key: tuple(group[key]) for key in names}
-        lists |= {"splits": splits, "numbers": numbers, "cuttings": cuttings}
-        groups.append(ShardingGroup(**{**group, **lists}))
-    return LayerRows(**{**rows, "groups": tuple(groups), "faults": tuple(rows.get("faults", ()))})
 
 
 def vocabulary_span(vocab: int, degree: int, index: int) -> Span:

@@ -71,7 +71,8 @@ def _config_of(module: nn.Module) -> ModelConfig:
     config: Any = module.config
     config_values, changed = config.to_dict(), config.to_diff_dict()
     skipped = {*DROPOUTS, "model_type", "transformers_version", "_name_or_path", "dtype", "torch_dtype"}
-    # overrides hold what differs from the family's defaults, so that clones have it too
+    # overrides hold what differs from the family's defaults, so that clones have it too; whole numbers are sizes, which
+    # a clone has of its own, and the table is scaled to the model's
     changed_values = {
         key: item
         for key, item in changed.items()

@@ -68,7 +68,17 @@ def as_layout(layout: Layout | str | DeviceMesh) -> Layout:
             "there is no process group; start the script with torchrun and call torch.distributed.init_process_group()"
         )
     plan.check_ranks(dist.get_world_size())
+    _check_one_island(plan)
     return plan
+
+
+def _check_one_island(layout: Layout) -> None:
+    """Refuses islands: a custom loop has no outer step."""
+    if layout.islands > 1:
+        raise PlanError(
+            f"{layout}: islands join by the outer step of meshwright train, which a custom loop doesn't run; write "
+            f"{row_axes(Holds.COPY)[0]}={layout.islands} in place of the islands"
+        )
 
 
 def layout_of_mesh(mesh: DeviceMesh, zero: int | None = None) -> Layout:
@@ -131,6 +141,7 @@ def layout_of_dims(dims: Mapping[str, Dim], zero: int | None = None, mesh: Devic
         ranks_by_axis.pop(name, None)
     sharded = any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
     layout = Layout(degrees=degrees, zero=(3 if zero is None else zero) if sharded else 0)
+    _check_one_island(layout)
     if dist.is_initialized():
         _check_order(layout, ranks_by_axis)
     return layout

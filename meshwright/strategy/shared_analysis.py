@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import (
     Block,
     Cutting,
-    LayerRows,
+    CuttingKind,
+    LayerSharding,
     ParameterSplit,
     ShapeAttribute,
     ShardingGroup,
@@ -48,7 +50,7 @@ CODEC = RecordCodec(
         RankRefusal,
         ModelAnalysis,
         ShardingTable,
-        LayerRows,
+        LayerSharding,
         ShardingGroup,
         ParameterSplit,
         ShapeAttribute,
@@ -58,7 +60,7 @@ CODEC = RecordCodec(
         LayerOutput,
         ExpertRows,
     ),
-    {TreeSpec: (treespec_dumps, treespec_loads)},
+    {TreeSpec: (treespec_dumps, treespec_loads), CuttingKind: (attrgetter("value"), CuttingKind)},
 )
 """Types of the first rank's broadcast; as JSON, never as a pickle."""
 

@@ -80,6 +80,9 @@ class TrainConfig(Config):
     """Rows of the global batch; every layout trains on the same rows in the same steps."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
+    rebalance: int = 0
+    """Every this many steps, move rows from readers that compute slowly to faster ones, where that makes the step at
+    least 5 % faster; the global batch stays the same. 0 never does."""
     sample: str = ""
     """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
     sample_tokens: int = 200
@@ -95,11 +98,60 @@ class TrainConfig(Config):
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
+        if self.rebalance < 0:
+            raise ConfigError(f"train.rebalance = {self.rebalance}: give steps between decisions, or 0 for none")
         if self.sample_tokens < 0:
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:
             raise ConfigError(
                 f"train.prove_s = {self.prove_s}: it must be above 0 seconds; --train.no-prove trains without a proof"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OuterConfig(Config):
+    """How islands join (layouts with ``islands=2`` or more; docs/islands.md); without islands it has no effect.
+
+    Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025); McMahan et al., FedAvg (2017).
+    """
+
+    kind: Literal["diloco", "local_sgd"] = "diloco"
+    """``diloco``: Nesterov SGD on the mean of the islands' movements; ``local_sgd``: the mean of their weights."""
+    every: int = 30
+    """Steps of a round, between two joins."""
+    lr: float | None = None
+    """Rate of the outer step; None for 0.7, and 1 with ``local_sgd``."""
+    momentum: float | None = None
+    """Momentum of the outer step; None for 0.9, and 0 with ``local_sgd``."""
+    nesterov: bool = True
+    """Nesterov's form of the momentum."""
+    compress: Literal["none", "bf16"] = "none"
+    """What the islands' movements travel as: float32, or bfloat16, half of it."""
+    topology: str = "all_reduce"
+    """Whom an island exchanges with: ``all_reduce``, all others."""
+
+    @property
+    def rate(self) -> float:
+        """Rate of the outer step."""
+        return (1.0 if self.kind == "local_sgd" else 0.7) if self.lr is None else self.lr
+
+    @property
+    def decay(self) -> float:
+        """Momentum of the outer step."""
+        return (0.0 if self.kind == "local_sgd" else 0.9) if self.momentum is None else self.momentum
+
+    def check(self) -> None:
+        """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
+        if self.every < 1:
+            raise ConfigError(f"outer.every = {self.every}: a round has at least 1 step")
+        if not self.rate > 0:
+            raise ConfigError(f"outer.lr = {self.lr}: it must be above 0, or nothing of a round would stay")
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"outer.momentum = {self.momentum}: it must be at least 0 and under 1")
+        if self.kind == "local_sgd" and (self.rate, self.decay) != (1.0, 0.0):
+            raise ConfigError(
+                f"outer.kind = local_sgd takes the mean of the islands' weights, which outer.lr = {self.rate:g} and "
+                f"outer.momentum = {self.decay:g} would change; leave them out, or write --outer diloco"
             )
 
 

@@ -48,6 +48,17 @@ class Feed(Protocol):
         """Converts a loss over all held-out text, nats per token, to bits per byte of it."""
 
 
+class _SpanReader:
+    """Reads the batch of a step in the last of some spans that has begun by then; each is (first step, rows)."""
+
+    def __init__(self, loader: Loader, spans: Sequence[tuple[int, tuple[int, int]]]) -> None:
+        self._loader, self._spans = loader, spans
+
+    def batch(self, step: int) -> Batch:
+        """Returns this reader's rows of a step."""
+        return self._loader.batch(step, next(span for first, span in reversed(self._spans) if first <= step))
+
+
 class TokenFeed:
     """Reads this rank's rows of every global batch.
 
@@ -86,7 +97,8 @@ class TokenFeed:
             row_range=span,
             mask_documents=mask_documents,
         )
-        self._prefetcher = Prefetcher(self._loader, start, depth=AHEAD, to_device=self._split)
+        self._spans = [(start, span)]
+        self._prefetcher = Prefetcher(_SpanReader(self._loader, self._spans), start, AHEAD, to_device=self._split)
 
     def _split(self, batch: Batch) -> list[MicroBatch]:
         """Splits a reader's rows into equal micro-batches and moves them; runs in the prefetching thread.
@@ -110,6 +122,28 @@ class TokenFeed:
         if step != self._prefetcher.step:
             raise AssertionError(f"step {step} asked for, step {self._prefetcher.step} is next")
         return next(self._prefetcher)
+
+    @property
+    def next_step(self) -> int:
+        """Step whose micro-batches are asked for next."""
+        return self._prefetcher.step
+
+    @property
+    def next_unread(self) -> int:
+        """First step whose rows nobody has begun to read, between the steps of the consumer."""
+        # `AHEAD` batches are in the queue, and the thread holds the next.
+        return self._prefetcher.step + AHEAD + 1
+
+    def change_span(self, first_step: int, span: tuple[int, int]) -> None:
+        """Reads other rows of each global batch from a step on; evaluation keeps its rows.
+
+        Args:
+            first_step: at least `next_unread`.
+            span: [start, stop) of this rank's rows, which micro-batches divide.
+        """
+        if first_step < self.next_unread:
+            raise AssertionError(f"rows of step {first_step} change, and those before {self.next_unread} may be read")
+        self._spans.append((first_step, span))
 
     def targets(self, step: int) -> int:
         """Returns the target tokens of a step's whole global batch, from the index alone."""

@@ -67,6 +67,8 @@ class Integrity:
         agreement: exchanges small values between all ranks.
         memory: holds the damage that ended the previous ranks; None where no supervisor can restart from older state.
         event: records an event on rank 0.
+        rewinds_steps: whether a step's suspect numbers may send the ranks back to an older state; islands can't, since
+            the others know nothing of the step.
     """
 
     def __init__(
@@ -77,10 +79,12 @@ class Integrity:
         agreement: Agreement,
         memory: DamageHistory | None,
         event: Callable[..., None],
+        rewinds_steps: bool = True,
     ) -> None:
         self._health, self._event, config = health, event, health.config
         # Without a supervisor nobody restarts from an older state: damages then raise.
         self._earlier_damage, self._can_rewind = memory.damage if memory is not None else None, memory is not None
+        self._can_rewind_steps = self._can_rewind and rewinds_steps
         self._restored_step = 0
         compares = config.compare and agreement.count > 1
         self._copy_check = CopyCheck(program, optimizer, agreement, config.compare_every) if compares else None
@@ -94,6 +98,11 @@ class Integrity:
         self._restored_step = step
         if self._copy_check is not None:
             self._copy_check.start(step)
+        if self._bounds is not None:
+            self._bounds.start()
+
+    def joined(self) -> None:
+        """Takes the weights that the islands joined to as correct: they moved further than by an update."""
         if self._bounds is not None:
             self._bounds.start()
 
@@ -143,7 +152,7 @@ class Integrity:
             return second, second_values
         earlier = self._earlier_damage_at(LIMITS, step)
         # The numbers recur on this state, so the state is the suspect, unless older ones gave the same.
-        if self._can_rewind and (earlier is None or not earlier.last):
+        if self._can_rewind_steps and (earlier is None or not earlier.last):
             # First rewind before the last step, after whose forward weights may have been damaged.
             keep = step - 1 if earlier is None else self._restored_step - 1
             self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=reason, base=self._restored_step)
@@ -257,7 +266,7 @@ class Integrity:
         # A factor of 3 over what training or the previous evaluation showed: far beyond noise.
         bound = 3.0 * max(self._health.learned(step).loss, previous_loss if previous_loss is not None else -math.inf)
         fits = math.isfinite(loss) and loss <= bound
-        if fits or not self._can_rewind or (earlier is not None and earlier.last):
+        if fits or not self._can_rewind_steps or (earlier is not None and earlier.last):
             self._mark_passed(LIMITS, step)
             return True
         keep = step - 1 if earlier is None else self._restored_step - 1

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import torch
 from torch.autograd.function import FunctionCtx
 
-from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.vocab_shard import VocabShard
 
 Scale: TypeAlias = float | torch.Tensor
 """A factor on a loss; a tensor is a scalar on the loss's device."""

@@ -20,7 +20,14 @@ from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
-from meshwright.train.state import BUFFERS, adopt_values, plain_values, state_addresses, state_tensors
+from meshwright.train.state import (
+    BUFFERS,
+    adopt_values,
+    plain_values,
+    restore_targets,
+    state_addresses,
+    state_tensors,
+)
 
 _INT64 = struct.Struct("<q")
 CUT_SHARE = 2.0**-20
@@ -231,11 +238,10 @@ class RankMemory:
         state = self._memory.state
         if state is None:
             return None
-        tensors = state_tensors(program, optimizer)
+        tensors = restore_targets(program, optimizer, state.names)
         # One rank's damaged snapshot makes all of them fail together, so that none trains on alone.
         self._agreement.run_on_all(RESTORING, lambda: state.fill(tensors))
-        adopt_values(state.meta, optimizer, scaler)
-        return state.meta
+        return adopt_values(state.meta, optimizer, scaler, state.names)
 
     @property
     def takes_snapshots(self) -> bool:
@@ -273,6 +279,11 @@ class RankMemory:
         last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier.
         """
         if self._writer is not None and (self.reconfiguration_requested or self.due(step)):
+            self._writer.wait()
+
+    def wait(self) -> None:
+        """Waits until this rank's last snapshot is complete."""
+        if self._writer is not None:
             self._writer.wait()
 
     @property

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.weights import Weight
 from meshwright.torch_compat.tensors import foreach_mul_
@@ -15,6 +16,27 @@ from meshwright.train.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Names of AdamW's state per weight, as they stand in checkpoints."""
+
+
+class OuterState(Protocol):
+    """The state that islands share beside this optimizer's (`train.outer.OuterOptimizer`)."""
+
+    island: int
+    """Index of this rank's island."""
+    islands: int
+    """Number of islands."""
+
+    def state(self) -> Iterator[tuple[str, StateTensor]]:
+        """Yields (name in a checkpoint, tensor)."""
+
+    def addresses(self) -> list[int]:
+        """Returns the memory addresses of `state`'s tensors."""
+
+    def read_counters(self) -> JsonObject:
+        """Returns the island's plain values, after `state`'s tensors were filled from a checkpoint."""
+
+    def restart(self) -> None:
+        """Begins a round from the present weights."""
 
 
 class LocalAdamW:
@@ -31,6 +53,8 @@ class LocalAdamW:
 
     def __init__(self, weights: Sequence[Weight], config: OptimizerConfig, on_host: bool = False) -> None:
         self.config, self._on_host = config, on_host
+        self.outer: OuterState | None = None
+        """What joins the islands; None where there is one."""
         self._pending_copies: list[torch.cuda.Event] = []
         # Weights without an element on this rank have no state here.
         self._local_weights = [weight for weight in weights if weight.local.numel()]
@@ -153,14 +177,18 @@ class LocalAdamW:
                 state[name] = torch.zeros_like(parameter)
         return state[moment]
 
+    def weights_changed(self) -> None:
+        """Reads weights again that something else than an update has changed: host copies are the master weights."""
+        for weight, parameter in zip(self._local_weights, self._parameters):
+            if self._on_host:
+                parameter.data.copy_(weight.local)
+
     def restored(self, steps: int) -> None:
         """Sets the number of updates after `state`'s tensors were filled from a checkpoint."""
         for weight, parameter in zip(self._local_weights, self._parameters):
             self._moment(weight, parameter, MOMENTS[0])
             self._optimizer.state[parameter]["step"].fill_(steps)
-            if self._on_host:
-                # The host copies are the master weights: refresh them from the restored ones.
-                parameter.data.copy_(weight.local)
+        self.weights_changed()
 
     def bytes(self) -> int:
         """Returns the bytes of optimizer state that this rank holds."""

@@ -11,7 +11,14 @@ from meshwright.errors import ConfigError
 from meshwright.launch.config import LaunchConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
-from meshwright.train.config import EvaluationConfig, OptimizerConfig, RecoveryConfig, ScheduleConfig, TrainConfig
+from meshwright.train.config import (
+    EvaluationConfig,
+    OptimizerConfig,
+    OuterConfig,
+    RecoveryConfig,
+    ScheduleConfig,
+    TrainConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,6 +41,8 @@ class RunConfig(Config):
     """The loop."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     """AdamW."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """How islands join."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     """Learning rate over steps."""
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import socket
 from collections.abc import Iterator
@@ -51,9 +52,11 @@ from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
+from meshwright.train.share_balance import ShareBalancer, ShareChange
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
@@ -213,23 +216,18 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
-    config, layout = job.config, job.plan.layout
-    device = torch.device(context.device)
+    config, layout, device = job.config, job.plan.layout, torch.device(context.device)
     program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
-    stepper = Stepper(
-        program,
-        optimizer,
-        LossScaler(layout.precision == "fp16"),
-        clip=config.optimizer.clip,
-        seed=config.train.seed,
-    )
+    scaler = LossScaler(layout.precision == "fp16")
+    stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
+    optimizer.outer = outer = _make_outer(job, program, optimizer)
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.reach(f"checkpoint.{phase}"), fence)
-    rank_identity = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *rank_identity) if job.memory is not None else None
+    identity = (context.rank, context.generation, store.agreement, context.local_rank)
+    memory = RankMemory(job.memory, *identity) if job.memory is not None else None
     if memory is not None:
         stack.callback(memory.close)  # what was copied counts, whatever ends this rank
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
@@ -261,14 +259,17 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         peak_flops=_peak_flops(job, stepper, device),
         memory=memory,
         faults=faults,
+        outer=outer,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
-    feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
+    feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    deps.feed = feed
+    if config.train.rebalance:
+        deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
+    optimizer.outer = outer = _make_outer(job, program, optimizer)
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
@@ -291,11 +292,39 @@ def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) 
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
 
 
+def _make_balancer(
+    context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
+) -> ShareBalancer:
+    """Returns the hook that moves rows between readers; rank 0 reports the changes, which all ranks know."""
+    assert program.mesh is not None  # `check_rebalance`: there are several readers
+
+    def report_change(change: ShareChange) -> None:
+        if context.rank == 0:
+            monitor.event(Event(kind="shares_changed", rank=0, data=dataclasses.asdict(change)))
+
+    return ShareBalancer(
+        program,
+        program.mesh,
+        feed,
+        job.config.train,
+        report_change,
+        local_ranks=context.local_world,
+        unit=job.analysis.rows,
+    )
+
+
 def _make_faults(context: RankContext, job: TrainJob, program: Program, optimizer: LocalAdamW) -> Faults:
     """Returns this rank's injected faults; those at its start strike here."""
     spoiler = Spoiler(program, optimizer)
     configured = parse_faults(job.config.recovery.faults)
     return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
+
+
+def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | None:
+    """Returns what joins the islands; None where there is one."""
+    if job.plan.layout.islands == 1:
+        return None
+    return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
 
 
 def _make_feed(

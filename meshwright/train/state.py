@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+from dataclasses import replace
+from functools import partial
+
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
@@ -14,20 +18,72 @@ from meshwright.train.scaler import LossScaler
 WEIGHTS = "weights"
 """Prefix of weights in a checkpoint; moments have their own names as prefix, buffers `BUFFERS`."""
 BUFFERS = "buffers"
+OUTER_MOMENTUM = "outer_momentum"
+"""Prefix of the outer optimizer's momentum; under islands the weights of `WEIGHTS` are the outer ones."""
+_ISLAND = "island"
+
+
+def island_prefix(island: int) -> str:
+    """Returns the prefix of an island's own state: its weights and moments differ from those of other islands."""
+    return f"{_ISLAND}{island}/"
+
+
+def island_of_name(name: str) -> int | None:
+    """Returns the island that a tensor of a checkpoint belongs to; None for one that all share."""
+    head, slash, _ = name.partition("/")
+    number = head.removeprefix(_ISLAND)
+    return int(number) if slash and head.startswith(_ISLAND) and number.isdigit() else None
+
+
+def saved_islands(names: Iterable[str]) -> int:
+    """Returns the number of islands whose state a checkpoint's tensors hold; 0 for a run without islands."""
+    return len({island_of_name(name) for name in names} - {None})
 
 
 def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, StateTensor]:
     """Returns every tensor of a checkpoint by name; they share memory with the program and the optimizer.
 
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
-    the module itself saves. Sharded ones are DTensors or boxes.
+    the module itself saves. Sharded ones are DTensors or boxes. Under islands the weights and moments of island 2 have
+    ``island2/`` in front, since those of other islands differ, and ``weights/<weight>`` are the outer weights.
     """
+    outer = optimizer.outer
+    prefix = island_prefix(outer.island) if outer is not None else ""
     tensors: dict[str, StateTensor] = {}
-    for weight in (*program.weights, *program.frozen):
+    for weight in program.weights:
+        tensors[f"{prefix}{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
+    for weight in program.frozen:
         # Frozen weights are saved too: a checkpoint is complete without the pretrained model.
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
-    tensors.update(optimizer.state())
+    tensors.update((prefix + name, moment) for name, moment in optimizer.state())
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
+    if outer is not None:
+        tensors.update(outer.state())
+    return tensors
+
+
+def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[str]) -> dict[str, StateTensor]:
+    """Returns the tensors that a saved state fills, by its name there.
+
+    A state of as many islands fills everything. Of any other number each island takes the outer weights and island 0's
+    moments; the outer momentum is kept where both runs have one.
+
+    Args:
+        program: of this rank.
+        optimizer: over its weights.
+        names: of the saved tensors.
+    """
+    outer, saved = optimizer.outer, saved_islands(names)
+    if saved == (outer.islands if outer is not None else 0):
+        return state_tensors(program, optimizer)
+    tensors: dict[str, StateTensor] = {}
+    for weight in (*program.weights, *program.frozen):
+        tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
+    prefix = island_prefix(0) if saved else ""
+    tensors.update((prefix + name, moment) for name, moment in optimizer.state())
+    tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
+    if outer is not None and saved:
+        tensors.update(pair for pair in outer.state() if pair[0].startswith(f"{OUTER_MOMENTUM}/"))
     return tensors
 
 
@@ -37,6 +93,7 @@ def state_addresses(program: Program, optimizer: LocalAdamW) -> list[int]:
     Equal lists mean the same tensors, as long as those of the first list are kept alive.
     """
     addresses = [weight.address for weight in (*program.weights, *program.frozen)]
+    addresses += optimizer.outer.addresses() if optimizer.outer is not None else []
     return [*addresses, *optimizer.moment_addresses(), *(buffer.data_ptr() for _, buffer in program.buffers())]
 
 
@@ -63,10 +120,28 @@ def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict
     return {"tokens": tokens, "updates": optimizer.steps, "scaler": scaler.state()}
 
 
-def adopt_values(values: JsonObject, optimizer: LocalAdamW, scaler: LossScaler) -> None:
-    """Restores the plain values of a state whose tensors have been filled."""
+def adopt_values(
+    values: JsonObject, optimizer: LocalAdamW, scaler: LossScaler, names: Collection[str] = ()
+) -> JsonObject:
+    """Restores the plain values of a state whose tensors have been filled from `restore_targets`.
+
+    Args:
+        values: of the state.
+        optimizer: whose moments were filled.
+        scaler: of the loss.
+        names: of the saved tensors.
+
+    Returns:
+        The values, with those that this rank's island saved for itself in place of the first island's.
+    """
+    outer = optimizer.outer
+    if outer is not None and saved_islands(names) == outer.islands:
+        values = {**values, **outer.read_counters()}
+    elif outer is not None:
+        outer.restart()
     optimizer.restored(int(values["updates"]))
     scaler.restore(dict(values["scaler"]))
+    return values
 
 
 def load_state(
@@ -79,7 +154,14 @@ def load_state(
     """
     # Layout and configuration may differ: a checkpoint is resharded on load.
     expect = {"model": origin.model, "data": origin.data}
-    checkpoint = store.load(state_tensors(program, optimizer), expect=expect, required=False)
-    if checkpoint is not None:
-        adopt_values(checkpoint.meta, optimizer, scaler)
-    return checkpoint
+    checkpoint = store.load(
+        partial(restore_targets, program, optimizer),
+        expect=expect,
+        required=False,
+        # Another number of islands reads the outer weights and leaves what single islands saved.
+        may_remain=lambda name: island_of_name(name) is not None or name.startswith(f"{OUTER_MOMENTUM}/"),
+    )
+    if checkpoint is None:
+        return None
+    values = adopt_values(checkpoint.meta, optimizer, scaler, checkpoint.manifest.tensors)
+    return replace(checkpoint, manifest=replace(checkpoint.manifest, meta=values))

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import RowBatch, Stamp
-from meshwright.parallel.weights import view_box
+from meshwright.parallel.weights import Weight, view_box
 from meshwright.torch_compat.tensors import foreach_norm
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
-"""Fields of the step's all-reduced vector, each a sum over all ranks. They are followed by two numbers for each term of
-a model's own loss (`parallel.program.Compute`), then the token counts of each expert."""
+"""Fields of the step's all-reduced vector, each a sum over the ranks of an island. They are followed by two numbers for
+each term of a model's own loss (`parallel.program.Compute`), then the token counts of each expert."""
 
 
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step, global over all ranks; `read` waits for the device."""
+    """The outcome of a step, global over all ranks of an island; `read` waits for the device."""
 
     sums: torch.Tensor
     """(5 + 2 terms + experts,) float64, `FIELDS` and what follows them."""
@@ -72,26 +72,36 @@ def mean_terms(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
 
 
 def local_norm_squared(program: Program) -> torch.Tensor:
-    """Returns this rank's share of the squared gradient norm, () float64, partial over all ranks.
+    """Returns this rank's share of the squared gradient norm, () float64, partial over the ranks of an island.
 
     A box that several ranks hold counts once: each of its ``copies`` ranks contributes 1 / copies of its square.
     """
+    gradients = [(weight, weight.gradient) for weight in program.weights]
+    return squared_norm([(weight, grad) for weight, grad in gradients if grad is not None], program.weights_device)
+
+
+def squared_norm(shards: Iterable[tuple[Weight, torch.Tensor]], device: torch.device) -> torch.Tensor:
+    """Returns this rank's term of a squared norm, () float64, partial over the ranks of an island.
+
+    Args:
+        shards: weights with a tensor each of the shape of the weight's local part, on ``device``.
+        device: of the result.
+    """
     by_copies: dict[int, list[torch.Tensor]] = {}
-    for weight in program.weights:
-        grad = weight.gradient
-        if grad is None or not grad.numel():
+    for weight, shard in shards:
+        if not shard.numel():
             continue
         boxes = weight.boxes
         # The common case: the whole local shard has one replication factor.
         if len({box.copies for box in boxes}) == 1:
-            by_copies.setdefault(boxes[0].copies, []).append(grad)
+            by_copies.setdefault(boxes[0].copies, []).append(shard)
             continue
         for box in boxes:
-            by_copies.setdefault(box.copies, []).append(view_box(grad, box.local_box).contiguous())
-    total = torch.zeros((), dtype=torch.float64, device=program.weights_device)
-    for copies, grads in by_copies.items():
+            by_copies.setdefault(box.copies, []).append(view_box(shard, box.local_box).contiguous())
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for copies, views in by_copies.items():
         # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
-        norms = torch.stack(foreach_norm(grads, 2))
+        norms = torch.stack(foreach_norm(views, 2))
         total += norms.to(torch.float64).square().sum() / copies
     return total
 
@@ -162,7 +172,7 @@ class Stepper:
         if program.term_counts is not None:
             local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
-            program.view.totals = self.world_sum(local_weights / program.ranks_per_batch)
+            program.view.totals = self.island_sum(local_weights / program.ranks_per_batch)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
@@ -213,8 +223,8 @@ class Stepper:
         vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
         if program.expert_counts is not None:
             vector = torch.cat([vector, program.expert_counts.drain(vector.device)])
-        # The step's only all-reduce over all ranks: loss, targets, hits, norm, stop and expert counts together.
-        self.world_sum(vector)
+        # The step's only all-reduce over all its ranks: loss, targets, hits, norm, stop and expert counts together.
+        self.island_sum(vector)
         # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
@@ -222,6 +232,12 @@ class Stepper:
     def total(self, sums: torch.Tensor) -> torch.Tensor:
         """Returns ``sums`` of `parallel.program.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
+
+    def island_sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns ``values``, any shape, summed over the ranks that take this step together; in place for several."""
+        if self.program.mesh is not None and self.program.mesh.island.size > 1:
+            self.program.mesh.island.all_reduce(values).wait()
+        return values
 
     def world_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Returns ``values``, any shape, summed over all ranks; in place for more than one rank."""

@@ -1,7 +1,9 @@
+# long: the loop of a rank, from its restored state to its end, is one class
 """The training loop: steps, evaluation, checkpoints, snapshots and an orderly end; independent of model and planner."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -28,11 +30,12 @@ from meshwright.train.integrity import Integrity
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.outer import VOTES, JoinReport, OuterOptimizer
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
-from meshwright.train.state import load_state, save_state
+from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
 ANOMALOUS_STEPS = 5
@@ -68,6 +71,8 @@ class TrainerDeps:
     """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
     """The injected faults, if any."""
+    outer: OuterOptimizer | None = None
+    """Joins the islands; None where there is one."""
 
 
 class Trainer:
@@ -80,7 +85,8 @@ class Trainer:
         self._anomalous_steps = 0
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
         state = (deps.program, deps.optimizer, deps.store.agreement)
-        self._integrity = Integrity(self._health, *state, deps.memory, self._event)
+        self._integrity = Integrity(self._health, *state, deps.memory, self._event, rewinds_steps=deps.outer is None)
+        self._join: JoinReport | None = None
         self._must_rewind = False
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
@@ -105,6 +111,7 @@ class Trainer:
             assert values is not None
             self.step = deps.memory.state.step
             self._adopt(values)
+            self._report_islands(saved_islands(deps.memory.state.names))
             deps.store.resumed_after(self.step)
             self._skip_anomalous_rows()
             fields = {"tier": deps.memory.state.tier, "bytes": deps.memory.state.size_bytes}
@@ -119,8 +126,20 @@ class Trainer:
             for notice in checkpoint.mirror_events:
                 self._event(**notice)
             self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
+            self._report_islands(saved_islands(checkpoint.manifest.tensors))
         self._skip_anomalous_rows()
         return self.step
+
+    def _report_islands(self, saved: int) -> None:
+        """Reports that a state of another number of islands was restored, and what became of theirs."""
+        islands = self._deps.outer.islands if self._deps.outer is not None else 0
+        if saved != islands:
+            why = (
+                "every rank starts from the outer weights with the moments of island 0; the open round is lost"
+                if saved
+                else "every island starts from the run's weights and moments; the outer momentum starts at 0"
+            )
+            self._event("islands_changed", step=self.step, saved=max(1, saved), islands=max(1, islands), why=why)
 
     def _skip_anomalous_rows(self) -> None:
         """Skips the batches up to the anomalous step from which the previous ranks were rewound."""
@@ -131,8 +150,15 @@ class Trainer:
 
     def _counters(self) -> dict[str, object]:
         """Returns the loop's own plain values for a checkpoint, beside step and tokens."""
-        counters = {"sick": self._anomalous_steps, "passed_over": self.passed_over}
-        return {"validation_loss": self.validation_loss} | counters | self._health.state()
+        return self._shared_counters() | self._island_counters()
+
+    def _shared_counters(self) -> dict[str, object]:
+        """Returns those of `_counters` that all ranks share."""
+        return {"validation_loss": self.validation_loss, "passed_over": self.passed_over}
+
+    def _island_counters(self) -> dict[str, object]:
+        """Returns those of `_counters` that follow from an island's own losses and norms."""
+        return {"sick": self._anomalous_steps} | self._health.state()
 
     def _adopt(self, values: JsonObject) -> None:
         """Restores tokens and `_counters` from a state's plain values."""
@@ -195,7 +221,16 @@ class Trainer:
     def _agrees(self) -> bool:
         """Returns whether the state's copies agree on all ranks, which is required to save it."""
         self._phase("compare", 0)
-        agrees = self._integrity.agrees(self.step, self._counters() | {"tokens": self.tokens})
+        deps, counters = self._deps, self._counters()
+        if deps.outer is not None:
+            counters = self._shared_counters()
+            own = plain_values(deps.optimizer, deps.stepper.scaler, self.tokens) | self._island_counters()
+            deps.outer.write_counters(own)
+            if deps.memory is not None:
+                # No island may overwrite its older snapshot before all have completed the last one.
+                deps.memory.wait()
+            deps.store.agreement.gather(self.step)
+        agrees = self._integrity.agrees(self.step, counters | {"tokens": self.tokens})
         self._deps.program.step_timer.lap("compare")
         return agrees
 
@@ -246,6 +281,8 @@ class Trainer:
         if self._integrity.damage is not None:
             return None
         reason = self._health.judge(values["loss"], values["grad_norm"])
+        if deps.outer is not None:
+            values |= {"stop": self._join_islands(deps.outer, values, reason is None), "targets": targets}
         record = self._record(outcome, values, time.perf_counter() - started, reason is not None)
         self._handle_anomaly(record, reason)
         self.step += 1
@@ -259,6 +296,27 @@ class Trainer:
         deps.monitor.step(record)
         return record, values["stop"]
 
+    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float:
+        """Counts a step of this island and joins the islands where a round ends.
+
+        Args:
+            outer: the outer optimizer.
+            values: of the step, as `StepOutcome.read` returns them.
+            updated: whether the step changed the weights.
+
+        Returns:
+            The stop count of all islands: 0 within a round, since they must agree on the step.
+        """
+        self._phase("join", 0)
+        outer.vote(stop=values["stop"])
+        tokens, last = values["targets"] if updated else 0.0, self.step + 1 == self._deps.config.train.steps
+        self._join = outer.after_step(self.step + 1, tokens, values["loss"], last)
+        self._deps.program.step_timer.lap("join")
+        if self._join is None:
+            return 0.0
+        self._integrity.joined()
+        return self._join.votes[VOTES.index("stop")]
+
     def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
         deps, tokens = self._deps, int(values["targets"])
         times = deps.program.step_timer.drain()
@@ -266,6 +324,7 @@ class Trainer:
         if deps.program.state_meter is not None:
             self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
         mfu = deps.flops_per_token * rate / deps.peak_flops if deps.peak_flops else None
+        outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
         return StepRecord(
             step=self.step + 1,
             loss=values["loss"],
@@ -276,7 +335,7 @@ class Trainer:
             tokens_per_s=rate,
             step_s=step_s,
             parts=times | {"other": max(0.0, step_s - sum(times.values()))},
-            memory={"peak": peak_bytes()} | self._state_bytes,
+            memory={"peak": peak_bytes()} | self._state_bytes | outer_bytes,
             layout=str(deps.layout),
             accuracy=values["accuracy"],
             mfu=mfu,
@@ -285,6 +344,7 @@ class Trainer:
             terms=outcome.terms,
             comm=deps.program.mesh.log.drain() if deps.program.mesh is not None else (),
             epoch=deps.feed.epoch(self.step + self.passed_over + 1),
+            outer=self._join.to_json() if self._join is not None else {},
         )
 
     def _handle_anomaly(self, record: StepRecord, reason: str | None) -> None:
@@ -321,10 +381,19 @@ class Trainer:
             requests |= Request.EVALUATE
         if config.checkpoint.due(self.step):
             requests |= Request.CHECKPOINT
+        hook_requests, outer = Request.NONE, self._deps.outer
         if self._deps.hooks:
             info = StepInfo(step=self.step, steps=steps, record=record, validation_loss=self.validation_loss)
             for hook in self._deps.hooks:
-                requests |= hook(info)
+                hook_requests |= hook(info)
+        if outer is None:
+            return requests | hook_requests
+        # A hook sees its own island's losses: what it asks for happens on all islands after the next join.
+        flags = {name: Request[name.upper()] for name in VOTES}
+        outer.vote(**{name: float(flag in hook_requests) for name, flag in flags.items()})
+        votes = self._join.votes if self._join is not None else [0.0] * len(VOTES)
+        for vote, flag in zip(votes, flags.values()):
+            requests |= flag if vote >= 1.0 else Request.NONE
         return requests
 
     def evaluate(self, rows: int | None) -> dict[str, float]:
@@ -337,10 +406,11 @@ class Trainer:
         deps, started = self._deps, time.perf_counter()
         self._phase("evaluate", 0)
         total: torch.Tensor | None = None
-        for number, batch in enumerate(deps.feed.evaluation(rows)):
-            self._phase("evaluate", number)
-            sums = deps.program.evaluate(batch)
-            total = sums if total is None else total + sums
+        with deps.outer.outer_weights() if deps.outer is not None else contextlib.nullcontext():
+            for number, batch in enumerate(deps.feed.evaluation(rows)):
+                self._phase("evaluate", number)
+                sums = deps.program.evaluate(batch)
+                total = sums if total is None else total + sums
         if total is None:
             return {}
         totals = deps.stepper.total(total)

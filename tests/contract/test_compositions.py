@@ -13,7 +13,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.parallel import collectives, context, gathered_attention, head_exchange
 from meshwright.parallel.gathered_attention import GatheredAttention
 from meshwright.parallel.partial_grads import PartialGradReducer
-from meshwright.parallel.vocab_cross_entropy import VocabShard
+from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify

@@ -1,6 +1,5 @@
 """What is read off models: every weight in at most one split, most of each layer split, and the same training."""
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,7 +19,8 @@ from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import Block, ShardingTable
+from meshwright.spec.sharding_table import Block, CuttingKind, ShardingTable
+from meshwright.strategy.shared_analysis import CODEC
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 torch.set_num_threads(1)
@@ -98,7 +98,7 @@ def test_most_of_each_layer_is_split_and_no_weight_twice(name):
     inside = {key: size for key, size in known.items() if key.startswith(tuple(f"{x}." for x in table.layers))}
     assert math.fsum(known[key] for key in split) >= SHARES[name] * sum(inside.values())
     assert table.vocabulary
-    assert ShardingTable.from_json(json.loads(json.dumps(table.to_json()))) == table
+    assert CODEC.loads(CODEC.dumps(table)) == table
 
 
 def test_fewer_key_heads_than_ranks_are_held_by_several():
@@ -128,7 +128,7 @@ class NamedSizes(NamedTuple):
 
 
 class Configured(nn.Module):
-    """Attention that reads its number of heads off a config."""
+    """Attention that reads its number of heads off a config, and a gate that computes in float32, as routers do."""
 
     def __init__(self, config: Any, width: int) -> None:
         super().__init__()
@@ -136,8 +136,10 @@ class Configured(nn.Module):
         self.q, self.k, self.v = (nn.Linear(width, width, bias=False) for _ in range(3))
         self.out = nn.Linear(width, width, bias=False)
         self.up, self.down = nn.Linear(width, 40), nn.Linear(40, width)
+        self.gate = nn.Parameter(torch.ones(1, width))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * torch.sigmoid(functional.linear(x.float(), self.gate))
         heads = self.config["heads"] if isinstance(self.config, dict) else self.config.heads
         q, k, v = (
             matrix(self.norm(x)).view(*x.shape[:2], heads, 6).transpose(1, 2) for matrix in (self.q, self.k, self.v)
@@ -160,7 +162,7 @@ def test_sizes_are_read_off_any_config_or_the_attention_stays_whole(kind, is_spl
     groups = {group.row_linear: group for group in rows.groups}
     assert set(groups) == ({"out", "down"} if is_split else {"down"})
     assert is_split or "its code doesn't run on a part of the heads" in rows.refused["out"]
-    assert not is_split or [number.attribute for number in groups["out"].numbers] == ["config.heads"]
+    assert not is_split or [number.attribute for number in groups["out"].shape_attributes] == ["config.heads"]
 
 
 def test_one_head_stays_whole_and_says_why():
@@ -182,8 +184,8 @@ def test_a_narrow_clone_gives_the_rows_of_the_full_size(monkeypatch):
 @pytest.mark.parametrize(
     ("sizes", "kinds"),
     [
-        ({"name": "olmo2", "width": 64, "heads": 4}, {"global_norm"}),
-        ({"name": "bloom", "width": 64, "heads": 4}, {"argument"}),
+        ({"name": "olmo2", "width": 64, "heads": 4}, {CuttingKind.GLOBAL_NORM}),
+        ({"name": "bloom", "width": 64, "heads": 4}, {CuttingKind.ARGUMENT}),
     ],
 )
 def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):

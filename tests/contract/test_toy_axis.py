@@ -78,7 +78,7 @@ def question(limits: dict[str, Any] | None = None, devices: str = "8xh100") -> Q
 def test_groups_follow_from_its_facts() -> None:
     layout = Layout.parse("twin=2,shard=2,zero=2")
     assert str(layout) == "twin=2,shard=2,zero=2" and layout.world == 4
-    assert tuple(mesh_shape({})) == ("pp", "replicate", "twin", "shard", "cp", "ring", "tp")
+    assert tuple(mesh_shape({})) == ("islands", "pp", "replicate", "twin", "shard", "cp", "ring", "tp")
     assert loss_axes() == ("replicate", "twin", "shard", "cp", "ring")
     assert state_axes(2) == ("shard", "cp", "ring") and gradient_axes(state_axes(2)) == ("replicate", "twin")
     assert [reader(rank, layout.degrees) for rank in range(4)] == [(rank, 4) for rank in range(4)]

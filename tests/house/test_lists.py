@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.planner.cost.prices import PARTS
 from meshwright.planner.explain import NAMES
+from meshwright.planner.rounds import JOIN
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from tests.house import source
@@ -82,7 +83,7 @@ def test_nothing_lists_axes_or_schedules_by_hand() -> None:
 
 
 def test_words_for_parts_of_a_price_are_all_there() -> None:
-    assert set(NAMES) == set(PARTS)
+    assert set(NAMES) == {*PARTS, JOIN}
 
 
 LISTED = """

@@ -36,10 +36,17 @@ CASES = {
         "pp=2,microbatches=4,schedule=interleaved", "shard=2,zero=3,precision=bf16", "cp=2,recompute=full",
         "replicate=2,shard=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3", "pp=2,shard=2,zero=1,microbatches=2",
         "tp=2,cp=2",
+        # Rounded numbers: messages of several sizes, shards, nodes of two copies, and what tp and pp leave a rank.
+        "replicate=2,microbatches=2,compress=int8", "replicate=2,compress=bf16,precision=bf16",
+        "shard=2,zero=3,compress_weights=int8,microbatches=2", "shard=2,zero=1,compress_weights=fp8",
+        "cp=2,compress=fp16", "replicate=4,compress=fp8:2", "replicate=4,compress=int8",
+        "replicate=2,shard=2,zero=2,microbatches=2,compress=int8,compress_weights=int8",
+        "replicate=2,tp=2,compress=int8", "replicate=2,pp=2,microbatches=2,compress=int8",
     ],
     "mixtral": [
         "replicate=2", "shard=2,ep=2,zero=3,microbatches=2", "cp=2,ep=2", "tp=2,ep=2", "shard=2,cp=2,ep=2,zero=2",
-        "replicate=2,shard=2,ep=2,zero=1",
+        "replicate=2,shard=2,ep=2,zero=1", "replicate=2,shard=2,ep=2,zero=1,compress=int8",
+        "replicate=2,tp=2,ep=2,compress=int8",
     ],
 }  # fmt: skip
 """Every axis on its own, and where two share a wire."""

@@ -28,9 +28,9 @@ def unit(late: DeferredReductions, name: str, told: list[str], scatters: bool, c
     if scatters:
         late.advance()
         found: Any = Started(f"{name} scatter", told)
-        late.scatter(found)
+        late.defer_scatter(found)
     if copies:
-        late.sum(lambda: Started(f"{name} sum", told))  # type: ignore[arg-type, return-value]
+        late.defer_all_reduce(lambda: Started(f"{name} sum", told))  # type: ignore[arg-type, return-value]
 
 
 # (name, scatters, sums over copies): experts whose shards lie on one rank have no scatter.

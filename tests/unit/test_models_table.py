@@ -11,7 +11,15 @@ from meshwright.models.analysis.evidence import ModelTrial, SplitTrial
 from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.analysis.units import blocks_of, finest_units, parameter_blocks, unit_masks
 from meshwright.parallel.context import refusal
-from meshwright.spec.sharding_table import Block, Cutting, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
+from meshwright.spec.sharding_table import (
+    Block,
+    Cutting,
+    CuttingKind,
+    LayerSharding,
+    ParameterSplit,
+    ShardingGroup,
+    ShardingTable,
+)
 
 torch.set_num_threads(1)
 
@@ -43,7 +51,7 @@ def test_blocks_come_back_from_their_masks():
 
 def test_a_kind_of_layer_that_does_not_fit_is_refused_and_the_others_stay(monkeypatch: pytest.MonkeyPatch):
     group = group_of(4, 4, 4)
-    good, bad, plain = (LayerRows(groups=groups) for groups in ((group,), (group,), ()))
+    good, bad, plain = (LayerSharding(groups=groups) for groups in ((group,), (group,), ()))
     table = ShardingTable(layers={"a.0": good, "a.1": bad, "a.2": good, "a.3": plain})
     tried: list[set[str]] = []
 
@@ -98,7 +106,7 @@ def test_shares_of_heads(counts, units, degree, shares):
 )
 def test_a_norm_over_key_heads_needs_heads_of_its_own_on_every_rank(key_heads, degree, possible):
     blocks = (Block(start=0, size=3, count=key_heads),)
-    norm = Cutting(kind="global_norm", module="k_norm", dim=-1, blocks=blocks)
+    norm = Cutting(kind=CuttingKind.GLOBAL_NORM, module="k_norm", dim=-1, blocks=blocks)
     group = dataclasses.replace(group_of(8, 8, key_heads), cuttings=(norm,))
     assert (group.shares(degree) is not None) == possible
 
@@ -111,9 +119,12 @@ def test_a_norm_over_key_heads_needs_heads_of_its_own_on_every_rank(key_heads, d
             {"inner_row_linears": ("mix",)},
             "mix sums over all heads, before w0 reads them; the nearest is attention=gather",
         ),
-        ({"kind": "global_norm", "module": "norm"}, "norm holds all heads at once"),
-        ({"kind": "buffer", "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),
-        ({"kind": "argument", "module": "mix", "key": "bias"}, "argument 'bias' of mix holds all heads at once"),
+        ({"kind": CuttingKind.GLOBAL_NORM, "module": "norm"}, "norm holds all heads at once"),
+        ({"kind": CuttingKind.BUFFER, "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),
+        (
+            {"kind": CuttingKind.ARGUMENT, "module": "mix", "key": "bias"},
+            "argument 'bias' of mix holds all heads at once",
+        ),
     ],
 )
 def test_heads_are_exchanged_only_where_nothing_between_holds_them_all(more, why):
@@ -123,9 +134,9 @@ def test_heads_are_exchanged_only_where_nothing_between_holds_them_all(more, why
         group = dataclasses.replace(group, cuttings=(cutting,))
     else:
         group = dataclasses.replace(group, **more)
-    found = refusal(LayerRows(groups=(group,)), 2, 1)
+    found = refusal(LayerSharding(groups=(group,)), 2, 1)
     assert why in found and bool(found) == bool(why)
-    assert not refusal(LayerRows(groups=(dataclasses.replace(group, heads=False),)), 2, 1)
+    assert not refusal(LayerSharding(groups=(dataclasses.replace(group, heads=False),)), 2, 1)
 
 
 class Part(nn.Module):
@@ -142,11 +153,11 @@ class Part(nn.Module):
 def test_what_a_narrow_layer_cuts_grows_with_it():
     heads, one_each = (Block(start=0, size=2, count=4),), (Block(start=0, size=1, count=4),)
     cuttings = (
-        Cutting(kind="global_norm", module="norm", dim=-1, blocks=heads),
-        Cutting(kind="buffer", module="", key="slopes", dim=0, blocks=one_each),
-        Cutting(kind="buffer", module="", key="table", dim=1, blocks=heads),
-        Cutting(kind="argument", module="", key="1", dim=1, blocks=one_each),
-        Cutting(kind="argument", module="", key="2", dim=2, blocks=heads),
+        Cutting(kind=CuttingKind.GLOBAL_NORM, module="norm", dim=-1, blocks=heads),
+        Cutting(kind=CuttingKind.BUFFER, module="", key="slopes", dim=0, blocks=one_each),
+        Cutting(kind=CuttingKind.BUFFER, module="", key="table", dim=1, blocks=heads),
+        Cutting(kind=CuttingKind.ARGUMENT, module="", key="1", dim=1, blocks=one_each),
+        Cutting(kind=CuttingKind.ARGUMENT, module="", key="2", dim=2, blocks=heads),
     )
     group = dataclasses.replace(group_of(4, 4, 4), heads=True, cuttings=cuttings)
     grown = rescale_group(group, Part(2), Part(6))
@@ -162,10 +173,10 @@ def test_what_a_narrow_layer_cuts_grows_with_it():
 def test_channels_that_are_cut_become_more():
     channels = (Block(start=0, size=1, count=8),)
     splits = tuple(ParameterSplit(name=name, dim=0, blocks=channels) for name in ("w0", "w1"))
-    cutting = Cutting(kind="argument", module="", key="1", dim=1, blocks=channels)
+    cutting = Cutting(kind=CuttingKind.ARGUMENT, module="", key="1", dim=1, blocks=channels)
     group = dataclasses.replace(group_of(8, 8), splits=splits, cuttings=(cutting,))
     grown = rescale_group(group, Part(2), Part(6))
     assert grown is not None and grown.units == 24
     assert {item.blocks for item in (*grown.splits, *grown.cuttings)} == {(Block(start=0, size=1, count=24),)}
-    slopes = dataclasses.replace(cutting, kind="buffer", key="slopes", dim=0)
+    slopes = dataclasses.replace(cutting, kind=CuttingKind.BUFFER, key="slopes", dim=0)
     assert rescale_group(dataclasses.replace(group, cuttings=(slopes,)), Part(2), Part(6)) is None

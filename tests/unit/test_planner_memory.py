@@ -11,7 +11,7 @@ from meshwright.planner.rank_weights import elements, shard_elements
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
+from meshwright.spec.sharding_table import Block, LayerSharding, ParameterSplit, ShardingGroup, ShardingTable
 
 VOCAB, WIDTH, CHANNELS, LAYERS, EXPERTS = 10, 4, 6, 4, 3
 NORM, UP, DOWN = WIDTH, CHANNELS * WIDTH, WIDTH * CHANNELS
@@ -36,7 +36,7 @@ def table() -> ShardingTable:
         units=CHANNELS,
         splits=splits,
     )
-    rows = LayerRows(groups=(group,))
+    rows = LayerSharding(groups=(group,))
     return ShardingTable(layers={f"h.{at}": rows for at in range(LAYERS)}, vocabulary=("embed", "head"), vocab=VOCAB)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.spec.sharding_override import REASON, apply_overrides
-from meshwright.spec.sharding_table import Block, LayerRows, ParameterSplit, ShardingGroup, ShardingTable
+from meshwright.spec.sharding_table import Block, LayerSharding, ParameterSplit, ShardingGroup, ShardingTable
 
 
 def group(module: str, columns: tuple[str, ...], row: str, heads: bool) -> ShardingGroup:
@@ -34,9 +34,9 @@ EXPERTS = ShardingGroup(
     units=4,
     splits=(ParameterSplit(name="mlp.experts.up", dim=1, blocks=(Block(start=0, size=1, count=4),)),),
 )  # fmt: skip
-ROWS = LayerRows(groups=(ATTENTION, CHANNELS), refused={"gate": "its output meets everything"})
+ROWS = LayerSharding(groups=(ATTENTION, CHANNELS), refused={"gate": "its output meets everything"})
 TABLE = ShardingTable(
-    layers={"h.0": ROWS, "h.1": ROWS, "h.2": LayerRows(groups=(EXPERTS,))},
+    layers={"h.0": ROWS, "h.1": ROWS, "h.2": LayerSharding(groups=(EXPERTS,))},
     vocabulary=("embed", "head"),
     vocab=32,
 )

@@ -18,7 +18,7 @@ from meshwright.models.analysis.groups import matrix_names
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.sharding_table import (
     Block,
-    LayerRows,
+    LayerSharding,
     ParameterSplit,
     ShardingGroup,
     ShardingTable,
@@ -83,7 +83,7 @@ def explain_weights(
 
 
 def _explain_weight(
-    name: str, local_name: str, shape: Shape, rows: LayerRows, evidence: LayerEvidence, degree: int
+    name: str, local_name: str, shape: Shape, rows: LayerSharding, evidence: LayerEvidence, degree: int
 ) -> WeightExplanation:
     """Explains one weight by the group that splits or shares it, else by what keeps it whole."""
     for group in rows.groups:
@@ -251,14 +251,14 @@ def _trial_evidence(evidence: GroupEvidence, parameter: str) -> Iterator[str]:
     for name, (full_value, local_value) in passed.attributes.items():
         yield f"trial: its code reads {name}, {full_value} -> {local_value} on a rank; without that: {first_failure}"
     for cutting in passed.cuttings:
-        subject = f"{cutting.kind} {cutting.key or ''} of {cutting.module or 'the layer'}".replace("  ", " ")
+        subject = f"{cutting.kind.value} {cutting.key or ''} of {cutting.module or 'the layer'}".replace("  ", " ")
         yield f"trial: {subject} is cut to the rank's units along dim {cutting.dim}"
 
 
 def _fits(trial: SplitTrial, evidence: GroupEvidence) -> bool:
     """Returns whether a trial was of the group that was accepted."""
     group = evidence.accepted
-    return group is not None and trial.numbers == group.numbers and trial.cuttings == group.cuttings
+    return group is not None and trial.numbers == group.shape_attributes and trial.cuttings == group.cuttings
 
 
 def _growth_text(group: ShardingGroup) -> str:
@@ -266,7 +266,7 @@ def _growth_text(group: ShardingGroup) -> str:
     return "its heads keep their number and widen" if group.heads else "its channels keep their size and multiply"
 
 
-def _whole_reasons(local_name: str, rows: LayerRows, evidence: LayerEvidence) -> tuple[str, list[str]]:
+def _whole_reasons(local_name: str, rows: LayerSharding, evidence: LayerEvidence) -> tuple[str, list[str]]:
     """Returns the rule that keeps a weight whole, and the facts behind it."""
     module, _, attribute = local_name.rpartition(".")
     for group in rows.groups:

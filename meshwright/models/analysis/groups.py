@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.models.analysis.evidence import Dependence, GroupEvidence, MatrixReads
 from meshwright.models.analysis.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
 from meshwright.models.analysis.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
-from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
+from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShardingGroup
 
 DRAWS = 4
 """Largest number of random draws by which dependences are read: a unit that is zero depends on nothing."""
@@ -152,13 +152,12 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     loose_splits, shared = _split_loose_parameters(graph, target, units, columns, column_inputs, list(global_norms))
     for name in columns:
         splits += _column_splits(matrices[name], blocks[name])
-    cuttings = [
-        Cutting(kind="output", module=name, dim=-1, blocks=blocks[name]) for name in inner_rows if name in blocks
-    ]
+    split_inner = [name for name in inner_rows if name in blocks]
+    cuttings = [Cutting(kind=CuttingKind.OUTPUT, module=name, dim=-1, blocks=blocks[name]) for name in split_inner]
     # a norm over all features needs its sum of squares reduced over the ranks
     for name in global_norms:
-        if blocks_by_source[name] is not None:
-            cuttings.append(Cutting(kind="global_norm", module=name, dim=-1, blocks=blocks_by_source[name] or ()))
+        if (norm_blocks := blocks_by_source[name]) is not None:
+            cuttings.append(Cutting(kind=CuttingKind.GLOBAL_NORM, module=name, dim=-1, blocks=norm_blocks))
     group = ShardingGroup(
         module=_common_module([*columns, *replicated, *inner_rows]),
         column_linears=columns,

@@ -31,7 +31,7 @@ from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.parallel.parameter_slices import read_number
 from meshwright.spec.placement import Box, LocalShard
-from meshwright.spec.sharding_table import LayerRows, ShardingTable, vocabulary_span
+from meshwright.spec.sharding_table import LayerSharding, ShardingTable, vocabulary_span
 from meshwright.torch_compat.tensors import tree_map_only
 
 TOLERANCE = 1e-9
@@ -129,7 +129,7 @@ def random_output_grad(output: torch.Tensor) -> torch.Tensor:
     return torch.randn(output.shape, generator=torch.Generator().manual_seed(5), dtype=output.dtype)
 
 
-def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bool = False) -> SplitTrial:
+def rehearse_layer(trace: LayerTrace, rows: LayerSharding, degree: int, sequence: bool = False) -> SplitTrial:
     """Compares a split layer with the unsplit layer.
 
     Args:
@@ -163,7 +163,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bo
             trace.layer.get_submodule(number.module), number.attribute
         )
         for group in rows.groups
-        for number in group.numbers
+        for number in group.shape_attributes
     }
     attributes = {name: (full_values[name], value) for name, (_, value) in trial.attributes.items()}
     shapes = {name: tuple(parameter.shape) for name, parameter in trace.layer.named_parameters()}
@@ -172,7 +172,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerRows, degree: int, sequence: bo
         trial,
         attributes=attributes,
         parameters=parameters,
-        numbers=tuple(number for group in rows.groups for number in group.numbers),
+        numbers=tuple(number for group in rows.groups for number in group.shape_attributes),
         cuttings=tuple(cutting for group in rows.groups for cutting in group.cuttings),
     )
 
@@ -222,7 +222,7 @@ def _run_traced_call(layer: nn.Module, trace: LayerTrace, inputs: Mapping[int, t
     return out
 
 
-def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequence: bool) -> RankResult:
+def _run_split_layer(trace: LayerTrace, rows: LayerSharding, axis_group: Any, sequence: bool) -> RankResult:
     """Runs one rank's shard of the layer; its output and its inputs' gradients are of its tokens under ``sequence``."""
     layer = duplicate_module(trace.layer)
     sharded = tensor.wrap_layer(layer, "layer", rows, axis_group, axis_group.size, sequence)
@@ -250,10 +250,10 @@ def _run_split_layer(trace: LayerTrace, rows: LayerRows, axis_group: Any, sequen
     )
 
 
-def _local_attributes(layer: nn.Module, rows: LayerRows) -> Iterator[tuple[str, int]]:
+def _local_attributes(layer: nn.Module, rows: LayerSharding) -> Iterator[tuple[str, int]]:
     """Yields the adapted shape attributes of a split layer with this rank's values."""
     for group in rows.groups:
-        for number in group.numbers:
+        for number in group.shape_attributes:
             name = f"{number.module}.{number.attribute}".lstrip(".")
             yield name, read_number(layer.get_submodule(number.module), number.attribute)
 

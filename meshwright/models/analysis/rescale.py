@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.trace import is_matrix
-from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShardingGroup
+from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShardingGroup
 
 
 def rescale_group(group: ShardingGroup, clone_layer: nn.Module, layer: nn.Module) -> ShardingGroup | None:
@@ -84,14 +84,14 @@ def _cutting_factor(
 
 def _own_extent(cutting: Cutting, module: nn.Module) -> int | None:
     """Returns the length of the cut dim, where a module has it; None where a call alone shows it."""
-    if cutting.kind == "buffer":
+    if cutting.kind is CuttingKind.BUFFER:
         buffer = getattr(module, cutting.key, None)
         return buffer.shape[cutting.dim] if isinstance(buffer, torch.Tensor) else None
-    if cutting.kind == "output" and is_matrix(module):
+    if cutting.kind is CuttingKind.OUTPUT and is_matrix(module):
         weight = module.get_parameter("weight")
         return weight.shape[0 if isinstance(module, nn.Linear) else 1]
     lengths = {parameter.shape[-1] for parameter in module.parameters(recurse=False)}
-    return lengths.pop() if cutting.kind == "global_norm" and len(lengths) == 1 else None
+    return lengths.pop() if cutting.kind is CuttingKind.GLOBAL_NORM and len(lengths) == 1 else None
 
 
 def _extent(blocks: Sequence[Block]) -> int:

@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.trace import LayerTrace
+from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.parameter_slices import read_number
-from meshwright.spec.sharding_table import Block, Cutting, ParameterSplit, ShapeAttribute, ShardingGroup
+from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShapeAttribute, ShardingGroup
 
 TOGETHER = 3
 """Most integers that are tried in every combination, beside all together."""
@@ -52,7 +53,7 @@ def fit_shape_attributes(
             trials += 1
             if trials > TRIALS:
                 return None, first_failure
-            candidate = dataclasses.replace(cut_group, numbers=tuple(numbers_chosen))
+            candidate = dataclasses.replace(cut_group, shape_attributes=tuple(numbers_chosen))
             if not works(candidate):
                 return _drop_unneeded_numbers(candidate, works), ""
     return None, first_failure
@@ -60,9 +61,9 @@ def fit_shape_attributes(
 
 def _drop_unneeded_numbers(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
     """Drops shape attributes without which the group works too."""
-    for number in group.numbers:
-        other_numbers = tuple(kept_number for kept_number in group.numbers if kept_number != number)
-        candidate = dataclasses.replace(group, numbers=other_numbers)
+    for number in group.shape_attributes:
+        other_numbers = tuple(kept_number for kept_number in group.shape_attributes if kept_number != number)
+        candidate = dataclasses.replace(group, shape_attributes=other_numbers)
         if not works(candidate):
             group = candidate
     return group
@@ -120,7 +121,7 @@ def integers_read(traced: LayerTrace, root: nn.Module) -> dict[str, dict[str, in
         root: a module of the layer.
     """
     reads_by_path: dict[str, dict[str, int]] = {}
-    with torch.no_grad(), _record_integer_reads(root, reads_by_path):
+    with torch.no_grad(), Float64Ops(), _record_integer_reads(root, reads_by_path):
         traced.layer(*traced.args, **traced.kwargs)
     return reads_by_path
 
@@ -225,7 +226,7 @@ def _argument_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int
         for dim, size in enumerate(item.shape):
             for count in sorted(counts):
                 block = Block(start=0, size=1, count=count)
-                cutting = Cutting(kind="argument", module=group.module, key=key, dim=dim, blocks=(block,))
+                cutting = Cutting(kind=CuttingKind.ARGUMENT, module=group.module, key=key, dim=dim, blocks=(block,))
                 # a leading dim of the batch's rows is no dim of units, even where the numbers agree
                 if size == count and (dim or item.shape[0] != rows):
                     yield cutting
@@ -246,5 +247,5 @@ def _buffer_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int])
             for dim, size in enumerate(item.shape):
                 blocks = blocks_by_size.get(size) or ((Block(start=0, size=1, count=size),) if size in counts else ())
                 if blocks and size > 1:
-                    yield Cutting(kind="buffer", module=full_path, key=key, dim=dim, blocks=blocks)
+                    yield Cutting(kind=CuttingKind.BUFFER, module=full_path, key=key, dim=dim, blocks=blocks)
                     break

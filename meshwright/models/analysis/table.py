@@ -26,7 +26,7 @@ from meshwright.models.analysis.shape_attributes import fit_shape_attributes
 from meshwright.models.analysis.trace import LayerTrace, trace
 from meshwright.models.build import BuiltModel
 from meshwright.spec.sharding_override import apply_overrides
-from meshwright.spec.sharding_table import LayerRows, ShardingGroup, ShardingTable
+from meshwright.spec.sharding_table import CuttingKind, LayerSharding, ShardingGroup, ShardingTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,16 +88,16 @@ def analyse_sharding(
         raise ConfigError(
             f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
         ) from error
-    read_by_kind: dict[Hashable, tuple[LayerRows, LayerEvidence]] = {}
-    layers: dict[str, LayerRows] = {}
+    read_by_kind: dict[Hashable, tuple[LayerSharding, LayerEvidence]] = {}
+    layers: dict[str, LayerSharding] = {}
     evidence: dict[str, LayerEvidence] = {}
     for name in names:
         if name not in layer_traces:
-            layers[name] = LayerRows(groups=(), refused={"": "the layer isn't called"}, sequence=False)
+            layers[name] = LayerSharding(groups=(), refused={"": "the layer isn't called"}, sequence=False)
             evidence[name] = LayerEvidence(layer=name)
             continue
         kind_key = _layer_kind_key(modules[name])
-        # layers of one kind share one LayerRows object; layer_kinds() relies on its identity
+        # layers of one kind share one LayerSharding object; layer_kinds() relies on its identity
         if kind_key not in read_by_kind:
             read_by_kind[kind_key] = _read_layer_rows(layer_traces[name], partial(_opened_trace, traces, name), degree)
         layers[name], evidence[name] = read_by_kind[kind_key]
@@ -135,14 +135,14 @@ def _layer_kind_key(layer: nn.Module) -> Hashable:
 
 def _read_layer_rows(
     traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int
-) -> tuple[LayerRows, LayerEvidence]:
+) -> tuple[LayerSharding, LayerEvidence]:
     """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` traces it with norms passed through."""
     evidence = LayerEvidence(
         layer=traced.name, shapes={name: tuple(item.shape) for name, item in traced.layer.named_parameters()}
     )
     if traced.output is None or not traced.inputs:
         refused = {"": "the layer takes or gives no hidden state"}
-        return LayerRows(groups=(), refused=refused, sequence=False), evidence
+        return LayerSharding(groups=(), refused=refused, sequence=False), evidence
     traced_groups = find_groups(traced, ROWS)
     attempt = _GroupTrials(traced, traced_groups.refused, degree)
     attempt.try_candidates(traced_groups.candidates)
@@ -153,10 +153,10 @@ def _read_layer_rows(
             [
                 dataclasses.replace(candidate, through_norms=True)
                 for candidate in find_groups(opened(), ROWS).candidates
-                if candidate.group and any(item.kind == "global_norm" for item in candidate.group.cuttings)
+                if candidate.group and any(item.kind is CuttingKind.GLOBAL_NORM for item in candidate.group.cuttings)
             ]
         )
-    rows = LayerRows(
+    rows = LayerSharding(
         groups=tuple(attempt.accepted),
         refused=attempt.refused,
         faults=tuple(sorted(attempt.faults & attempt.refused.keys())),
@@ -216,7 +216,7 @@ class _GroupTrials:
             if adapted_group.shares(ranks) is None:
                 trials.append(SplitTrial(degree=ranks, failure=f"its {group.units} heads or channels don't divide"))
             else:
-                trials.append(rehearse_layer(self._traced, LayerRows(groups=(adapted_group,)), ranks))
+                trials.append(rehearse_layer(self._traced, LayerSharding(groups=(adapted_group,)), ranks))
             return trials[-1].failure
 
         working_group, reason = fit_shape_attributes(self._traced, group, works)
@@ -301,7 +301,7 @@ def _keep_working_layers(
     """
     # start from nothing split and add one kind of layer at a time
     layers = {
-        name: LayerRows(groups=(), refused={"": reason_all_split}, faults=("",), sequence=False)
+        name: LayerSharding(groups=(), refused={"": reason_all_split}, faults=("",), sequence=False)
         for name in table.layers
     }
     failures: list[str] = []
@@ -330,13 +330,15 @@ def _carry_to_full_size(
     clone_layers = {name: clone.module.get_submodule(name) for name in table.layers}
     # match by code and parameter names, not by index: the clone may have fewer layers
     name_by_kind = {_carry_key(clone_layer): name for name, clone_layer in clone_layers.items()}
-    layers: dict[str, LayerRows] = {}
+    layers: dict[str, LayerSharding] = {}
     carried_evidence: dict[str, LayerEvidence] = {}
     for name in built.structure.layers:
         layer = built.module.get_submodule(name)
         clone_name = name_by_kind.get(_carry_key(layer))
         if clone_name is None:
-            layers[name] = LayerRows(groups=(), refused={"": "no layer of the small clone is like it"}, sequence=False)
+            layers[name] = LayerSharding(
+                groups=(), refused={"": "no layer of the small clone is like it"}, sequence=False
+            )
             carried_evidence[name] = LayerEvidence(layer="")
             continue
         clone_layer, rows = clone_layers[clone_name], table.layers[clone_name]

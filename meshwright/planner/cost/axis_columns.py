@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from meshwright.errors import PlanError
 from meshwright.spec.axes import known_axes
-from meshwright.spec.axis import Holds, Mechanics, Reads
+from meshwright.spec.axis import Holds, Joins, Mechanics, Reads
 from meshwright.spec.layout import Layout
 
 COPIES = "replicate"
@@ -33,6 +33,8 @@ def priced_columns() -> Mapping[str, str]:
     columns = {}
     for name, axis in known_axes().items():
         column = axis.mechanics.value
+        if axis.joins is Joins.ROUND:
+            continue  # `planner.islands` prices a join on top of one island's layout
         if axis.mechanics is Mechanics.NONE and axis.reads is Reads.ROWS:
             column = {Holds.COPY: COPIES, Holds.SHARD: SHARDS}.get(axis.holds, column)
         if column in (*WIRE_ORDER, Mechanics.EXPERTS.value):
@@ -49,6 +51,11 @@ def column_of(name: str) -> str:
     column = priced_columns().get(name)
     if column is None:
         axis = known_axes()[name]
+        if axis.joins is Joins.ROUND:
+            raise PlanError(
+                f"axis {name} joins once in a round, and the search prices layouts of one island; name the layout, or "
+                f"give the islands (--fix {name}=2)"
+            )
         raise PlanError(
             f"axis {name} reads {axis.reads.value}, holds {axis.holds.value} and has the mechanics "
             f"'{axis.mechanics.name.lower()}', for which the planner has no formula, so no layout with {name} above 1 "

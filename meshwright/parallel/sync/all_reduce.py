@@ -1,0 +1,65 @@
+"""All islands at once: every island gets the weighted mean over all of them."""
+
+from __future__ import annotations
+
+import torch
+
+from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.sync.contract import Exchange, PendingMean
+
+_SUBJECT = "the islands' weights"
+
+
+class AllReduce(Exchange):
+    """The weighted mean over all islands, to the same bits on each."""
+
+    name = "all_reduce"
+    global_mean = True
+
+    def check(self, islands: int) -> None:
+        """Refuses no number of islands."""
+
+    def start(
+        self, values: torch.Tensor, weight: float, group: AxisGroup, exchange_index: int, compress: str = "none"
+    ) -> PendingMean:
+        """Starts the sum of weight x ``values: (n,)`` and of the weights; `PendingMean.finish` divides."""
+        if compress != "none":
+            return _gather_rounded(values, weight, group)
+        # In float64: a sum of token counts must be exact.
+        total = torch.tensor([weight], dtype=torch.float64, device=values.device)
+        pending = [group.all_reduce(values.mul_(weight), _SUBJECT), group.all_reduce(total, _SUBJECT)]
+
+        def finish() -> torch.Tensor:
+            for collective in pending:
+                collective.wait()
+            # No island may have trained on a token: then all of them hold zeros.
+            return values.div_(total.clamp(min=1.0).to(values.dtype))
+
+        return PendingMean(finish, 2 * values.nbytes * (group.size - 1) // group.size)
+
+
+def _gather_rounded(values: torch.Tensor, weight: float, group: AxisGroup) -> PendingMean:
+    """Starts gathering every island's ``values: (n,)`` in bfloat16, which each sums in the same order.
+
+    A sum in bfloat16 would round after every term; gathered, each island's movement is rounded once.
+    """
+    rounded = values.to(torch.bfloat16)
+    gathered = torch.empty(group.size * values.numel(), dtype=rounded.dtype, device=values.device)
+    own_weight = torch.tensor([weight], dtype=torch.float64, device=values.device)
+    weights = torch.empty(group.size, dtype=torch.float64, device=values.device)
+    pending = [group.all_gather(gathered, rounded, _SUBJECT), group.all_gather(weights, own_weight, _SUBJECT)]
+
+    def finish() -> torch.Tensor:
+        for collective in pending:
+            collective.wait()
+        shares = (weights / weights.sum().clamp(min=1.0)).tolist()
+        values.zero_()
+        # In the islands' order on all of them, so that every island gets the same bits.
+        for movement, share in zip(gathered.view(group.size, -1), shares):
+            values.add_(movement.to(values.dtype), alpha=share)
+        return values
+
+    return PendingMean(finish, rounded.nbytes * (group.size - 1))
+
+
+EXCHANGE = AllReduce()

@@ -1,0 +1,240 @@
+"""Dynamic load balance: each reader's rows follow the speed that it computes with, at the same global batch.
+
+Ranks that share a step end it together, so wall time says nothing of a slow one: what counts is the time that each
+computed, without its waits in collectives. Every few steps all ranks learn these times, and each finds the same new
+shares by the same arithmetic. A step trains the same rows whoever reads them, and the loss is divided by the targets of
+the global batch, so its gradient stays the global batch's up to the order of the sum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.events import StepRecord
+from meshwright.launch.host_memory import available_bytes
+from meshwright.parallel.mesh import Mesh
+from meshwright.parallel.program import Program
+from meshwright.spec.layout import Layout
+from meshwright.train.config import TrainConfig
+from meshwright.train.feed import TokenFeed
+from meshwright.train.hooks import Request, StepInfo
+
+LEAST_GAIN = 0.05
+"""Shares change when the slowest reader's time is expected to fall by this share: less is noise of the clock."""
+MEMORY_SHARE = 0.9
+"""Share of a device's memory that more rows may fill."""
+WARM_UP_STEPS = 2
+"""Steps after a start, or after a change, whose times say nothing: kernels load, buffers of new sizes are made."""
+
+
+def balanced_shares(seconds_per_row: Sequence[float], limits: Sequence[int], rows: int, unit: int = 1) -> list[int]:
+    """Returns the rows of each reader that make the slowest as fast as can be.
+
+    Rows are dealt out one unit at a time to the reader that would end first with it, which is optimal for units of one
+    size on machines of different speed (Graham, Bounds on Multiprocessing Timing Anomalies, 1969, without anomalies
+    where all jobs are equal).
+
+    Args:
+        seconds_per_row: of each reader, above 0.
+        limits: most rows that each reader has memory for.
+        rows: to deal out, a multiple of ``unit`` and at least one unit for each reader.
+        unit: rows that can't be split.
+
+    Returns:
+        Rows of each reader in order, each at least one unit, which add up to ``rows``. Limits give way where they would
+        leave rows over.
+    """
+    shares = [unit] * len(seconds_per_row)
+    capped = [max(unit, limit // unit * unit) for limit in limits]
+    if sum(capped) < rows:
+        capped = [rows] * len(shares)
+    ends = [
+        (2 * unit * cost, reader)
+        for reader, cost in enumerate(seconds_per_row)
+        if shares[reader] + unit <= capped[reader]
+    ]
+    heapq.heapify(ends)
+    for _ in range(rows // unit - len(shares)):
+        end, reader = heapq.heappop(ends)
+        shares[reader] += unit
+        if shares[reader] + unit <= capped[reader]:
+            heapq.heappush(ends, (end + unit * seconds_per_row[reader], reader))
+    return shares
+
+
+def check_rebalance(config: TrainConfig, layout: Layout, unit: int = 1) -> None:
+    """Refuses, before a rank starts, a layout whose shares can't change.
+
+    Args:
+        config: with ``rebalance`` and ``batch``.
+        layout: to be run.
+        unit: rows that a micro-batch of the model must be a multiple of.
+
+    Raises:
+        ConfigError: with the rule and the nearest that works.
+    """
+    if not config.rebalance:
+        return
+    readers = layout.reader(0)[1]
+    if readers == 1:
+        raise ConfigError(
+            f"train.rebalance = {config.rebalance} moves rows between ranks that read other rows, and {layout} has one "
+            "reader; use replicate or shard, or leave it out"
+        )
+    if layout.compile:
+        raise ConfigError(
+            f"train.rebalance = {config.rebalance} changes the rows of a micro-batch, and compile=true would compile "
+            "for each number of them anew; drop one"
+        )
+    rows = config.batch // layout.microbatches
+    if rows // unit <= readers:
+        raise ConfigError(
+            f"train.rebalance = {config.rebalance}: a micro-batch has {rows} rows, in units of {unit}, for {readers} "
+            f"readers, so none can be moved; use microbatches=1 or train.batch = {2 * readers * unit} and more"
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareChange:
+    """A decision, the same on every rank."""
+
+    first_step: int
+    """Global batch from which on it holds."""
+    shares: tuple[int, ...]
+    """Rows of each reader in a micro-batch."""
+    seconds: tuple[float, ...]
+    """Seconds of a step that each reader computed, its slowest rank's, before the change."""
+    expected_s: float
+    """The slowest reader's after it, where a row costs what it cost."""
+
+
+class ShareDecision:
+    """What all ranks decide alike from all ranks' times; no communication, no clock.
+
+    Args:
+        reader_of: the reader that each rank belongs to.
+        shares: first rows of each reader in a micro-batch.
+        unit: rows that can't be split.
+    """
+
+    def __init__(self, reader_of: Sequence[int], shares: Sequence[int], unit: int) -> None:
+        self._reader_of, self.shares, self._unit = tuple(reader_of), tuple(shares), unit
+
+    def decide(self, times: Sequence[tuple[float, int]], first_step: int) -> ShareChange | None:
+        """Returns new shares where they are worth it.
+
+        Args:
+            times: by rank: seconds that it computed a step, and the rows that its memory allows.
+            first_step: from which on new shares can hold.
+        """
+        seconds = [0.0] * len(self.shares)
+        limits = [sum(self.shares)] * len(self.shares)
+        for reader, (busy_s, limit) in zip(self._reader_of, times, strict=True):
+            # A reader's ranks share its rows (tp, pp, cp): the slowest sets its pace, the fullest its limit.
+            seconds[reader], limits[reader] = max(seconds[reader], busy_s), min(limits[reader], limit)
+        if min(seconds) <= 0.0:
+            return None
+        per_row = [busy_s / rows for busy_s, rows in zip(seconds, self.shares)]
+        shares = balanced_shares(per_row, limits, sum(self.shares), self._unit)
+        expected_s = max(rows * cost for rows, cost in zip(shares, per_row))
+        if expected_s > (1.0 - LEAST_GAIN) * max(seconds):
+            return None
+        self.shares = tuple(shares)
+        return ShareChange(first_step=first_step, shares=self.shares, seconds=tuple(seconds), expected_s=expected_s)
+
+
+class ShareBalancer:
+    """A hook of the loop: measures each step, decides with all ranks every few, and tells feed and program.
+
+    Args:
+        program: whose random numbers follow the rows.
+        mesh: its ranks and layout.
+        feed: of this rank, at the first step that it will train.
+        config: the batch, and how often to decide.
+        event: reports a change.
+        local_ranks: ranks on this host, which share its memory.
+        unit: rows that a micro-batch of the model must be a multiple of.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        mesh: Mesh,
+        feed: TokenFeed,
+        config: TrainConfig,
+        event: Callable[[ShareChange], None],
+        *,
+        local_ranks: int = 1,
+        unit: int = 1,
+    ) -> None:
+        layout = mesh.layout
+        self._mesh, self._program, self._feed, self._event = mesh, program, feed, event
+        self._every, self._local_ranks, self._microbatches = config.rebalance, local_ranks, layout.microbatches
+        rows = config.batch // layout.microbatches
+        reader_of = [layout.reader(rank)[0] for rank in range(layout.world)]
+        shares = [rows * share // sum(layout.reader_shares()) for share in layout.reader_shares()]
+        self._decision = ShareDecision(reader_of, shares, unit)
+        self._reader = reader_of[mesh.rank]
+        self._pending: ShareChange | None = None
+        self._busy_s: list[float] = []
+        self._ignored_steps = WARM_UP_STEPS
+
+    def __call__(self, info: StepInfo) -> Request:
+        """Takes a step's times, and decides with all ranks where enough of them are there."""
+        if self._pending is not None:
+            if self._feed.next_step >= self._pending.first_step:
+                # From the next step on: what follows from the row's place in the batch (dropout) must move with it.
+                self._program.reader_shares = self._pending.shares
+                self._pending, self._ignored_steps = None, WARM_UP_STEPS
+        elif self._ignored_steps:
+            self._ignored_steps -= 1
+        else:
+            self._busy_s.append(busy_seconds(info.record))
+            if len(self._busy_s) >= self._every:
+                self._decide(info.record)
+        return Request.NONE
+
+    def _decide(self, record: StepRecord) -> None:
+        # The median, since one step may hold what has nothing to do with rows: a snapshot, a page fault.
+        times = self._gather(median(self._busy_s), self._row_limit(record))
+        self._busy_s.clear()
+        self._pending = self._decision.decide(times, self._feed.next_unread)
+        if self._pending is not None:
+            shares, first = self._pending.shares, sum(self._pending.shares[: self._reader])
+            span = (first * self._microbatches, (first + shares[self._reader]) * self._microbatches)
+            self._feed.change_span(self._pending.first_step, span)
+            self._event(self._pending)
+
+    def _gather(self, busy_s: float, limit: int) -> list[tuple[float, int]]:
+        """Returns every rank's (seconds, rows), in rank order."""
+        mine = torch.tensor([busy_s, float(limit)], dtype=torch.float64, device=self._mesh.device_type)
+        values = mine.new_empty(2 * self._mesh.world.size)
+        self._mesh.world.all_gather(values, mine).wait()
+        return [(seconds, int(rows)) for seconds, rows in values.view(-1, 2).tolist()]
+
+    def _row_limit(self, record: StepRecord) -> int:
+        """Returns the rows of a micro-batch that this rank has memory for; those that it has now at the least."""
+        rows = self._decision.shares[self._reader]
+        peak = record.memory["peak"]
+        # What isn't state grows with the rows: a bound from above, since some of it (kernels, buckets) doesn't.
+        grows = max(1, peak - sum(size for kind, size in record.memory.items() if kind != "peak"))
+        free = self._free_bytes() * MEMORY_SHARE
+        return rows + int(rows * free / grows)
+
+    def _free_bytes(self) -> int:
+        if self._mesh.device_type == "cuda":
+            free, _ = torch.cuda.mem_get_info()
+            return max(0, free + torch.cuda.memory_reserved() - torch.cuda.max_memory_allocated())
+        return available_bytes() // self._local_ranks
+
+
+def busy_seconds(record: StepRecord) -> float:
+    """Returns the seconds of a step that its rank computed: without waits for collectives and for data."""
+    waits = sum(row.exposed_s for row in record.comm) + record.parts.get("data", 0.0)
+    return max(0.0, record.step_s - waits)

@@ -1,0 +1,213 @@
+"""Islands: any layout of them equals a plain outer loop on one device; resumption, refusals and prices of islands."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshwright.checkpoint.config import CheckpointConfig
+from meshwright.checkpoint.store import CheckpointStore
+from meshwright.errors import ConfigError, PlanError
+from meshwright.parallel.program import Program
+from meshwright.proof import one_device
+from meshwright.proof.plain_islands import OuterRecipe
+from meshwright.proof.verify import random_batches, verify
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import gradient_axes, island_index, loss_axes, reader, round_axes, row_axes, state_axes
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan, Prediction
+from meshwright.strategy.mesh import layout_of_dims
+from meshwright.train.config import OuterConfig
+from meshwright.train.feed import MicroBatch
+from meshwright.train.outer import OuterOptimizer, check_islands
+from meshwright.train.run_config import RunConfig
+from meshwright.train.scaler import LossScaler
+from meshwright.train.session import build_program
+from meshwright.train.state import saved_islands
+from meshwright.train.step import Stepper
+from tests.contract import test_pipeline_models as models
+from tests.ranks.group import run_ranks
+from tests.runs import call, rows, words, write_corpus
+
+
+def all_pass(name: str, outer: OuterRecipe, steps: int, *texts: str) -> None:
+    batches = random_batches(steps, 8, models.SEQUENCE, models.VOCAB, documents=True)
+    case = dataclasses.replace(models.case(name), batches=batches, outer=outer)
+    verdicts = verify(case, models.layouts(*texts))
+    assert [(each.layout, each.refused, each.crashed, each.wrong) for each in verdicts if not each.passed] == []
+    assert all(verdict.worst.error < 1e-9 for verdict in verdicts)
+
+
+def test_diloco_on_islands_equals_a_plain_loop_on_one_device() -> None:
+    all_pass(
+        "llama",
+        OuterRecipe(),
+        5,
+        "islands=2",
+        "islands=4,microbatches=2",
+        "islands=2,replicate=2",
+        "islands=2,shard=2,zero=1",
+        "islands=2,shard=2,zero=2,microbatches=2",
+        "islands=2,shard=2,zero=3",
+        "islands=2,tp=2",
+        "islands=2,pp=2,microbatches=2",
+        "islands=2,cp=2",
+    )
+
+
+def test_a_plain_momentum_and_a_mean_of_weights_are_proven_too() -> None:
+    all_pass("llama", OuterRecipe(every=1, lr=1.0, momentum=0.0), 3, "islands=2")
+    all_pass("llama", OuterRecipe(every=3, momentum=0.5, nesterov=False), 5, "islands=2,shard=2,zero=2")
+
+
+def test_the_proof_finds_another_outer_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One device that looks ahead by another momentum differs in the weights, and in no loss before the first join."""
+    plain = one_device.train_islands_plainly
+
+    def other(*args: Any, **more: Any) -> Any:
+        outer = dataclasses.replace(args[4], momentum=args[4].momentum * 1.001)
+        return plain(*args[:4], outer, *args[5:], **more)
+
+    monkeypatch.setattr(one_device, "train_islands_plainly", other)
+    batches = random_batches(2, 8, models.SEQUENCE, models.VOCAB, documents=True)
+    case = dataclasses.replace(models.case("llama"), batches=batches)
+    (verdict,) = verify(case, models.layouts("islands=2"))
+    assert not verdict.passed and verdict.loss_error < 1e-9 and verdict.weight_error > 1e-9
+
+
+class PlainSgd:
+    """SGD without momentum, as the inner optimizer."""
+
+    def __init__(self, program: Program) -> None:
+        self._weights = program.weights
+
+    def step(self, lr: float, factor: torch.Tensor) -> None:
+        for weight in self._weights:
+            assert weight.gradient is not None
+            weight.local.sub_(weight.gradient * factor, alpha=lr)
+
+
+def trained_by_sgd(rank: int, layout: Layout, steps: int, built: Callable[[], Any]) -> dict[str, torch.Tensor]:
+    """Weights after steps of SGD, islands joining after each."""
+    torch.set_num_threads(1)
+    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="test")
+    program = build_program(built(), plan, torch.device("cpu"))
+    stepper = Stepper(program, PlainSgd(program), LossScaler(False), clip=0.0, seed=0)  # type: ignore[arg-type]
+    outer = None
+    if layout.islands > 1:
+        outer = OuterOptimizer(program, OuterConfig(kind="local_sgd", every=1), lambda: None)
+    for step, batch in enumerate(random_batches(steps, 8, models.SEQUENCE, models.VOCAB, documents=True)):
+        own = slice(*layout.span(rank, 8))
+        assert batch.positions is not None
+        mine = MicroBatch(batch.tokens[own], batch.targets[own], batch.positions[own])
+        values = stepper.run(step, [mine], int((batch.targets != -100).sum()), 0.1, 0.0).read()
+        if outer is not None:
+            outer.after_step(step + 1, values["targets"], values["loss"], last=False)
+    return {weight.name: weight.local.clone() for weight in program.weights}
+
+
+def test_one_step_of_sgd_a_round_is_data_parallel() -> None:
+    """The mean of weights after one step of SGD, by tokens, is the step along the mean gradient."""
+    built = models.case("llama").build
+    weights: list[Mapping[str, torch.Tensor]] = []
+    for text in ("islands=4", "replicate=4"):
+        layout = Layout.parse(f"{text},precision=float64")
+        ranks = run_ranks(4, trained_by_sgd, layout, 3, built)
+        for name, value in ranks[0].items():
+            assert all(torch.equal(value, other[name]) for other in ranks[1:]), name
+        weights.append(ranks[0])
+    for name, value in weights[1].items():
+        assert torch.allclose(weights[0][name], value, rtol=0, atol=1e-12 * float(value.abs().max())), name
+
+
+def test_groups_of_a_step_stay_inside_an_island() -> None:
+    assert round_axes() == ("islands",)
+    assert "islands" not in (*loss_axes(), *gradient_axes(()), *state_axes(2), *row_axes(Holds.COPY))
+    layout = Layout.parse("islands=2,pp=2,shard=2,zero=2")
+    assert [reader(rank, layout.degrees) for rank in (0, 1, 2, 4, 5)] == [(0, 4), (1, 4), (0, 4), (2, 4), (3, 4)]
+    assert [island_index(rank, layout.degrees) for rank in range(8)] == [0] * 4 + [1] * 4
+    assert str(layout.within_island()) == "pp=2,shard=2,zero=2" and layout.islands == 2
+    assert str(Layout.parse("islands=2,replicate=2,rows=3-1-2-2").within_island()) == "replicate=2,rows=3-1"
+
+
+def test_what_islands_cannot_do_is_refused_by_name() -> None:
+    two, one = Layout.parse("islands=2"), Layout.parse("replicate=2")
+    with pytest.raises(ConfigError, match="replicate=2 has one; write islands=2"):
+        check_islands(RunConfig(outer=OuterConfig(every=5)), one)
+    check_islands(RunConfig(), one)
+    config = RunConfig()
+    with pytest.raises(ConfigError, match="on_sick = rewind"):
+        check_islands(dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, on_sick="rewind")), two)
+    with pytest.raises(ConfigError, match="rebalance = 5 moves rows between ranks of all islands"):
+        check_islands(dataclasses.replace(config, train=dataclasses.replace(config.train, rebalance=5)), two)
+    with pytest.raises(ConfigError, match="'all_reduse' is not known; did you mean 'all_reduce'"):
+        check_islands(RunConfig(outer=OuterConfig(topology="all_reduse")), two)
+    with pytest.raises(ConfigError, match="local_sgd takes the mean"):
+        OuterConfig(kind="local_sgd", momentum=0.5).check()
+    with pytest.raises(PlanError, match="a custom loop doesn't run; write replicate=2"):
+        layout_of_dims({"islands": 2})
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_corpus(tmp_path / "corpus.txt", 60)
+    return tmp_path
+
+
+def train(root: Path, run: str, layout: str, steps: int, devices: int, *more: str, fails: bool = False) -> list[Any]:
+    options = ("--model.heads", "4", "--train.steps", str(steps), "--checkpoint.every", "2", "--outer.every", "4")
+    command = words(root, run, *options, "--schedule.shape", "constant", *more, layout=layout, devices=devices)
+    status, text = call(command, root / f"{run}.log")
+    assert bool(status) == fails, text
+    return [(row["loss"], row["grad_norm"]) for row in rows(root / run)]
+
+
+def events(root: Path, run: str, kind: str) -> list[dict[str, Any]]:
+    lines = (root / run / "events.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["kind"] == kind]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["islands=2", "islands=2,shard=2,zero=2"])
+def test_a_run_goes_on_to_the_bit_within_a_round(root: Path, layout: str) -> None:
+    """From memory after a killed rank of the second island, and from the disk of a run that ended."""
+    devices = Layout.parse(layout).world
+    whole = train(root, "whole", layout, 10, devices)
+    kill = ("--recovery.faults", f"kill:rank={devices - 1},step=7")
+    assert train(root, "killed", layout, 10, devices, *kill, "--recovery.snapshot-every", "1") == whole
+    assert events(root, "killed", "restored")[0]["step"] == 6
+    train(root, "ended", layout, 10, devices, *kill, "--recovery.no-enabled", fails=True)
+    assert train(root, "ended", layout, 10, devices, "--recovery.no-enabled") == whole
+    assert events(root, "ended", "resumed")[0]["step"] == 6
+    reports = [row["outer"] for row in rows(root / "ended") if row["outer"]]
+    assert [len(report["island_losses"]) for report in reports] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_islands_is_read_by_any_number_of_them(root: Path) -> None:
+    train(root, "run", "islands=2", 6, 2)
+    store = CheckpointStore(root / "run" / "checkpoints", CheckpointConfig())
+    found = store.find()
+    assert found is not None and found.step == 6 and saved_islands(found.manifest.tensors) == 2
+    state = dict(store.read_full(found))
+    # The last step joined the islands: theirs are the outer weights.
+    for name in (name for name in state if name.startswith("weights/")):
+        assert torch.equal(state[name], state[f"island0/{name}"]) and torch.equal(state[name], state[f"island1/{name}"])
+    moment = next(name for name in state if name.startswith("island0/exp_avg/"))
+    assert not torch.equal(state[moment], state[moment.replace("island0", "island1")])
+    for steps, layout, devices, saved, islands in (
+        (8, "replicate=1", 1, 2, 1),
+        (10, "islands=4", 4, 1, 4),
+        (12, "islands=2", 2, 4, 2),
+    ):
+        losses = train(root, "run", layout, steps, devices)
+        assert len(losses) == steps and losses[-1][0] < losses[0][0]
+        change = events(root, "run", "islands_changed")[-1]
+        assert (change["saved"], change["islands"], change["step"]) == (saved, islands, steps - 2)
