@@ -23,10 +23,12 @@ from meshwright.planner.measured_price import measure_activations, reprice_choic
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import learn
 from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
+from meshwright.train.config import OuterConfig
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
@@ -79,8 +81,8 @@ def plan_for_fewer_ranks(
 ) -> tuple[Plan, ModelAnalysis]:
     """Plans for the surviving ranks of a layout, keeping its precision, on which the values depend.
 
-    Layouts that the config names for fewer ranks come first. Where the planner has nothing for that
-    many ranks, since they don't divide the batch, they share it unevenly.
+    Layouts that the config names for fewer ranks come first. Islands that lost a rank are left out as a whole.
+    Where the planner has nothing for that many ranks, since they don't divide the batch, they share it unevenly.
 
     Raises:
         PlanError: when no layout of that many ranks can run.
@@ -92,6 +94,11 @@ def plan_for_fewer_ranks(
     # The user named layouts to fall back to: none other is chosen silently.
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
+    island_ranks = full_layout.world // full_layout.islands
+    if full_layout.islands > 1 and ranks >= island_ranks:
+        # Another layout inside would change every island: those that lost a rank are left out as a whole.
+        fewer_islands = full_layout.with_islands(ranks // island_ranks)
+        return make_plans(dataclasses.replace(config, layout=str(fewer_islands)), model, machines, say=say)[0]
     if full_layout.precision != "float64":
         try:
             return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
@@ -252,6 +259,14 @@ def _planner_plans(
     return plans
 
 
+def _make_rounds(outer: OuterConfig) -> Rounds:
+    """Returns how islands join, as the planner prices it."""
+    rounded = outer.compress != "none"
+    return Rounds(
+        steps=outer.every, rounded_bytes=FORMATS[outer.compress].block_bytes / BLOCK_VALUES if rounded else 0.0
+    )
+
+
 def _make_question(
     config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
 ) -> Question:
@@ -266,6 +281,6 @@ def _make_question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
-        rounds=Rounds(steps=config.outer.every, rounded=config.outer.compress != "none"),
+        rounds=_make_rounds(config.outer),
         history=learn(*run_history_file(machines)),
     )

@@ -16,7 +16,7 @@ from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.job import JobCase, JobVerdict, scaled_config
+from meshwright.proof.job import JobCase, JobVerdict, evaluation_rows, scaled_config
 from meshwright.proof.job import verify_job as prove_job
 from meshwright.proof.layouts import min_layers
 from meshwright.spec.layout import Layout
@@ -135,7 +135,7 @@ def case_of(
         scaled,
         model=model,
         train=dataclasses.replace(scaled.train, batch=rows),
-        evaluation=dataclasses.replace(scaled.evaluation, rows=rows),
+        evaluation=dataclasses.replace(scaled.evaluation, rows=evaluation_rows(rows)),
         data=dataclasses.replace(scaled.data, sequence=tokens),
     )
 

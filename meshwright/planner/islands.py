@@ -107,12 +107,12 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
 
 
 def join_seconds(question: Question, layout: Layout) -> float:
-    """Returns seconds of a join: an all-reduce of each rank's movement, or a gather of it in two bytes an element."""
+    """Returns seconds of a join: an all-reduce of each rank's movement, or a gather of it in rounded numbers."""
     fabric, islands = question.cluster.fabric(), layout.islands
     inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
     elements = _rank_elements(question, layout)
-    if question.rounds.rounded:
-        return float(traffic.all_gather_s(2.0 * elements * islands, inside, nodes, fabric, sharing))
+    if rounded_bytes := question.rounds.rounded_bytes:
+        return float(traffic.all_gather_s(rounded_bytes * elements * islands, inside, nodes, fabric, sharing))
     return float(traffic.all_reduce_s(master_bytes(layout.precision) * elements, inside, nodes, fabric, sharing))
 
 

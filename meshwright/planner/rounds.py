@@ -21,8 +21,8 @@ class Rounds:
 
     steps: int = 30
     """Steps of a round."""
-    rounded: bool = False
-    """Whether movements travel in two bytes an element."""
+    rounded_bytes: float = 0.0
+    """Bytes of a rounded element on the wire; 0 where movements travel in the weights' own type."""
 
     def advice(self, parts: Mapping[str, float]) -> list[str]:
         """Returns what islands would win over a plan, in a sentence; none where little of a step is exposed.

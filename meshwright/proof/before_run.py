@@ -177,6 +177,7 @@ def _prove_in_process(
     """Proves, in a process that forks ranks of its own; what it leaves lies in a folder that its launcher removes."""
     tempfile.tempdir = folder
     layout = stand_in.layout
+    # As few rows as the readers divide, but never a single one: rows that differ in targets show a wrong mean.
     rows = layout.batch_unit * (1 if layout.batch_unit > 1 else 2)
     case = Case(
         build=stand_in.build,
@@ -214,6 +215,7 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
         differences.append("a small clone of the model")
         row_tokens = tokens
         if tokens > TOKENS:
+            # cp cuts a row into two chunks a rank (gather), and sequence each of these over tp.
             unit = 2 * few_rank_layout.degree(Mechanics.TOKENS) * few_rank_layout.degree(Mechanics.MATRICES)
             row_tokens = TOKENS // unit * unit
             differences.append(f"{row_tokens} of {tokens} tokens a row")
@@ -240,6 +242,7 @@ def few_ranks(layout: Layout, rank_limit: int, layers: int | None) -> Layout:
     Raises:
         PlanError: when there is none of two and more ranks.
     """
+    # None of these changes what is computed in exact arithmetic, and the CPU or float64 lacks them.
     base = dataclasses.replace(layout, precision="float64", offload="none", compile=False)
     for degrees in _smaller_degrees(layout.degrees, rank_limit):
         for choices in _choices_that_may_fit(base, degrees):

@@ -304,9 +304,14 @@ class Layout:
 
     def within_island(self) -> Layout:
         """Returns the layout of the first island's ranks by themselves; itself where there is one island."""
-        if self.islands == 1:
+        return self.with_islands(1)
+
+    def with_islands(self, islands: int) -> Layout:
+        """Returns the layout of the first so many islands, at most as many as there are."""
+        if self.islands == islands:
             return self
         degrees = {name: degree for name, degree in self.degrees.items() if name not in round_axes()}
+        degrees |= {round_axes()[0]: islands}
         shares = self.rows.shares[: reader(0, degrees)[1]]
         rows = BatchShares.of(shares) if len(set(shares)) > 1 else BatchShares()
         return dataclasses.replace(self, degrees=degrees, rows=rows)

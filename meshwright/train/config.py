@@ -125,8 +125,8 @@ class OuterConfig(Config):
     """Momentum of the outer step; None for 0.9, and 0 with ``local_sgd``."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
-    compress: Literal["none", "bf16"] = "none"
-    """What the islands' movements travel as: float32, or bfloat16, half of it."""
+    compress: Literal["none", "bf16", "int8", "fp8"] = "none"
+    """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values."""
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others."""
 

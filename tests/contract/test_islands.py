@@ -13,6 +13,7 @@ import torch
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.cli.main import main
 from meshwright.errors import ConfigError, PlanError
 from meshwright.parallel.program import Program
 from meshwright.proof import one_device
@@ -211,3 +212,40 @@ def test_a_checkpoint_of_islands_is_read_by_any_number_of_them(root: Path) -> No
         assert len(losses) == steps and losses[-1][0] < losses[0][0]
         change = events(root, "run", "islands_changed")[-1]
         assert (change["saved"], change["islands"], change["step"]) == (saved, islands, steps - 2)
+
+
+@pytest.mark.slow
+def test_an_island_that_lost_a_device_is_left_out_as_a_whole(root: Path) -> None:
+    more = ("--recovery.on-death", "shrink", "--recovery.snapshot-every", "1")
+    layout = "islands=2,shard=2,zero=2"
+    losses = train(root, "run", layout, 10, 4, "--recovery.faults", "kill:rank=3,step=7", *more)
+    assert len(losses) == 10 and losses[-1][0] < losses[0][0]
+    assert events(root, "run", "planned")[0]["layout"] == "shard=2,zero=2"
+    change = events(root, "run", "islands_changed")[0]
+    assert (change["saved"], change["islands"], change["step"]) == (2, 1, 6)
+    assert [bool(row["outer"]) for row in rows(root / "run")] == [False] * 3 + [True] + [False] * 6
+
+
+@pytest.mark.slow
+def test_rounded_movements_take_fewer_bytes_and_leave_islands_equal(root: Path) -> None:
+    """Copies of outer weights are compared to the bit in each checkpoint; the mean loss barely differs."""
+    exact = train(root, "exact", "islands=3", 8, 3, "--train.batch", "9")
+    for name, byte_share in (("bf16", 2 / 4), ("int8", 260 / 1024)):
+        rounded = train(root, name, "islands=3", 8, 3, "--train.batch", "9", "--outer.compress", name)
+        assert rounded[:4] == exact[:4] and rounded[4:] != exact[4:]
+        assert rounded[-1][0] == pytest.approx(exact[-1][0], rel=5e-3)
+        for report in (row["outer"] for row in rows(root / name) if row["outer"]):
+            assert report["sent_bytes"] == pytest.approx(2 * report["raw_bytes"] * byte_share, rel=0.02)
+        assert not events(root, name, "copies_rounded")
+
+
+def test_a_join_is_priced_once_a_round_and_never_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+    """Over a slow network islands win what data parallelism waits; the search takes them only where they are given."""
+    sizes = "layers=24,width=2048,heads=16,vocab=32000"
+    argv = ["plan", "--sizes", sizes, "--cluster", "2x8xa100-80", "--batch", "128", "--json"]
+    assert main([*argv, "--fix", "islands=2", "--layout", "islands=2,shard=8,zero=2", "shard=16,zero=2"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert all(each["layout"]["degrees"]["islands"] == 2 for each in report["best"])
+    assert all(each["price"]["parts"]["join"] > 0 < each["price"]["memory"]["outer"] for each in report["best"])
+    assert main(argv) == 0
+    assert "islands" not in json.loads(capsys.readouterr().out)["plan"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.block_codec import BlockCodec
 from meshwright.parallel.sync.contract import Exchange, PendingMean
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS, count_blocks
 
 _SUBJECT = "the islands' weights"
 
@@ -24,7 +26,7 @@ class AllReduce(Exchange):
     ) -> PendingMean:
         """Starts the sum of weight x ``values: (n,)`` and of the weights; `PendingMean.finish` divides."""
         if compress != "none":
-            return _gather_rounded(values, weight, group)
+            return _gather_rounded(values, weight, group, BlockCodec(compress, FORMATS[compress]))
         # In float64: a sum of token counts must be exact.
         total = torch.tensor([weight], dtype=torch.float64, device=values.device)
         pending = [group.all_reduce(values.mul_(weight), _SUBJECT), group.all_reduce(total, _SUBJECT)]
@@ -38,13 +40,17 @@ class AllReduce(Exchange):
         return PendingMean(finish, 2 * values.nbytes * (group.size - 1) // group.size)
 
 
-def _gather_rounded(values: torch.Tensor, weight: float, group: AxisGroup) -> PendingMean:
-    """Starts gathering every island's ``values: (n,)`` in bfloat16, which each sums in the same order.
+def _gather_rounded(values: torch.Tensor, weight: float, group: AxisGroup, codec: BlockCodec) -> PendingMean:
+    """Starts gathering every island's ``values: (n,)`` in rounded blocks, which each sums in the same order.
 
-    A sum in bfloat16 would round after every term; gathered, each island's movement is rounded once.
+    A sum of rounded numbers would round after every term; gathered, each island's movement is rounded once.
     """
-    rounded = values.to(torch.bfloat16)
-    gathered = torch.empty(group.size * values.numel(), dtype=rounded.dtype, device=values.device)
+    size = values.numel()
+    blocks = values.new_zeros((count_blocks(size), BLOCK_VALUES))
+    blocks.view(-1)[:size] = values
+    # To the nearest, without random numbers: all islands start the next round from the same decoded mean.
+    rounded = codec.encode(blocks, None).view(-1)
+    gathered = rounded.new_empty(group.size * rounded.numel())
     own_weight = torch.tensor([weight], dtype=torch.float64, device=values.device)
     weights = torch.empty(group.size, dtype=torch.float64, device=values.device)
     pending = [group.all_gather(gathered, rounded, _SUBJECT), group.all_gather(weights, own_weight, _SUBJECT)]
@@ -55,8 +61,8 @@ def _gather_rounded(values: torch.Tensor, weight: float, group: AxisGroup) -> Pe
         shares = (weights / weights.sum().clamp(min=1.0)).tolist()
         values.zero_()
         # In the islands' order on all of them, so that every island gets the same bits.
-        for movement, share in zip(gathered.view(group.size, -1), shares):
-            values.add_(movement.to(values.dtype), alpha=share)
+        for encoded, share in zip(gathered.view(group.size, -1, codec.block_bytes), shares):
+            values.add_(codec.decode(encoded, values.dtype).view(-1)[:size], alpha=share)
         return values
 
     return PendingMean(finish, rounded.nbytes * (group.size - 1))

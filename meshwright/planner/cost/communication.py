@@ -10,7 +10,7 @@ from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.offload import added
+from meshwright.planner.cost.offload import accumulates_on_host
 
 
 class CommunicationTimes:
@@ -103,7 +103,7 @@ class CommunicationTimes:
         cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
         if layouts.offload.any():
             # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
-            cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
+            cover_s = np.where(accumulates_on_host(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
         exposed = np.maximum(seconds - cover_s, 0.0) + runtime.slowed_s(np.minimum(seconds, cover_s))
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.

@@ -16,7 +16,7 @@ UNALIGNED = 3.2
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on 50,257 words on A100."""
 
 
-def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
+def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns the cost of the embedding on one micro-batch; figures are (N,).
 
     Args:
@@ -50,7 +50,7 @@ def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     return cost
 
 
-def head(model: PricedModel, timed: bool = True) -> LayerCost:
+def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns the cost of the last norm, the head and the loss on one micro-batch; figures are (N,).
 
     Args:

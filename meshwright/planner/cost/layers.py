@@ -124,7 +124,7 @@ class PricedModel:
             return matmul_s(m, n, k, device, dtype, share)
         return matmul_s(m, k, n, device, dtype, share) + matmul_s(k, n, m, device, dtype, share)
 
-    def layer(self, layer: LayerShape) -> LayerCost:
+    def price_layer(self, layer: LayerShape) -> LayerCost:
         """Returns the cost of a layer: time, traffic and bytes."""
         forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
         backward = self._compute_pass(layer, True)
@@ -136,11 +136,11 @@ class PricedModel:
         self._add_recompute(forward, repeated, backward)
         for pass_time in (forward, backward):
             pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
-        cost = self.sizes(layer)
+        cost = self.price_bytes(layer)
         cost.forward, cost.backward = forward, backward
         return cost
 
-    def sizes(self, layer: LayerShape) -> LayerCost:
+    def price_bytes(self, layer: LayerShape) -> LayerCost:
         """Returns the bytes and parameters of a layer alone; its time and traffic are 0."""
         cost = LayerCost()
         tp, ep = self.layouts.tp, self.layouts.ep

@@ -31,7 +31,7 @@ def schedule_names() -> tuple[str, ...]:
     return (DEFAULT_SCHEDULE, *(name for name in known_schedules() if name != DEFAULT_SCHEDULE))
 
 
-def splits(schedules: Array) -> Array:
+def splits_backward(schedules: Array) -> Array:
     """Returns the layouts whose schedule splits the backward, (N,) bool; in the search these never recompute.
 
     Args:

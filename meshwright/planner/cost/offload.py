@@ -39,7 +39,7 @@ ONE_WEIGHT = 0.25
 """Share of the largest weight in two layers and the ends: what a single rank copies at a time."""
 
 
-def without(
+def move_state_to_host(
     memory: dict[str, Array],
     states: StateBytesPerParameter,
     layouts: LayoutBatch,
@@ -74,7 +74,7 @@ def without(
     memory["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
-def least_seconds(parameters: float, sharing: Values, host: HostShare, size: float) -> Values:
+def host_update_bound_s(parameters: float, sharing: Values, host: HostShare, size: float) -> Values:
     """Returns a lower bound on the seconds that offload adds to a step: the update of a rank's mean share.
 
     Args:
@@ -86,7 +86,7 @@ def least_seconds(parameters: float, sharing: Values, host: HostShare, size: flo
     return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
 
 
-def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
+def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
     """Returns seconds of the update in host memory and of exposed copies, (N, P) each; 0 without offload.
 
     Args:
@@ -99,7 +99,7 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
     mode, zero, microbatches = layouts.offload[:, None], layouts.zero[:, None], layouts.microbatches[:, None]
     pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
     is_pipelined = layouts.pp[:, None] > 1
-    accumulates = added(layouts)[:, None]
+    accumulates = accumulates_on_host(layouts)[:, None]
     update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
     # To the host: backward hides the copy of a gradient shard, unless it is accumulated there.
     hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
@@ -115,7 +115,7 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
 
 
-def added(layouts: LayoutBatch) -> Array:
+def accumulates_on_host(layouts: LayoutBatch) -> Array:
     """Returns the layouts that accumulate gradients in host memory, for which the host waits, (N,) bool."""
     accumulates = (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
     return np.asarray((layouts.offload == PARAMETERS) & accumulates)

@@ -34,14 +34,14 @@ class _IdentityKey:
         return isinstance(other, _IdentityKey) and other.shape is self.shape
 
 
-def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def block_kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (kind of each block, index of the first block of each kind); equal blocks are one kind."""
     return _kinds(_IdentityKey(shape))
 
 
 @lru_cache(maxsize=8)
 def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns `kinds`, cached: a search calls it hundreds of times."""
+    """Returns `block_kinds`, cached: a search calls it hundreds of times."""
     shape = key.shape
     kind_by_identity: dict[int, int] = {}
     kind_by_block: dict[object, int] = {}
@@ -55,7 +55,7 @@ def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(kinds_of_blocks), tuple(kinds_of_blocks.index(kind) for kind in range(len(kind_by_block)))
 
 
-def divide(
+def divide_blocks(
     shape: ModelShape, stages: int, rule: str, split: Sequence[float] | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Returns (start, stop) of the blocks of each stage.
@@ -148,7 +148,7 @@ class StageCut:
     """Rank of the last stage."""
 
 
-def cut(
+def cut_stages(
     shape: ModelShape,
     ranks: int,
     stages_per_rank: int,
@@ -169,13 +169,13 @@ def cut(
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    kinds_of_blocks, kind_blocks = kinds(shape)
+    kinds_of_blocks, kind_blocks = block_kinds(shape)
     if rule == "balanced" and not split and ranks * stages_per_rank > 1:
         end_parameters = shape.vocab * shape.width + shape.other_parameters
         costs = tuple(block.parameters for block in shape.blocks)
         return _balanced_cut(costs, end_parameters, kinds_of_blocks, len(kind_blocks), ranks, owners)
     return _count_layers(
-        divide(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
+        divide_blocks(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
     )
 
 
@@ -188,7 +188,7 @@ def _balanced_cut(
     ranks: int,
     owners: tuple[int, ...],
 ) -> StageCut:
-    """Returns `cut` of the balanced rule, cached: a search repeats the same cuts."""
+    """Returns `cut_stages` of the balanced rule, cached: a search repeats the same cuts."""
     return _count_layers(_balanced(costs, end_parameters, len(owners)), kinds_of_blocks, kind_count, ranks, owners)
 
 
