@@ -89,7 +89,7 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
     layouts = [Layout.parse(text) for text in texts]
     for layout in layouts:
-        if layout.compress or layout.compress_weights != "none":
+        if layout.is_lossy:
             raise ConfigError(
                 f"--layout {layout}: a job is proven to 1e-9, and rounded numbers on the wire are another training; "
                 "leave compress and compress_weights out of --layout, and prove the rounding itself by meshwright "
