@@ -117,6 +117,7 @@ def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]
         if tp > space.domain or (tp > 1 and space.given("tp") is None and heads and heads % tp):
             continue
         for cp in _allowed_degrees("cp", all_sizes, space):
+            # `attention=gather` balances causal attention by two chunks of tokens a rank, an early and a late one.
             chunks = tp * cp * (2 if cp > 1 else 1)
             if (tp * cp > 1 and job.sequence % chunks) or space.devices % (tp * cp):
                 continue

@@ -31,6 +31,7 @@ def step_seconds(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microba
         microbatches: (N,).
         sums: of the layouts.
     """
+    # A formula prices thousands of layouts at once; a simulation prices one size.
     if spec.step_s is not None:
         return np.asarray(spec.step_s(ranks, stages_per_rank, microbatches, sums))
     idle_share = _for_each_size(

@@ -33,6 +33,7 @@ def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
         return cost
     size = model.tokens * shape.width * element
     all_reduce_s = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp)
+    # Each rank of tp looks up its rows of the vocabulary; the sum over ranks is the embedding.
     reduce_scatter_s = model.groups.seconds(traffic.reduce_scatter_s, size, model.groups.tp)
     tp_s = reduce_scatter_s * (model.layouts.sequence > 0) + all_reduce_s * (model.layouts.sequence == 0)
     forward_s = move_s(2 * size, model.machine.device)

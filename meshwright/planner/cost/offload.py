@@ -60,6 +60,7 @@ def move_state_to_host(
         size: bytes of a master weight.
     """
     mode, gathered = layouts.offload[:, None], np.minimum(units, total)
+    # What a rank's device still holds under `parameters`: gathered units, shards that arrive, gradients that leave.
     is_optimizer, is_parameters = mode == OPTIMIZER, mode == PARAMETERS
     is_pipelined, accumulates = (layouts.pp > 1)[:, None], (layouts.microbatches > 1)[:, None]
     full_gradients = states.keeps_full_gradients(layouts.zero[:, None], accumulates, is_pipelined)
@@ -110,6 +111,7 @@ def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> t
     forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
     backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
     up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
+    # `optimizer` copies gradients down and masters up once a step, with nothing left to hide them.
     copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
     offloads = mode > 0
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)

@@ -52,6 +52,7 @@ def _distinct_cuts(model: PricedModel) -> tuple[list[StageCut], Array]:
         cut_index = np.array([index_by_key.setdefault(key, len(index_by_key)) for key in split_keys])
         stages_specs_splits = [(*stages_and_specs[index], split) for index, split in index_by_key]
     rule = model.engine.split
+    # A layout's own split of its layers goes before the framework's rule.
     return [
         cut_stages(model.job.shape, ranks, stages, _stage_owners(spec, ranks, stages), rule, split)
         for stages, spec, split in stages_specs_splits
@@ -138,6 +139,7 @@ class RankTimes(LayerSums):
     def pipeline_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
         makespan_s = makespan(self.layouts, self.forward, self.backward, self.weight)
+        # In the steady phase every rank waits for the slowest: its work fills the step, the remainder is bubble.
         parts = self.busy_parts(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(makespan_s - sum(parts.values()), 0.0)
         return parts
@@ -230,6 +232,7 @@ class RankTimes(LayerSums):
         zero, total, owned = layouts.zero[:, None], dense + experts, self.owned_parameters(dense, experts)
         gathers_once, accumulates = states.gathers_once(layouts.pp)[:, None], (layouts.microbatches > 1)[:, None]
         gathered = np.where(gathers_once | (zero < 3), total, np.minimum(gathered_at_once, total))
+        # Without mixed precision the weights that compute are the masters.
         is_mixed = compute_bytes(self.job.precision) == 2
         memory = state_bytes(
             states,
@@ -252,6 +255,7 @@ class RankTimes(LayerSums):
         late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.in_flight)
         activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + late_bytes + working[:, None]
         measured = self.job.activations
+        # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
         if measured is None:
             return np.asarray(activations)
         return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])

@@ -124,6 +124,7 @@ def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int
     layers = len(costs)
     if stages > layers:
         raise PlanError(f"{stages} stages of {layers} layers: each stage needs a layer; nearest that works: {layers}")
+    # The head runs with the last layer, on the last stage.
     bounds, _ = _cached_cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
     return tuple(pairwise(bounds[0].tolist()))
 
@@ -201,6 +202,7 @@ def _count_layers(
 ) -> StageCut:
     """The layers of each of ``kind_count`` kinds on each rank; the counts are read-only, as they are cached."""
     sizes = [stop - start for start, stop in bounds]
+    # One number for each (kind, rank) pair, so that one bincount counts all pairs.
     kind_and_rank = np.repeat(np.array(owners), sizes) + np.array(kinds_of_blocks[: sum(sizes)]) * ranks
     counts = np.bincount(kind_and_rank, minlength=kind_count * ranks).astype(float).reshape(kind_count, ranks)
     counts.flags.writeable = False

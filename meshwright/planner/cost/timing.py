@@ -24,6 +24,7 @@ def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Arra
         backward: of each rank on one micro-batch; (N, P).
         weight: weight gradients of a backward, which no other rank waits for; (N, P).
     """
+    # Which rank is slow matters, not in which pass: the formulas know sums of forward and backward alone.
     both_passes = forward + backward
     sums = PassSums(slowest_rank=both_passes.max(axis=1), all_ranks=both_passes.sum(axis=1), weight=weight.max(axis=1))
     ranks, seconds = both_passes.shape[1], np.empty(layouts.count)

@@ -53,6 +53,7 @@ class UnequalRankTimes:
 
     def _pipeline_s(self) -> Array:
         """Returns seconds of all micro-batches, (N,): the makespan, and no less than the busiest stage computes."""
+        # The closed form of 1F1B is exact for unequal stages, others' may fall short of the busiest one.
         weight = self._by_stage([times.weight for times in self._by_kind])
         busiest_s = self.layouts.microbatches * (self.forward + self.backward).max(axis=1)
         return np.maximum(makespan(self.layouts, self.forward, self.backward, weight), busiest_s)
