@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from meshwright.monitor.config import MonitorConfig as MonitorConfig
     from meshwright.spec.layout import Layout as Layout
     from meshwright.spec.plan import Plan as Plan
+    from meshwright.strategy import DynamicTaskScheduler as DynamicTaskScheduler
     from meshwright.strategy import HybridParallelStrategy as HybridParallelStrategy
     from meshwright.strategy import PipelineEngine as PipelineEngine
     from meshwright.strategy import PipelineStrategy as PipelineStrategy
@@ -138,6 +139,7 @@ _MODULES = {
     "MonitorConfig": "meshwright.monitor.config",
     "Layout": "meshwright.spec.layout",
     "Plan": "meshwright.spec.plan",
+    "DynamicTaskScheduler": "meshwright.strategy",
     "HybridParallelStrategy": "meshwright.strategy",
     "PipelineEngine": "meshwright.strategy",
     "PipelineStrategy": "meshwright.strategy",

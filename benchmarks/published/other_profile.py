@@ -77,13 +77,13 @@ class OtherActivations(ActivationModel):
         gathered_bytes = self.gathered * elements * _gathers_sequence(layouts)
         return gathered_bytes + self.fresh_gradient * largest_product / layouts.tp
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Values:
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, in_flight: Array) -> Values:
         """Returns bytes of gathered inputs that are freed late when another micro-batch follows."""
         gather_bytes = np.where(layouts.pp > 1, self.kept_gather_piped, self.kept_gather)
-        another_follows = layouts.microbatches[:, None] > held
-        another_follows &= (layouts.pp[:, None] == 1) | (held > 2)
+        another_follows = layouts.microbatches[:, None] > in_flight
+        another_follows &= (layouts.pp[:, None] == 1) | (in_flight > 2)
         freed_late = elements * _gathers_sequence(layouts) * gather_bytes
-        return freed_late[:, None] * layers * np.where(another_follows, held, 0.0)
+        return freed_late[:, None] * layers * np.where(another_follows, in_flight, 0.0)
 
 
 def _gathers_sequence(layouts: LayoutBatch) -> Array:

@@ -13,7 +13,7 @@ from benchmarks.published.rows import UNREADABLE, Case
 from benchmarks.published.unequal import unequal_costs
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.layout_batch import LayoutBatch
-from meshwright.planner.cost.price import Holds, price_many
+from meshwright.planner.cost.price import FeasibilityRule, price_many
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +120,7 @@ def _degrees(cases: Sequence[Case]) -> LayoutBatch:
     return LayoutBatch.of(columns, [case.split for case in cases])
 
 
-def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]:
+def _bunch(cases: Sequence[Case], holds: FeasibilityRule | None = None) -> list[Predicted]:
     job, machine, engine = cases[0].job, cases[0].machine, cases[0].engine
     prices = price_many(job, _degrees(cases), machine, engine, holds)
     kinds = {
@@ -135,7 +135,7 @@ def _bunch(cases: Sequence[Case], holds: Holds | None = None) -> list[Predicted]
             step_s=float(prices.step_s[at]),
             memory_bytes=float(kinds.get(case.memory_kind or "reserved", prices.reserved)[at]),
             peak_bytes=float(prices.peak[at]),
-            parts=prices.take(at),
+            parts=prices.parts_of(at),
         )
         for at, case in enumerate(cases)
     ]

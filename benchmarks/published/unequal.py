@@ -17,7 +17,7 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
-from meshwright.planner.device_kinds import Kind, kinds_of, places_of
+from meshwright.planner.device_kinds import Kind, kinds_of, kinds_of_runs
 
 BETWEEN = re.compile(r"\s*(?:[+;&|,/]|\band\b)\s*")
 """What stands between the names of kinds."""
@@ -95,7 +95,7 @@ def unequal_costs(
     degrees = LayoutBatch.of({name: [value] for name, value in columns.items()} | {"rows": [job.rows]}, [split])
     prices = [price_many(job, degrees, machine, engine) for _, machine, _ in kinds]
     pp = int(degrees.pp[0])
-    places = places_of(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
+    places = kinds_of_runs(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
     fits = places is not None and len(places) == pp and float(degrees.stages[0]) == 1
     slowest = max(float(one.step_s[0]) for one in prices)
     seconds = slowest

@@ -125,7 +125,7 @@ def _answer(connection: Connection, snapshots_by_key: dict[Key, Snapshot], gate:
                 connection.send(_ANSWER.pack(size, snapshot.size))
                 connection.send_parcel(memoryview(snapshot.read(offset, size)))
         except WireError as error:
-            gate.tell(connection.address, str(error))
+            gate.report_refusal(connection.address, str(error))
         except OSError:
             return
 

@@ -63,6 +63,7 @@ def read_config(kind: type[C], args: Sequence[str], verb: str) -> C:
     """
     expanded = [_expand_short_flag(arg) for arg in args]
     base = kind()
+    # Only the first word can be a recipe: later ones may be values of flags.
     if expanded and not expanded[0].startswith("-"):
         base = kind.from_dict(read_toml(Path(expanded.pop(0))), base=base)
     return _parse_with_tyro(kind, expanded, verb, base)
@@ -123,7 +124,7 @@ def _unframe_message(box: str) -> str:
     return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
 
 
-def answer(text: str) -> None:
+def print_result(text: str) -> None:
     """Prints a result on standard output."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()

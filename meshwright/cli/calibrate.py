@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import meshwright
-from meshwright.cli.arguments import answer, read_config, take_flag
+from meshwright.cli.arguments import print_result, read_config, take_flag
 from meshwright.cli.calibrate_output import calibration_lines
 from meshwright.cli.nodes import take_nodes
 from meshwright.jobs.progress import silently, to_stderr
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
     if result is None:  # a rank of torchrun other than the first
         return 0
     if as_json:
-        answer(json.dumps(result.to_json(), indent=2))
+        print_result(json.dumps(result.to_json(), indent=2))
     else:
         to_stderr("\n".join([*calibration_lines(result.calibration, result.path), *result.shortfalls]))
     return 0

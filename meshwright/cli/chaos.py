@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.cli.arguments import answer, take_flag, take_value
+from meshwright.cli.arguments import print_result, take_flag, take_value
 from meshwright.errors import ConfigError
 from meshwright.events import Event
 from meshwright.jobs.progress import to_stderr as say
@@ -45,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     args = list(argv)
     kinds = "\n".join(f"  --{kind:<5} rank=N       {effect}" for kind, effect in KINDS.items())
     if not args or args[0] in ("-h", "--help"):
-        answer(USAGE.format(kinds=kinds).rstrip())
+        print_result(USAGE.format(kinds=kinds).rstrip())
         return 0
     run_dir, as_json = Path(args.pop(0)), take_flag(args, "--json")
     wait_s = _parse_wait(take_value(args, "--wait") or "600")
@@ -61,6 +61,7 @@ def run(argv: Sequence[str]) -> int:
         f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?",
     )
     say("it happened")
+    # A gradient that isn't finite ends no rank: its step is repeated, skipped, or the run rewound (`recovery.on_sick`).
     recovered_kinds = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
     # A slow step, a bit that may matter to nobody, and a process beside the ranks start no ranks again.
     if fault.kind in ("slow", "flip") or fault.rank < 0:
@@ -78,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
         data = {key: value for key, value in event.items() if key not in ("kind", "rank", "pid", "host", "time")}
         say(event_line(Event(kind=event["kind"], rank=0, data=data)) or event["kind"])
     if as_json:
-        answer(json.dumps(story_events()))
+        print_result(json.dumps(story_events()))
     return 0
 
 
@@ -115,6 +116,7 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
         raise ConfigError(f"rank={fault.rank}: the run has ranks 0 to {last_rank}")
     now = max(stamp.step for stamp in stamps)
     if fault.step == 0:
+        # The next step may begin before its ranks have read the request.
         fault = replace(fault, step=now + 2)
     if fault.step <= now:
         raise ConfigError(f"step={fault.step} is over: the run is at step {now}; name a later one")

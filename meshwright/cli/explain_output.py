@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from meshwright.cli.inspect_output import runs
+from meshwright.cli.inspect_output import abbreviate_names
 
 WIDTH = 118
 """Characters of a line."""
@@ -17,7 +17,7 @@ def explanation_lines(result: Mapping[str, Any]) -> Iterator[str]:
     for explanation in result["explanations"]:
         yield f"{explanation['module']} ({explanation['type']}), read off {explanation['read_off']}"
         if len(explanation["alike"]) > 1:
-            yield f"layers of one kind share the evidence: {runs(explanation['alike'])}"
+            yield f"layers of one kind share the evidence: {abbreviate_names(explanation['alike'])}"
         yield ""
         yield f"weights under tp={explanation['degree']}"
         for weight in explanation["weights"]:
@@ -72,6 +72,7 @@ def _cut_lines(cut: Mapping[str, Any]) -> Iterator[str]:
 
 def _wrapped(text: str, indent: str = "      ") -> list[str]:
     """Returns a sentence as lines of the width."""
+    # Names of modules stay in one piece, so that they can be copied and searched for.
     return textwrap.wrap(
         text,
         WIDTH,

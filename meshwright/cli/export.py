@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import meshwright
-from meshwright.cli.arguments import answer, read_positional, take_flag
+from meshwright.cli.arguments import print_result, read_positional, take_flag
 from meshwright.config import Config
 from meshwright.jobs.progress import to_stderr
 
@@ -31,5 +31,5 @@ def run(argv: Sequence[str]) -> int:
     result = meshwright.export(source, config.to, dtype=config.dtype, trust=trust)
     to_stderr(f"exported step {result.step} of {result.run} to {result.to}")
     if as_json:
-        answer(json.dumps(result.to_json()))
+        print_result(json.dumps(result.to_json()))
     return 0

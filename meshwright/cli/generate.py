@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import meshwright
-from meshwright.cli.arguments import answer, read_positional, take_flag
+from meshwright.cli.arguments import print_result, read_positional, take_flag
 from meshwright.config import Config
 
 
@@ -41,5 +41,5 @@ def run(argv: Sequence[str]) -> int:
         seed=config.seed,
         trust=trust,
     )
-    answer(json.dumps(result.to_json()) if as_json else result.prompt + result.text)
+    print_result(json.dumps(result.to_json()) if as_json else result.prompt + result.text)
     return 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import meshwright
-from meshwright.cli.arguments import answer, read_config, take_flag
+from meshwright.cli.arguments import print_result, read_config, take_flag
 from meshwright.cli.explain_output import explanation_lines
 from meshwright.cli.inspect_output import inspection_lines, stack_lines
 from meshwright.errors import ConfigError
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(InspectConfig, args, "inspect")
     result = meshwright.inspect(config).to_json()
     if as_json:
-        answer(json.dumps(result, indent=2))
+        print_result(json.dumps(result, indent=2))
     else:
         lines = explanation_lines if config.explain else stack_lines if config.stack else inspection_lines
         to_stderr("\n".join(lines(result)))

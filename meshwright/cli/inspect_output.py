@@ -43,7 +43,7 @@ def _structure_lines(structure: JsonObject, shape: JsonObject) -> Iterator[str]:
         yield _row("positions", f"{structure['position_embedding']} ({structure['positions']} learned)")
     for kind in structure["layers"]:
         each = f"{format_count(kind['parameters'])} parameters each"
-        yield _row("layers", f"{len(kind['layers'])} x {kind['type']}: {runs(kind['layers'])}, {each}")
+        yield _row("layers", f"{len(kind['layers'])} x {kind['type']}: {abbreviate_names(kind['layers'])}, {each}")
     if shape["heads"]:
         yield _row("heads", f"{shape['heads']} of {shape['head_size']}")
     for role in ("final_norm", "head"):
@@ -56,7 +56,7 @@ def _structure_lines(structure: JsonObject, shape: JsonObject) -> Iterator[str]:
 
 def _expert_lines(experts: Sequence[JsonObject], shape: JsonObject) -> Iterator[str]:
     if experts:
-        names = runs([rows["module"] for rows in experts])
+        names = abbreviate_names([rows["module"] for rows in experts])
         counts = ", ".join(str(count) for count in sorted({rows["experts"] for rows in experts}))
         active = f", {shape['active_experts']} a token" if shape["active_experts"] else ""
         yield _row("experts", f"{counts} in each of {len(experts)} modules{active}: {names}; ep can spread them")
@@ -71,7 +71,7 @@ def _sharding_lines(sharding: JsonObject) -> Iterator[str]:
     yield _row("vocabulary", ", ".join(sharding["vocabulary"]) or "stays whole")
     yield from (_row("whole", f"{name or 'all'}: {reason}") for name, reason in sharding["whole"].items())
     for kind in sharding["kinds"]:
-        yield f"  {runs(kind['layers'])}"
+        yield f"  {abbreviate_names(kind['layers'])}"
         for group in kind["groups"]:
             unit_name = "heads" if group["heads"] else "channels"
             columns = " + ".join(group["column_linears"]) or "experts"
@@ -100,6 +100,7 @@ def _pipeline_lines(pipeline: JsonObject) -> Iterator[str]:
 def _layout_lines(layout: JsonObject) -> Iterator[str]:
     yield ""
     yield f"{layout['layout']}: bytes of state of a rank, of {layout['ranks']}"
+    # Ranks with equal bytes share a line: a mesh of thousands has a handful of kinds.
     rows = Counter(tuple(position["memory"].items()) for position in layout["positions"])
     yield f"  {'place':<24}" + "".join(f"{category:>13}" for category in (*layout["fullest"]["memory"], "together"))
     for memory in rows:
@@ -127,9 +128,10 @@ def _position_label(positions: Sequence[Mapping[str, int]]) -> str:
     return ", ".join(axis_ranges)
 
 
-def runs(names: Sequence[str]) -> str:
+def abbreviate_names(names: Sequence[str]) -> str:
     """Returns ``h.0-11`` for numbered names, and ``h.0-2, h.5`` where numbers are left out."""
     number_runs: list[list[Any]] = []
+    # A run is ((text before, text after the number), first number, last number); names come in the model's order.
     for name in names:
         head, number, tail = _split_at_number(name)
         last_number = number_runs[-1] if number_runs else None
@@ -137,18 +139,10 @@ def runs(names: Sequence[str]) -> str:
             last_number[2] = number
         else:
             number_runs.append([(head, tail), number, number])
-    texts = [
-        head
-        + (
-            ""
-            if first_number is None
-            else str(first_number)
-            if first_number == last_number
-            else f"{first_number}-{last_number}"
-        )
-        + tail
-        for (head, tail), first_number, last_number in number_runs
-    ]
+    texts = []
+    for (head, tail), first_number, last_number in number_runs:
+        numbers = dict.fromkeys(number for number in (first_number, last_number) if number is not None)
+        texts.append(f"{head}{'-'.join(map(str, numbers))}{tail}")
     return ", ".join(texts)
 
 

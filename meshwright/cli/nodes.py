@@ -16,6 +16,7 @@ def take_nodes(args: list[str]) -> NodeOptions | None:
         ConfigError: for numbers out of range, or a flag without the others.
     """
     flags = {name: take_value(args, f"--{name}") for name in ("nodes", "node", "meet", "slots", "key-file")}
+    # A flag of several nodes on a run of one would be ignored in silence.
     if flags["nodes"] is None:
         if stray_flags := [f"--{name}" for name, value in flags.items() if value is not None]:
             raise ConfigError(f"{', '.join(stray_flags)} without --nodes; say how many nodes there are")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 import meshwright
-from meshwright.cli.arguments import answer
+from meshwright.cli.arguments import print_result
 from meshwright.cli.main import load_file
 from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
 from meshwright.jobs.progress import to_stderr
@@ -42,7 +42,7 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
         page = load_file("plan_page").write_page(Path(config.html), question, choice, compared)
         to_stderr(f"page: {page}")
     if as_json:
-        answer(json.dumps(result.to_json(), indent=2))
+        print_result(json.dumps(result.to_json(), indent=2))
     else:
         show_plan(question, choice, compared)
     return 0
@@ -50,7 +50,7 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
 
 def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
     if as_json:
-        answer(json.dumps(result.to_json(), indent=2))
+        print_result(json.dumps(result.to_json(), indent=2))
     else:
         show_curve(result.question, list(result.points))
     return 0 if any(point.best for point in result.points) else 1
@@ -58,6 +58,7 @@ def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
 
 def _make_console() -> Console:
     console = Console(highlight=False)
+    # Rich assumes 80 columns for a file or a pipe, where nothing has to be folded.
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
 
 
@@ -71,8 +72,9 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
     )
     console.print(f"[bold green]{best.layout}[/bold green]\n  {reason(question, choice)}")
     console.print(
-        f"  considered {choice.considered} layouts in {format_seconds(choice.search_s)}: priced {choice.priced}, of "
-        f"which {choice.too_large} don't fit; a bound shows that the others can't be better"
+        f"  considered {choice.considered:,} layouts in {format_seconds(choice.search_s)}: "
+        f"{choice.considered - choice.priced:,} pruned by a lower bound, {choice.priced:,} priced, of which "
+        f"{choice.too_large:,} don't fit"
     )
     console.print(_ranking_table(question, choice))
     console.print(_step_table(best))
@@ -113,6 +115,7 @@ def _step_table(best: Candidate) -> Table:
     for name in ("part", "time", "share"):
         table.add_column(name, justify="left" if name == "part" else "right")
     for name, seconds in sorted(best.price.parts.items(), key=lambda item: -item[1]):
+        # What takes next to nothing would push what matters off the screen.
         if seconds > LEAST * best.price.step_s:
             table.add_row(NAMES[name], format_seconds(seconds), f"{seconds / best.price.step_s:.1%}")
     return table
@@ -128,6 +131,7 @@ def _memory_table(question: Question, best: Candidate) -> Table:
     for name in (*names, "all", "free", *(("in host memory",) if hosts else ())):
         table.add_column(name, justify="right")
     ranks_per_stage = question.cluster.devices // len(stages)
+    # Stages of equal bytes, to the megabyte, share a line: a hundred stages have a handful of kinds.
     for first_stage, last_stage in _equal_runs(
         [[round(value, -6) for value in stage.memory.values()] for stage in stages]
     ):

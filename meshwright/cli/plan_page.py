@@ -56,6 +56,7 @@ def write_page(path: Path, question: Question, choice: Choice, compared: dict[st
     ]
     sections.append(("Memory of a rank of each stage", [stacked_bars(bars, "bytes of a rank", format_bytes)]))
     simulated = timeline(job, best.layout, question.machine, question.runtime) if question.cluster.uniform else None
+    # Browsers crawl over larger drawings.
     if simulated is not None and len(simulated.timeline) <= MOST_SPANS:
         # The schedules draw themselves, and escape what they write.
         sections.append(("The pipeline of one step", [drawing(Markup(draw.svg(simulated, 1060)))]))

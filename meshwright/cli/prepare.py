@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import meshwright
-from meshwright.cli.arguments import answer, read_config, take_flag, take_value
+from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
 from meshwright.data.config import DataConfig
 
 
@@ -27,5 +27,5 @@ def run(argv: Sequence[str]) -> int:
         "train_tokens": len(token_set.train.tokens),
         "validation_tokens": len(token_set.validation.tokens),
     }
-    answer(json.dumps(summary, indent=2) if as_json else str(token_set.path))
+    print_result(json.dumps(summary, indent=2) if as_json else str(token_set.path))
     return 0

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 
 import meshwright
-from meshwright.cli.arguments import answer, read_config, take_flag, take_value
+from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
 from meshwright.errors import LaunchError
@@ -28,11 +28,12 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(RunConfig, args, "train")
     if dry_run:
         for line in host_commands(args, claim_directory(config), hostfile):
-            answer(line)
+            print_result(line)
         return 0
     if hostfile is not None:
         interrupts = InterruptCounter()
         try:
+            # The directory is named here: each host would otherwise choose one of its own.
             run_on_hosts(args, claim_directory(config), hostfile, interrupts)
         except LaunchError as error:
             if interrupts.terminated:
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
     if result.leads:
         show_result(result)
         if as_json:
-            answer(json.dumps(result.to_json(), indent=2))
+            print_result(json.dumps(result.to_json(), indent=2))
     if result.finished:
         return 0
     return PREEMPTED if result.terminated else 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import meshwright
-from meshwright.cli.arguments import answer, read_config, take_flag, take_value
+from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
 from meshwright.cli.verify_output import show, show_job, show_loop, show_outcome
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import to_stderr as say
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         else meshwright.verify(config, on_start=show_start, on_verdict=show_verdict)
     )
     if as_json:
-        answer(json.dumps(report.to_json(), indent=2))
+        print_result(json.dumps(report.to_json(), indent=2))
     else:
         show_outcome(report.passed, report.refused, len(report.verdicts))
     return STATUS[report.outcome]
@@ -84,7 +84,7 @@ def _run_loop(args: list[str]) -> int:
 
     if as_json:
         report = meshwright.verify_loop(config)
-        answer(json.dumps(report.to_json(), indent=2))
+        print_result(json.dumps(report.to_json(), indent=2))
     else:
         report = meshwright.verify_loop(config, on_start=show_start, on_verdict=show_verdict)
         show_outcome(report.passed, report.refused, len(report.verdicts))
@@ -94,7 +94,7 @@ def _run_loop(args: list[str]) -> int:
 def _run_job(args: list[str]) -> int:
     """Proves a run's directory or a recipe: ``verify RUN|RECIPE.toml``."""
     if "--help" in args or "-h" in args:
-        answer(JOB_USAGE)
+        print_result(JOB_USAGE)
         return 0
     as_json, full = take_flag(args, "--json"), take_flag(args, "--full")
     trust = take_flag(args, "--trust")
@@ -112,7 +112,7 @@ def _run_job(args: list[str]) -> int:
         on_verdict=None if as_json else show_job,
     )
     if as_json:
-        answer(json.dumps(report.to_json(), indent=2))
+        print_result(json.dumps(report.to_json(), indent=2))
     else:
         show_outcome(report.passed)
     return STATUS[report.outcome]

@@ -41,6 +41,7 @@ def _error_columns(verdict: Verdict) -> str:
     }
     columns = []
     for kind, error in errors.items():
+        # Float64 has one fixed tolerance: only other precisions have a bound for each kind.
         bound = verdict.bounds.get(kind)
         sign = "<=" if bound is not None and error <= bound else ">"
         columns.append(f"{kind} {error:.1e}" + ("" if bound is None else f"{sign}{bound:.1e}"))

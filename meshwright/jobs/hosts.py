@@ -8,7 +8,7 @@ from types import FrameType
 
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
-from meshwright.launch.signals import InterruptCounter, interrupts_to
+from meshwright.launch.signals import InterruptCounter, handle_interrupts
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 
@@ -42,7 +42,7 @@ def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str, interrup
             forwarded = True
             launcher.interrupt()
 
-    with interrupts_to(count_interrupt):
+    with handle_interrupts(count_interrupt):
         try:
             launcher.start(_host_argv(args, config))
             launcher.wait(watch=forward_interrupt)

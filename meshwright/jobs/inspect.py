@@ -234,7 +234,7 @@ def _price_layout(built: BuiltModel, layout: Layout, known_analysis: ModelAnalys
         "positions": [_position_json(position) for position in positions],
         "fullest": _position_json(fullest),
         "formula": dict(fullest.formula),
-        "zero_paper_bytes": paper_memory(layout, fullest.held.elements),
+        "zero_paper_bytes": paper_memory(layout, fullest.weights.elements),
     }
 
 

@@ -14,35 +14,35 @@ from meshwright.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nodes:
-    """This node's place among those of a run."""
+class ResolvedNode:
+    """What `NodeOptions` say, completed by what this machine has."""
 
     node: int
     """Its number, from 0."""
     nodes: int
-    """How many there are."""
+    """Number of nodes of the run."""
     slots: int
     """Ranks on this node."""
     ranks: int
-    """Ranks on all."""
+    """Ranks on all nodes."""
     address: str
-    """By which the others reach this one."""
+    """Address by which the other nodes reach this one."""
     port: int
-    """Where it listens; any free port for 0."""
+    """Port on which it listens; any free port for 0."""
     devices: Devices
-    """Of this node."""
+    """This node's devices, one rank each."""
     key_file: Path | None = None
     """Where this node has the run's key; None for the run directory's."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeOptions:
-    """Names this node's place: ``NodeOptions(nodes=2, node=1, meet="10.0.0.1:29500")``."""
+    """Identifies this node in a run over several: ``NodeOptions(nodes=2, node=1, meet="10.0.0.1:29500")``."""
 
     nodes: int
-    """How many nodes there are."""
+    """Number of nodes of the run."""
     node: int
-    """This one's number, from 0."""
+    """Number of this node, from 0."""
     slots: int | None = None
     """Ranks on this node; all of its devices when None."""
     meet: str
@@ -50,11 +50,11 @@ class NodeOptions:
     key_file: Path | None = None
     """Where this node has the run's key; None for the run directory's."""
 
-    def resolve(self, config: RunConfig) -> Nodes:
-        """Looks at this machine.
+    def resolve(self, config: RunConfig) -> ResolvedNode:
+        """Returns the options completed by this machine's devices and address.
 
         Raises:
-            ConfigError: when the words contradict the config.
+            ConfigError: when the options contradict the config.
             ClusterError: when more GPUs are asked for than there are.
         """
         if not config.run:
@@ -63,14 +63,15 @@ class NodeOptions:
             raise ConfigError("trials start ranks of their own, on one node; drop trials")
         if self.slots is None and config.devices is not None and config.devices % self.nodes:
             raise ConfigError(f"devices = {config.devices} on {self.nodes} nodes: give each node's --slots")
-        each = config.devices // self.nodes if config.devices is not None else None
-        devices = found_devices(self.slots or each)
+        devices_per_node = config.devices // self.nodes if config.devices is not None else None
+        devices = found_devices(self.slots or devices_per_node)
         host, _, port = self.meet.partition(":")
-        return Nodes(
+        return ResolvedNode(
             node=self.node,
             nodes=self.nodes,
             slots=devices.count,
             ranks=config.devices or devices.count * self.nodes,
+            # The other nodes' own addresses follow from the route to node 0.
             address=(host if self.node == 0 else address_to(host)) if host else LOOPBACK,
             port=int(port or 0) if self.node == 0 else 0,
             devices=devices,
@@ -78,10 +79,13 @@ class NodeOptions:
         )
 
     def group_launcher(self, slots: int) -> ForkLauncher:
-        """Returns what starts this node's ranks of a group over all nodes, each with as many; without a supervisor.
+        """Returns a launcher of this node's ranks of one process group over all nodes, without a supervisor.
+
+        Args:
+            slots: ranks on each node.
 
         Raises:
-            ConfigError: without a port to meet at, which nobody could tell the others.
+            ConfigError: when ``meet`` has no port: without a supervisor no node can announce a free one.
             LaunchError: when node 0 can't listen there, or there is no route to it.
             ClusterError: when more GPUs are asked for than there are.
         """
@@ -100,4 +104,4 @@ class NodeOptions:
             listener=listener,
             interface=interface_of(address),
         )
-        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", place=node_ranks)
+        return ForkLauncher(slots, devices=found_devices(slots), run_id="together", node_ranks=node_ranks)

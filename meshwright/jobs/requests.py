@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from meshwright.config import Config
 from meshwright.data.config import DataConfig
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, nearest
 from meshwright.models.config import ModelConfig
 from meshwright.schedules.file import PREFIX
 from meshwright.schedules.spec import find_schedule
@@ -76,6 +76,8 @@ class PlanConfig(Config):
     """Plan for layers that torch.compile made, as ``compile=true`` in a layout runs them."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; all that ask to be searched when none is named."""
+    allow: tuple[str, ...] = ()
+    """What the plan may do to the numbers of training: ``lossy`` lets it send gradients and weights rounded."""
     usable: float = 0.94
     """Share of a device's memory that may be filled."""
     layout: tuple[str, ...] = ()
@@ -95,6 +97,9 @@ class PlanConfig(Config):
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
         if self.lost < 0:
             raise ConfigError(f"lost = {self.lost}: a number of nodes is 0 or more")
+        for name in self.allow:
+            if name != "lossy":
+                raise ConfigError(f"allow: {name} is unknown{nearest(name, ('lossy',))}")
         if self.hostfile and not self.device:
             raise ConfigError("a hostfile says how many devices a node has, not which; give --device h100")
         if self.hostfile and self.cluster:

@@ -24,7 +24,7 @@ from meshwright.jobs.layouts import (
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
 from meshwright.jobs.model_reading import ReadModel, read_model
-from meshwright.jobs.nodes import NodeOptions, Nodes
+from meshwright.jobs.nodes import NodeOptions, ResolvedNode
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
@@ -39,9 +39,9 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.torchrun import TorchrunLauncher
 from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
-from meshwright.resilience.agent import Agent, Seat
-from meshwright.resilience.controller import Planning
+from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
+from meshwright.resilience.planning import Planning
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
@@ -60,7 +60,7 @@ from meshwright.units import format_bytes, format_count
 _WHOLE = "whole"
 """Title of the header's row of matrices that no rank splits."""
 
-Starter = ForkLauncher | TorchrunLauncher | Nodes
+Starter = ForkLauncher | TorchrunLauncher | ResolvedNode
 """The launcher of the ranks, or this node's place among several."""
 
 
@@ -161,7 +161,7 @@ def _make_job(
 
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
-    leads = launcher.node == 0 if isinstance(launcher, Nodes) else context is None or context.rank == 0
+    leads = launcher.node == 0 if isinstance(launcher, ResolvedNode) else context is None or context.rank == 0
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
@@ -181,15 +181,15 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
         job = _make_job(config, model, token_set, (plan, analysis), hooks)
         write_trials(run_dir, trial_results)
     # Config and plan are on disk before the proof, so the other nodes go on meanwhile.
-    _prepare_run_directory(job, leads, isinstance(launcher, Nodes), token_set, say)
+    _prepare_run_directory(job, leads, isinstance(launcher, ResolvedNode), token_set, say)
     if leads and config.train.prove:
-        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, Nodes), say=say)
-    if isinstance(launcher, Nodes):
+        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
+    if isinstance(launcher, ResolvedNode):
         outcome, leads = _run_node(config, model, job, launcher, machines, say)
     else:
         outcome = _run_ranks(config, model, job, launcher, machines, say)
     if not leads:
-        return follower_result(outcome, run_dir) if isinstance(launcher, Nodes) else None
+        return follower_result(outcome, run_dir) if isinstance(launcher, ResolvedNode) else None
     return conclude(config, run_dir, token_set, job.plan, outcome, machines)
 
 
@@ -244,12 +244,12 @@ def _run_ranks(
 
 
 def _run_node(
-    config: RunConfig, model: ReadModel, job: TrainJob, nodes: Nodes, machines: Machines, say: Say
+    config: RunConfig, model: ReadModel, job: TrainJob, nodes: ResolvedNode, machines: Machines, say: Say
 ) -> tuple[dict[str, Any], bool]:
     """Runs this node's ranks; returns the outcome, and whether this node was the leader at the end."""
     key = run_key(job.run_dir, nodes.key_file)
-    seat = Seat(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
-    agent = Agent(job, nodes.devices, seat, _make_planning(config, model, job, nodes.devices, machines, say))
+    endpoint = NodeEndpoint(node=nodes.node, nodes=nodes.nodes, address=nodes.address, port=nodes.port, key=key)
+    agent = Agent(job, nodes.devices, endpoint, _make_planning(config, model, job, nodes.devices, machines, say))
     outcome = agent.run()
     return outcome.to_json() | {"terminated": agent.terminated}, agent.leads
 
@@ -259,24 +259,24 @@ def _make_planning(
 ) -> Planning:
     """Returns how a run gets plans and jobs for other numbers of ranks."""
 
-    def plans(ranks: int) -> tuple[Plan, ModelAnalysis]:
+    def plan_for_ranks(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
-    def remake(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
+    def make_job(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
         if analysis is None:
             analysis = analyse_layout(config, model, plan.layout, devices)
         kept_rows = {title: text for title, text in job.header.items() if title != _WHOLE}
         header = kept_rows | _layout_header_rows(plan, analysis, devices.kind)
         return dataclasses.replace(job, plan=plan, analysis=analysis, header=header)
 
-    def announce(plan: Plan) -> None:
+    def announce_plan(plan: Plan) -> None:
         try:
             write_run(job.run_dir, config, plan)
         except OSError as error:
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
 
-    return Planning(plans=plans, remake=remake, announce=announce)
+    return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan)
 
 
 def _check_before_start(

@@ -16,7 +16,7 @@ from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.job import JobCase, JobVerdict, scaled_config
+from meshwright.proof.job import JobCase, JobVerdict, evaluation_rows, scaled_config
 from meshwright.proof.job import verify_job as prove_job
 from meshwright.proof.layouts import min_layers
 from meshwright.spec.layout import Layout
@@ -89,7 +89,7 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")
     layouts = [Layout.parse(text) for text in texts]
     for layout in layouts:
-        if layout.compress or layout.compress_weights != "none":
+        if layout.is_lossy:
             raise ConfigError(
                 f"--layout {layout}: a job is proven to 1e-9, and rounded numbers on the wire are another training; "
                 "leave compress and compress_weights out of --layout, and prove the rounding itself by meshwright "
@@ -135,7 +135,7 @@ def case_of(
         scaled,
         model=model,
         train=dataclasses.replace(scaled.train, batch=rows),
-        evaluation=dataclasses.replace(scaled.evaluation, rows=rows),
+        evaluation=dataclasses.replace(scaled.evaluation, rows=evaluation_rows(rows)),
         data=dataclasses.replace(scaled.data, sequence=tokens),
     )
 

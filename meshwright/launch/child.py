@@ -20,7 +20,7 @@ from meshwright.launch.host_memory import RANK_SCORE, keep_host_memory, prefer_f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Birth:
+class ForkSettings:
     """The launcher's settings for a forked rank, beside its `RankContext`."""
 
     pipe: int
@@ -37,25 +37,25 @@ class Birth:
     """Keep freed tensor memory in the process (CPU ranks only)."""
 
 
-def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: Birth) -> NoReturn:
+def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], settings: ForkSettings) -> NoReturn:
     """Runs the entry in the forked process and exits.
 
     Args:
         context: this rank's context.
         entry: the function to run.
         args: its arguments after the context.
-        birth: the launcher's settings.
+        settings: the launcher's settings.
     """
     status = 1
     try:
-        _detach_from_launcher(context, birth)
+        _detach_from_launcher(context, settings)
         # Before the entry allocates anything large.
-        if birth.keep_memory and context.device == "cpu":
+        if settings.keep_memory and context.device == "cpu":
             keep_host_memory()
-        _set_threads(birth.threads)
+        _set_threads(settings.threads)
         outcome, status = _outcome(context, entry, args)
         _flush()
-        _write_all(birth.pipe, outcome)
+        _write_all(settings.pipe, outcome)
     except BaseException:
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
@@ -63,11 +63,11 @@ def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], birth: B
         os._exit(status)
 
 
-def _detach_from_launcher(context: RankContext, birth: Birth) -> None:
+def _detach_from_launcher(context: RankContext, settings: ForkSettings) -> None:
     """Gives the rank its own process group and ties its life to the launcher's."""
     os.setpgid(0, 0)
     # After setpgid no terminal signal reaches the rank: the kernel ends it with its launcher.
-    die_with_parent(birth.parent)
+    die_with_parent(settings.parent)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles it for its ranks
     prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
@@ -76,8 +76,8 @@ def _detach_from_launcher(context: RankContext, birth: Birth) -> None:
     signal.set_wakeup_fd(-1)
     context.stop.install()
     # Unblocked last: until the handlers above stood, a signal would have run the launcher's.
-    signal.pthread_sigmask(signal.SIG_SETMASK, birth.mask)
-    for number in birth.close:
+    signal.pthread_sigmask(signal.SIG_SETMASK, settings.mask)
+    for number in settings.close:
         os.close(number)
     # A rank is in a background process group, where reading the terminal would stop it (SIGTTIN).
     null_fd = os.open(os.devnull, os.O_RDONLY)

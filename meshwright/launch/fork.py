@@ -23,13 +23,13 @@ from typing import Any
 from meshwright.errors import LaunchError
 from meshwright.forking import fork_obstacle, release_threads
 from meshwright.launch.addresses import open_store_socket
-from meshwright.launch.child import Birth, run_rank
+from meshwright.launch.child import ForkSettings, run_rank
 from meshwright.launch.config import LaunchConfig
 from meshwright.launch.contract import Entry, HostCommand, Launcher, NodeRanks, RankContext
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.failure import RankFailure, RankLabel, failure_error, first_failure
 from meshwright.launch.process import RankProcess
-from meshwright.launch.signals import STOP_SIGNAL, InterruptCounter, interrupts_to
+from meshwright.launch.signals import STOP_SIGNAL, InterruptCounter, handle_interrupts
 
 _POLL_S = 0.1
 _SETTLE_S = 0.3
@@ -55,7 +55,7 @@ class ForkLauncher(Launcher):
         generation: int = 0,
         disposable: bool = False,
         interrupts: InterruptCounter | None = None,
-        place: NodeRanks | None = None,
+        node_ranks: NodeRanks | None = None,
     ) -> None:
         """Checks that the devices suffice for the ranks.
 
@@ -68,7 +68,7 @@ class ForkLauncher(Launcher):
             generation: of these ranks.
             disposable: kill all ranks at once when one fails, because a supervisor starts others.
             interrupts: a supervisor's, which counts before `wait` too; a counter of each launch's own when None.
-            place: this node's ranks within the world, when other nodes have ranks too.
+            node_ranks: this node's ranks within the world, when other nodes have ranks too.
 
         Raises:
             ClusterError: when more GPU ranks are asked for than there are GPUs.
@@ -79,7 +79,7 @@ class ForkLauncher(Launcher):
         """Names a rank's coordinates for messages; may be set until `wait`."""
         self._config = config or LaunchConfig()
         self._run_id, self._generation = run_id or uuid.uuid4().hex[:12], generation
-        self._disposable, self._node_ranks = disposable, place
+        self._disposable, self._node_ranks = disposable, node_ranks
         self._ranks: list[RankProcess] = []
         self.failures: tuple[RankFailure, ...] = ()
         """The ranks' failures, the cause first; empty without any."""
@@ -117,7 +117,7 @@ class ForkLauncher(Launcher):
         try:
             self._forget_last_launch()
             # Installed before the first fork: a Ctrl-C in between would end this process and orphan its ranks.
-            with interrupts_to(self._interrupts.record):
+            with handle_interrupts(self._interrupts.record):
                 self._fork_ranks(entry, args)
                 return self.wait(timeout_s)
         finally:
@@ -205,7 +205,7 @@ class ForkLauncher(Launcher):
         descriptors: tuple[int, ...] = ()
         try:
             descriptors = read_fd, write_fd = os.pipe()
-            birth = Birth(
+            settings = ForkSettings(
                 pipe=write_fd,
                 close=(read_fd,) if listener is None or context.rank == 0 else (read_fd, listener.fileno()),
                 mask=frozenset(blocked),
@@ -218,7 +218,7 @@ class ForkLauncher(Launcher):
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
-                run_rank(context, entry, args, birth)
+                run_rank(context, entry, args, settings)
             os.set_blocking(read_fd, False)
             self._ranks.append(RankProcess(context.rank, pid, read_fd))
             descriptors = (write_fd,)
@@ -250,7 +250,7 @@ class ForkLauncher(Launcher):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            with interrupts_to(self._interrupts.record):
+            with handle_interrupts(self._interrupts.record):
                 while not self._all_finished():
                     self._poll(_POLL_S, wake)
                     self._enforce_limits(deadline, timeout_s)

@@ -44,7 +44,7 @@ class _CoalescedSignals:
 
 
 @contextmanager
-def interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def handle_interrupts(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Passes SIGINT, SIGTERM and SIGHUP (as SIGTERM) to a handler within a block; does nothing off the main thread.
 
     A SIGHUP that is ignored, as under nohup, stays ignored.

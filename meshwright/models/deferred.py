@@ -62,6 +62,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
     attributes = []
     for path, child in module.named_modules(remove_duplicate=False):
         attribute_tensors = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
+        # 0: parameters, 1: buffers, 2: plain attributes, which to_empty() doesn't move and named_buffers() doesn't list
         for tensor_kind, tensors in ((0, child._parameters), (1, child._buffers), (2, attribute_tensors)):
             for key, tensor in list(tensors.items()):
                 if tensor is None:
@@ -206,7 +207,7 @@ def _materialise_box(replay: Replay, ref: TensorRef, seed: int, box: Box) -> tor
     inner = math.prod(shape[cut_dim + 1 :])
     out = torch.empty([stop - start for start, stop in box], dtype=ref.dtype)
     # the box is one contiguous run
-    if cut_dim == 0 or not shape:
+    if cut_dim == 0 or not shape:  # also of a scalar, which is a run of one element
         start_0, stop_0 = box[0] if shape else (0, 1)
         out.view(-1).copy_(replay.run(ref, seed, start_0 * inner, stop_0 * inner))
         return out

@@ -104,8 +104,6 @@ def read_structure(module: nn.Module) -> ModelStructure:
 _TOKENS = ("input_ids", "tokens", "idx", "x", "input", "inputs")
 _TARGETS = ("targets", "target", "labels", "label", "y")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context", "block_size")
-
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 

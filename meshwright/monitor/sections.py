@@ -211,23 +211,30 @@ def traffic(run: RunFiles) -> list[Markup]:
     sums: dict[tuple[str, str], list[float]] = {}
     for step in warm:
         for total in step.get("comm") or ():
-            entry = sums.setdefault((str(total["axis"]), str(total["op"])), [0.0] * 4)
-            for index, name in enumerate(("calls", "bytes", "seconds", "exposed_s")):
+            entry = sums.setdefault((str(total["axis"]), str(total["op"])), [0.0] * 6)
+            for index, name in enumerate(("calls", "bytes", "seconds", "exposed_s", "raw_bytes", "rounding_error")):
                 entry[index] += total.get(name) or 0.0
     if not sums:
         return [note("One rank, or no traffic recorded: nothing was sent.", "none")] if run.steps else []
     table_rows, rows = [], []
     for (axis, op), values in sorted(sums.items()):
-        calls, size, seconds, exposed = (value / len(warm) for value in values)
+        calls, size, seconds, exposed, raw, error = (value / len(warm) for value in values)
         speed = f"{format_bytes(size / seconds)}/s" if seconds > 0 else ""
         times = (format_seconds(seconds), format_seconds(exposed))
-        table_rows.append((axis, op, f"{calls:.3g}", format_bytes(size), *times, speed))
+        rounded = (format_bytes(raw), f"{error:.1e}" if error else "") if raw > size or error else ("", "")
+        table_rows.append([axis, op, f"{calls:.3g}", format_bytes(size), *rounded, *times, speed])
         rows.append((f"{axis} {op}", {"stood still": exposed, "overlapped": max(0.0, seconds - exposed)}))
-    headings = ("axis", "operation", "calls", "bytes", "time", "stood still", "bandwidth")
+    headings = ["axis", "operation", "calls", "bytes", "exact bytes", "rounding", "time", "stood still", "bandwidth"]
+    is_rounded = any(row[4] for row in table_rows)
+    if not is_rounded:
+        # Two columns are of layouts that compress.
+        for row in (headings, *table_rows):
+            del row[4:6]
+    rounding_note = " Exact bytes are those without compression; rounding is relative to the sum." if is_rounded else ""
     return [
-        note("Per step, as rank 0 saw it. Bytes that it put on the wire."),
+        note(f"Per step, as rank 0 saw it. Bytes that it put on the wire.{rounding_note}"),
         stacked_bars(rows, "Seconds of a step", format_seconds),
-        table(headings, table_rows, range(2, 7)),
+        table(headings, table_rows, range(2, len(headings))),
     ]
 
 

@@ -131,6 +131,9 @@ def _comm_scalars(total: CommTotals) -> dict[str, float]:
         f"comm_s/{tag}": total.seconds,
         f"comm_exposed_s/{tag}": total.exposed_s,
     }
+    if total.rounding_error:
+        values[f"comm_rounding_error/{tag}"] = total.rounding_error
+        values[f"comm_raw_bytes/{tag}"] = float(total.raw_bytes)
     if total.seconds > 0:
         values[f"comm_bytes_per_s/{tag}"] = total.bytes / total.seconds
     return values

@@ -76,7 +76,7 @@ def locate_box(shape: Sequence[int], rows: int, tokens: Mapping[int, Indices], u
         units: what is here of the units that other ranks have too; None where nothing is split by units.
 
     Raises:
-        Unplaced: when shape and splits don't tell.
+        AmbiguousActivation: shape and splits don't determine it.
     """
     dims = _row_dims(shape, rows, tokens)
     positions, sizes = [np.arange(size) for size in dims], list(dims)

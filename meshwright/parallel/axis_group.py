@@ -254,7 +254,7 @@ class AxisGroup(DifferentiableCollectives):
         )
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor, of: str = "") -> PendingCollective:
-        """Starts a gather of every rank's ``part: (n,)`` into ``output: (size * n,)``, in rank order.
+        """Starts a gather of every rank's ``shard: (n,)`` into ``output: (size * n,)``, in rank order.
 
         ``shard`` may be this rank's own slice of ``output``.
         """
@@ -270,7 +270,7 @@ class AxisGroup(DifferentiableCollectives):
         return PendingCollective(works, lambda: _copy(chunks[self.index], shard), self, "all_gather", sent, of)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, of: str = "") -> PendingCollective:
-        """Starts a sum over the group whose part ``index`` of ``tensor: (size * n,)`` lands in ``output: (n,)``."""
+        """Starts a sum of ``tensor: (size * n,)`` over the group; this rank gets its run of it in ``output: (n,)``."""
         sent = output.nbytes * (self.size - 1)
         if self.size == 1:
             return PendingCollective([], lambda: _copy(output, tensor), self, "reduce_scatter", 0, of)

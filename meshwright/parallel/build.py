@@ -66,16 +66,16 @@ def apply_transforms(source: ModelSource, layout: Layout, mesh: Mesh | None) -> 
         This rank's stages and what the loss must know; no parameter has memory yet.
     """
     layers = [source.module.get_submodule(name) for name in source.layers]
-    work = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
+    context = TransformContext(source, layout, mesh, [StageModule(source.module, layers)])
     for transform in transforms():
         if transform.applies(layout, source):
-            transform.apply(work)
+            transform.apply(context)
     # A layer that is computed again draws the numbers of its first time, as a model's own checkpoints do.
-    snapshots = [work.dropout_rng.snapshot] if work.dropout_rng is not None else []
-    for stage in work.stages:
+    snapshots = [context.dropout_rng.snapshot] if context.dropout_rng is not None else []
+    for stage in context.stages:
         restore_first_run_in(stage.module, *snapshots)
-        work.progress_hooks.watch(stage.layers, stage.first_layer)
-    return work
+        context.progress_hooks.watch(stage.layers, stage.first_layer)
+    return context
 
 
 def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.device, clock: StepTimer) -> Program:
@@ -91,26 +91,26 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     Returns:
         The program, its weights materialised as this rank's parts.
     """
-    work = apply_transforms(source, layout, mesh)
+    context = apply_transforms(source, layout, mesh)
     master = torch.float64 if layout.precision == "float64" else torch.float32
     host = torch.device("cpu") if layout.offload == "parameters" else device
-    for stage in work.stages:
+    for stage in context.stages:
         materialise(stage.module, stage.local_shards, host, master, source.fill)
         source.fill_buffers(stage.module, device)
         if layout.precision == "float64":
             MovingBuffers([stage.module], source.moving).widen()
         finalise_fsdp_shards(stage.module)
         stage.module.train()
-    if work.make_program is not None:
-        program = work.make_program(work, clock)
+    if context.make_program is not None:
+        program = context.make_program(context, clock)
     else:
-        program = Program(work.stages, source.compute, work.view, mesh, clock)
+        program = Program(context.stages, source.compute, context.view, mesh, clock)
     if source.experts and not layout.compile:
-        program.expert_counts = ExpertMeter(work.stages, source.experts)
-    program.dropout_rng, program.rounding_key = work.dropout_rng, work.rounding_key
+        program.expert_counts = ExpertMeter(context.stages, source.experts)
+    program.dropout_rng, program.rounding_key = context.dropout_rng, context.rounding_key
     program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
-    program.moving_buffers = MovingBuffers([stage.module for stage in work.stages], source.moving)
-    program.progress_hooks = work.progress_hooks
+    program.moving_buffers = MovingBuffers([stage.module for stage in context.stages], source.moving)
+    program.progress_hooks = context.progress_hooks
     return program
 
 

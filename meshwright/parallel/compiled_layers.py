@@ -20,10 +20,10 @@ def check(layout: Layout, layers: int) -> None:
         raise PlanError("compile=true compiles layer by layer, but no repeated layers were found in the model")
 
 
-def _apply(work: TransformContext) -> None:
-    for axis_group in work.mesh.axis_groups.values() if work.mesh is not None else ():
+def _apply(context: TransformContext) -> None:
+    for axis_group in context.mesh.axis_groups.values() if context.mesh is not None else ():
         axis_group.hide_from_compiler()
-    for layer in (layer for stage in work.stages for layer in stage.layers):
+    for layer in (layer for stage in context.stages for layer in stage.layers):
         wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", _compiled)
 
 

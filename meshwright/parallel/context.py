@@ -279,16 +279,16 @@ def _slice_loose_parameters(
     wrap_forward(root, ForwardLayer.CONTEXT, "sees its units of loose parameters", sliced)
 
 
-def _apply(work: TransformContext) -> None:
+def _apply(context: TransformContext) -> None:
     """Makes the layers of this rank's stages compute its tokens; run after the tensor axis has split their units."""
-    layout, mesh, source = work.layout, work.required_mesh, work.source
+    layout, mesh, source = context.layout, context.required_mesh, context.source
     assert source.table is not None
     tensor = mesh.axis_groups[layout.axis(Mechanics.MATRICES)]
     tensor_index_and_degree, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1
     group = mesh.axis_groups[AXIS.name]
-    for stage in work.stages:
+    for stage in context.stages:
         wrap_model(stage.module, source.table, group, tensor_index_and_degree, source.attention, splits)
-    work.view.tokens = (group.index, group.size, source.attention == "gather")
+    context.view.tokens = (group.index, group.size, source.attention == "gather")
 
 
 TRANSFORM = Transform(layer=ForwardLayer.CONTEXT, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

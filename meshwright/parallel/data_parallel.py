@@ -25,10 +25,10 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import gradient_axes
 
 
-def _apply(work: TransformContext) -> None:
+def _apply(context: TransformContext) -> None:
     """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies."""
-    layout, mesh = work.layout, work.mesh
-    for stage in work.stages:
+    layout, mesh = context.layout, context.mesh
+    for stage in context.stages:
         if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             assert mesh is not None
             options = fsdp.ShardOptions(
@@ -41,7 +41,7 @@ def _apply(work: TransformContext) -> None:
             shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             copies = mesh.combined_group(gradient_axes(layout.state_axes))
             axis_groups = _groups_in_use(shard_group, copies)
-            expert_group = _expert_fsdp_group(stage, mesh, work.rounding_key)
+            expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
             stage.gradient_syncs.insert(
                 0,
                 fsdp.wrap(
@@ -51,7 +51,7 @@ def _apply(work: TransformContext) -> None:
                     options,
                     axis_groups,
                     expert_group,
-                    _compressors(shard_group, copies, mesh, work.rounding_key),
+                    _compressors(shard_group, copies, mesh, context.rounding_key),
                 ),
             )
         elif mesh is not None:
@@ -66,9 +66,9 @@ def _apply(work: TransformContext) -> None:
                 (expert_copies, [name for name in names if name in expert_names]),
             ):
                 if group_names and axis_group is not None and axis_group.size > 1:
-                    compressor = mesh.compressor(axis_group, work.rounding_key)
+                    compressor = mesh.compressor(axis_group, context.rounding_key)
                     stage.gradient_syncs.insert(
-                        0, LateGradientReducer(stage.module, group_names, axis_group, work.source.layers, compressor)
+                        0, LateGradientReducer(stage.module, group_names, axis_group, context.source.layers, compressor)
                     )
 
 

@@ -98,9 +98,11 @@ def local_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str
     return None if (unit_start, unit_stop) == (0, group.units) else Units(unit_start, unit_stop, group.units)
 
 
-def _apply(work: TransformContext) -> None:
-    source = work.source
-    work.dropout_rng = install(work.stages, source.layers, source.table, source.experts, work.mesh, source.attention)
+def _apply(context: TransformContext) -> None:
+    source = context.source
+    context.dropout_rng = install(
+        context.stages, source.layers, source.table, source.experts, context.mesh, source.attention
+    )
 
 
 TRANSFORM = Transform(layer=ForwardLayer.DROPOUT, applies=lambda _layout, source: source.random, apply=_apply)

@@ -39,7 +39,7 @@ class RngContext:
     key: str
     """Seed and step."""
     first_row: int
-    """Place of the micro-batch's first row in the global batch."""
+    """Index of the micro-batch's first row in the global batch."""
     rows: int
     """Rows of the micro-batch."""
     tokens: int
@@ -48,7 +48,7 @@ class RngContext:
     """Calls so far, by module."""
     owner: str = ":0"
     """The module that is being called, and which call it is."""
-    number: int = 0
+    draw_index: int = 0
     """Draws so far in this call."""
     units: Units | None = None
     """What is here of units that other ranks have too, between the matrices of a group."""
@@ -65,7 +65,7 @@ class DropoutRng:
 
     def __init__(self, split: TokenSplit) -> None:
         self._split = split
-        self.moment: RngContext | None = None
+        self.context: RngContext | None = None
         self._mode_is_on = False
         self._drawn: bool | None = None
         """Whether some forward drew a number; None before the first."""
@@ -76,16 +76,16 @@ class DropoutRng:
 
         Args:
             key: (seed, step).
-            first_row: place of the first row in the global batch.
+            first_row: index of the first row in the global batch.
             shape: of the micro-batch: (B, S) or (B, ...).
         """
         # False, no longer None: a forward ran, and drew nothing so far.
         self._drawn = self._drawn or False
-        self.moment = RngContext(f"{key[0]},{key[1]}", first_row, shape[0], shape[1] if len(shape) > 1 else 1)
+        self.context = RngContext(f"{key[0]},{key[1]}", first_row, shape[0], shape[1] if len(shape) > 1 else 1)
 
     def end_forward(self) -> None:
         """Ends the numbering; called after the forward, so that an evaluation draws from torch."""
-        self.moment = None
+        self.context = None
 
     def run(
         self,
@@ -128,7 +128,7 @@ class DropoutRng:
         def owning(plain: Forward) -> Forward:
             @functools.wraps(plain)
             def forward(*args: object, **kwargs: object) -> object:
-                return plain(*args, **kwargs) if self.moment is None else self._run_as_owner(name, plain, args, kwargs)
+                return plain(*args, **kwargs) if self.context is None else self._run_as_owner(name, plain, args, kwargs)
 
             return forward
 
@@ -138,12 +138,12 @@ class DropoutRng:
         """States what this rank has of the units, from the call of one module to the end of another."""
 
         def enter(*_: object) -> None:
-            if self.moment is not None:
-                self.moment.units = units
+            if self.context is not None:
+                self.context.units = units
 
         def leave(*_: object) -> None:
-            if self.moment is not None:
-                self.moment.units = None
+            if self.context is not None:
+                self.context.units = None
 
         first_module.register_forward_pre_hook(enter, prepend=True)
         last_module.register_forward_hook(leave)
@@ -154,13 +154,13 @@ class DropoutRng:
         def forbidding(plain: Forward) -> Forward:
             @functools.wraps(plain)
             def forward(*args: object, **kwargs: object) -> object:
-                if self.moment is None:
+                if self.context is None:
                     return plain(*args, **kwargs)
-                self.moment.unknown_rows_reason = reason
+                self.context.unknown_rows_reason = reason
                 try:
                     return plain(*args, **kwargs)
                 finally:
-                    self.moment.unknown_rows_reason = ""
+                    self.context.unknown_rows_reason = ""
 
             return forward
 
@@ -168,7 +168,7 @@ class DropoutRng:
 
     def snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns a context manager that restores the present position in the forward, for recompute."""
-        context, mode_is_on = self.moment, self._mode_is_on
+        context, mode_is_on = self.context, self._mode_is_on
         if context is None:
             return contextlib.nullcontext
         # A copy, since the forward goes on and counts further draws.
@@ -176,15 +176,15 @@ class DropoutRng:
 
         @contextlib.contextmanager
         def restore() -> Iterator[None]:
-            current = self.moment, self._mode_is_on
-            self.moment, self._mode_is_on = (
+            current = self.context, self._mode_is_on
+            self.context, self._mode_is_on = (
                 dataclasses.replace(context_copy, calls=dict(context_copy.calls)),
                 mode_is_on,
             )
             try:
                 yield
             finally:
-                self.moment, self._mode_is_on = current
+                self.context, self._mode_is_on = current
 
         return restore
 
@@ -212,7 +212,7 @@ class DropoutRng:
         context = self._drawing_context()
         rows, heads, queries = query.shape[:3]
         query_run: tuple[int, bool] | None = getattr(query, "query_run", None)
-        context.number -= bool(query_run and not query_run[1])  # the second run of the same draw
+        context.draw_index -= bool(query_run and not query_run[1])  # the second run of the same draw
         positions_by_count = self._split.positions(context.tokens)
         if rows != context.rows or (
             query_run is None and (queries not in positions_by_count or keys != context.tokens)
@@ -261,30 +261,30 @@ class DropoutRng:
         return box
 
     def _drawing_context(self) -> RngContext:
-        assert self.moment is not None
+        assert self.context is not None
         self._drawn = True
-        if self.moment.unknown_rows_reason:
-            raise self._placement_error(self.moment, (), self.moment.unknown_rows_reason)
-        return self.moment
+        if self.context.unknown_rows_reason:
+            raise self._placement_error(self.context, (), self.context.unknown_rows_reason)
+        return self.context
 
     def _draw_name(self, context: RngContext) -> str:
         # The name hashes to the draw's key; see `keyed_random`.
-        context.number += 1
-        return f"{context.key},{context.owner},{context.number - 1}"
+        context.draw_index += 1
+        return f"{context.key},{context.owner},{context.draw_index - 1}"
 
     def _run_as_owner(self, name: str, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-        context = self.moment
+        context = self.context
         assert context is not None
         # Draws are counted anew in each call of an owner, so that they don't depend on what else this rank computes.
-        outer = context.owner, context.number, context.units
+        outer = context.owner, context.draw_index, context.units
         call_index = context.calls.get(name, 0)
         context.calls[name] = call_index + 1
-        context.owner, context.number, context.units = f"{name}:{call_index}", 0, None
+        context.owner, context.draw_index, context.units = f"{name}:{call_index}", 0, None
         try:
             # One mode for nested owners: under two, a replaced draw would be replaced again.
             return plain(*args, **kwargs) if self._mode_is_on else self._run_under_mode(plain, args, kwargs)
         finally:
-            context.owner, context.number, context.units = outer
+            context.owner, context.draw_index, context.units = outer
 
     def _run_under_mode(self, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._mode_is_on = True

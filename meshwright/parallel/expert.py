@@ -53,7 +53,7 @@ def wrap(
         replicas: ranks whose tokens are equal (they send a share each); None where all tokens differ.
 
     Returns:
-        The place of each of its parameters, by dotted name in the model.
+        The shard of each of its parameters, by dotted name in the model.
     """
     start, stop = rows.span(axis_group.index, axis_group.size)
     shards = {}
@@ -78,17 +78,17 @@ def wrap(
     return shards
 
 
-def _apply(work: TransformContext) -> None:
+def _apply(context: TransformContext) -> None:
     """Spreads the experts of this rank's stages; run after the tensor axis has split what stays."""
-    layout, mesh = work.layout, work.required_mesh
-    check(work.source.experts, layout.degree(AXIS.name))
+    layout, mesh = context.layout, context.required_mesh
+    check(context.source.experts, layout.degree(AXIS.name))
     # Ranks that split matrices read the same tokens, unless these are split too: each sends a part of them.
     shares_tokens = layout.degree(Mechanics.MATRICES) > 1 and not layout.sequence
     replicas = mesh.group_with(Mechanics.MATRICES) if shares_tokens else None
     group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
-    for stage in work.stages:
+    for stage in context.stages:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
-        for rows in (rows for rows in work.source.experts if rows.module in modules_by_name):
+        for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
             experts = modules_by_name[rows.module]
             stage.local_shards |= wrap(experts, rows, group, copies, replicas)
             if layout.compile:

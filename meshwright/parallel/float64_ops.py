@@ -74,8 +74,8 @@ def _widen(item: Any) -> Any:
     return torch.float64 if isinstance(item, torch.dtype) and item in _NARROW else item
 
 
-def _apply(work: TransformContext) -> None:
-    for stage in work.stages:
+def _apply(context: TransformContext) -> None:
+    for stage in context.stages:
         apply([stage.module, *stage.layers])
 
 

@@ -89,11 +89,11 @@ class FsdpSync:
         module: nn.Module,
         options: ShardOptions,
         copies: Sequence[ReplicaAllReduce],
-        late: DeferredReductions,
+        deferred: DeferredReductions,
         on_cpu: bool,
     ) -> None:
         self._module, self._zero, self._replica_all_reduces = module, options.zero, copies
-        self._deferred, self._on_cpu = late, on_cpu
+        self._deferred, self._on_cpu = deferred, on_cpu
         self._no_accumulated_grad = False
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
@@ -137,13 +137,13 @@ class ReplicaAllReduce:
     def __init__(
         self,
         axis_group: AxisGroup,
-        late: DeferredReductions,
+        deferred: DeferredReductions,
         of: str = "",
         compressor: GradientCompressor | None = None,
         shards: Mapping[str, int] | None = None,
     ) -> None:
         self.is_last_microbatch = True
-        self._axis_group, self._deferred, self._unit_name = axis_group, late, of
+        self._axis_group, self._deferred, self._unit_name = axis_group, deferred, of
         self._compressor, self._shard_sizes = compressor, shards or {}
         self._accumulated: torch.Tensor | None = None
 

@@ -1,4 +1,4 @@
-"""Gives a layer the parts of its weights that an index of an axis holds, and the numbers that its code then needs."""
+"""Slices a layer's weights to the units of one index of an axis, and sets the sizes that its code reads to match."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find_replicated_runs(
 def make_local_shard(
     name: str, full_shape: torch.Size, split: ParameterSplit, spans: tuple[Span, ...], copies: int, axis: str
 ) -> LocalShard:
-    """Returns the place of a parameter of which ``spans`` of one dim are held."""
+    """Returns the shard of a parameter of which this rank holds ``spans`` of one dim."""
     spans_by_dim = tuple(spans if dim == split.dim else ((0, size),) for dim, size in enumerate(full_shape))
     return LocalShard(name=name, global_shape=tuple(full_shape), spans=spans_by_dim, copies=copies, axes=(axis,))
 

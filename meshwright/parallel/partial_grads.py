@@ -18,22 +18,26 @@ class PartialGradReducer:
 
     Args:
         module: holds the parameters; they may be DTensors, whose local shards are summed.
-        owed: what is owed, by their names in the module.
+        partial_grads: the gradients to sum, by their names in the module.
         axis_group: the axis.
         neighbours: groups over runs of neighbouring ranks, by their number.
     """
 
     def __init__(
-        self, module: nn.Module, owed: Sequence[PartialGrad], axis_group: AxisGroup, neighbours: Mapping[int, AxisGroup]
+        self,
+        module: nn.Module,
+        partial_grads: Sequence[PartialGrad],
+        axis_group: AxisGroup,
+        neighbours: Mapping[int, AxisGroup],
     ) -> None:
-        self._module, self._partial_grads = module, tuple(owed)
+        self._module, self._partial_grads = module, tuple(partial_grads)
         self._axis_group, self._neighbours = axis_group, neighbours
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Does nothing: gradients are summed after the last backward."""
 
     def finish(self) -> None:
-        """Sums what is owed, packed by group and type."""
+        """Sums the partial gradients, packed by group and type."""
         parameters_by_name = dict(self._module.named_parameters())
         buckets: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for partial in self._partial_grads:
@@ -61,11 +65,11 @@ class PartialGradReducer:
         """Does nothing: until the last micro-batch the gradients themselves hold the sums."""
 
 
-def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, owed: PartialGrad) -> list[torch.Tensor]:
+def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, partial: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
-    if not owed.runs:
+    if not partial.runs:
         return [grad] if grad.numel() else []
     # The runs count in tp's shard, of which FSDP2 may have left this rank some rows.
-    offset, size = local_rows(parameter) if owed.dim == 0 else (0, grad.shape[owed.dim])
-    local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in owed.runs]
-    return [grad.narrow(owed.dim, start, stop - start) for start, stop in local_runs if start < stop]
+    offset, size = local_rows(parameter) if partial.dim == 0 else (0, grad.shape[partial.dim])
+    local_runs = [(max(0, start - offset), min(size, stop - offset)) for start, stop in partial.runs]
+    return [grad.narrow(partial.dim, start, stop - start) for start, stop in local_runs if start < stop]

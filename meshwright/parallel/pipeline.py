@@ -261,14 +261,16 @@ def _disable_reshard(module: nn.Module) -> None:
         unit.set_reshard_after_forward(False, recurse=False)
 
 
-def _split(work: TransformContext) -> None:
+def _split(context: TransformContext) -> None:
     """Cuts the model into this rank's stages, which a schedule runs."""
-    work.stages = build_stages(work.source, work.layout, work.required_mesh)
-    work.make_program = _program
+    context.stages = build_stages(context.source, context.layout, context.required_mesh)
+    context.make_program = _program
 
 
-def _program(work: TransformContext, clock: StepTimer) -> PipelineProgram:
-    return PipelineProgram(work.stages, work.source.compute, work.view, work.required_mesh, clock, work.layout)
+def _program(context: TransformContext, clock: StepTimer) -> PipelineProgram:
+    return PipelineProgram(
+        context.stages, context.source.compute, context.view, context.required_mesh, clock, context.layout
+    )
 
 
 TRANSFORM = Transform(layer=ForwardLayer.STAGE, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_split, check=check)

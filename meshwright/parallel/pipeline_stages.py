@@ -37,12 +37,12 @@ class Division:
 
 @dataclass(slots=True)
 class PipelineStageModule(StageModule):
-    """A part that is a stage of a pipeline."""
+    """A stage of a pipeline, with the cut that makes it one."""
 
     cut: Stage | None = None
-    """The stage; its module and layers are the part's."""
+    """The stage itself, of the same module and layers."""
     division: Division | None = None
-    """The whole that it is a stage of."""
+    """How the model is divided, the same for all stages."""
 
 
 def check(layout: Layout, layers: int) -> None:

@@ -56,7 +56,7 @@ class Program:
         self.reader_shares: Sequence[int] = mesh.layout.reader_shares() if mesh is not None else (1,)
         """Share of each reader in the rows of every micro-batch, which dynamic balance changes between steps."""
         self.progress_hooks = LayerProgressHooks()
-        """Tells which layer runs, to whom sets its ``tell``."""
+        """Report which layer runs to their ``listener``."""
         self.dropout_rng: DropoutRng | None = None
         """Random numbers of forwards that may draw some."""
         self.rounding_key = RoundingKey()
@@ -74,7 +74,7 @@ class Program:
 
     @property
     def module(self) -> nn.Module:
-        """The first part's module."""
+        """The module of the first stage."""
         return self.stages[0].module
 
     @property

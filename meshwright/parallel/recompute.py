@@ -80,13 +80,13 @@ def check(layout: Layout, layers: int) -> None:
     layout.recompute.layers(layers)
 
 
-def _apply(work: TransformContext) -> None:
-    names, recompute = work.source.layers, work.layout.recompute
+def _apply(context: TransformContext) -> None:
+    names, recompute = context.source.layers, context.layout.recompute
     recomputed = {names[number] for number in recompute.layers(len(names))}
-    for stage in work.stages:
+    for stage in context.stages:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in recomputed]:
             if layer in stage.layers:
-                moving = MovingBuffers([layer], work.source.moving, name)
+                moving = MovingBuffers([layer], context.source.moving, name)
                 apply([layer], recompute, moving.with_saved_values if moving else None)
 
 

@@ -246,7 +246,7 @@ def chain(
         forward: (stage, what it received) to what it sends; in the last stage, to the loss.
 
     Returns:
-        For each part what it received and what it sent.
+        For each stage the kinds of the tensors that it received and of those that it sent.
     """
     tensor_kinds: list[tuple[Sequence[TensorKind], ...]] = []
     rank_of_stage, last_stage = pipeline_group.schedule.placement, pipeline_group.schedule.stages - 1

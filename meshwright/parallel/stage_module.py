@@ -67,14 +67,14 @@ class ExpertCounts(Protocol):
 
 @dataclass(slots=True)
 class StageModule:
-    """One stage of the model on this rank; without a pipeline axis the whole model is its only part."""
+    """One stage of the model on this rank; without a pipeline axis the only one is the whole model."""
 
     module: nn.Module
     """The stage; its names are those of the whole model."""
     layers: list[nn.Module]
     """Its repeated blocks, in order."""
     local_shards: dict[str, LocalShard] = field(default_factory=dict)
-    """Which part of the whole weight a parameter stands for, by name in the module; absent where it is whole."""
+    """The shard of the whole weight that a parameter stands for, by name in the module; absent where it is whole."""
     gradient_syncs: list[Sync] = field(default_factory=list)
     """What sums its gradients, in the order in which it finishes."""
     stage_index: int = 0

@@ -27,7 +27,7 @@ def split(
     """Splits stages over ``tp``.
 
     Args:
-        stages: this rank's stages; modules, places and sums are changed.
+        stages: this rank's stages; their modules, shards and gradient sums are changed.
         table: of the whole model.
         mesh: ranks and groups.
         expert_modules: names of modules that another axis splits: experts, where tokens travel to them.
@@ -47,8 +47,8 @@ def split(
         for name, shard in sharded.local_shards.items():
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
-        owed = [item for item in sharded.partial_grads if not item.name.startswith(expert_prefixes)]
-        stage.gradient_syncs.append(PartialGradReducer(stage.module, owed, axis_group, neighbours))
+        partial_grads = [item for item in sharded.partial_grads if not item.name.startswith(expert_prefixes)]
+        stage.gradient_syncs.append(PartialGradReducer(stage.module, partial_grads, axis_group, neighbours))
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))
@@ -115,11 +115,11 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
             )
 
 
-def _apply(work: TransformContext) -> None:
+def _apply(context: TransformContext) -> None:
     """Splits this rank's stages; experts that another axis spreads stay whole here."""
-    assert work.source.table is not None
-    spread = [rows.module for rows in work.source.experts] if work.layout.degree(Mechanics.EXPERTS) > 1 else []
-    work.view.vocab = split(work.stages, work.source.table, work.required_mesh, spread)
+    assert context.source.table is not None
+    spread = [rows.module for rows in context.source.experts] if context.layout.degree(Mechanics.EXPERTS) > 1 else []
+    context.view.vocab = split(context.stages, context.source.table, context.required_mesh, spread)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.TENSOR, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

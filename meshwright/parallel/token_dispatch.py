@@ -180,7 +180,7 @@ class Dispatch:
         return sent, received, torch.repeat_interleave(experts, incoming_counts.reshape(-1), output_size=sum(received))
 
     def _compute_experts(self, tokens: torch.Tensor, expert_of_token: torch.Tensor) -> torch.Tensor:
-        """Runs this rank's experts: ``tokens: (N, D)``, ``local: (N,)`` the expert of each, unweighted."""
+        """Runs this rank's experts: ``tokens: (N, D)``, ``expert_of_token: (N,)`` counted on this rank, unweighted."""
         if not len(tokens):
             return _ZeroGradWeights.apply(tokens, *(getattr(self._module, name) for name in self._rows.parameters))
         # By position: the kernel that takes the module's place may call its arguments otherwise.

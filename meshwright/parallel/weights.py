@@ -1,4 +1,4 @@
-"""Every weight as this rank holds it: its local part, that part's boxes in the whole, and its gradient."""
+"""Every weight as this rank holds it: its local shard, the boxes of that shard in the full weight, and its gradient."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Weight:
 
     @property
     def data_shards(self) -> int:
-        """Number of parts that a data axis cuts the place into."""
+        """Number of ranks over which a data axis shards this rank's local part."""
         if not isinstance(self.parameter, DTensor):
             return 1
         mesh = self.parameter.device_mesh

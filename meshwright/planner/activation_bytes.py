@@ -10,7 +10,7 @@ import dataclasses
 
 import numpy as np
 
-from meshwright.planner.cost.embedding_and_head import embedding, head
+from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
@@ -38,9 +38,9 @@ def count_activation_bytes(
     closed = np.zeros(len(layouts))
     for block in job.shape.blocks:
         if id(block) not in saved_by_block:
-            saved_by_block[id(block)] = np.broadcast_to(model.sizes(block).saved, len(layouts))
+            saved_by_block[id(block)] = np.broadcast_to(model.price_bytes(block).saved, len(layouts))
         closed = closed + saved_by_block[id(block)]
-    none, selective, full = (closed + embedding(model, False).saved + head(model, False).saved).tolist()
+    none, selective, full = (closed + price_embedding(model, False).saved + price_head(model, False).saved).tolist()
     outside_layers = work.rest.saved_bytes
     layer_counts = list(zip(work.counts, work.layers))
     return ActivationBytes(

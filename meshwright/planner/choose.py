@@ -248,7 +248,7 @@ def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
-    choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none")
+    choices = bool(layout.recompute) + (layout.stages > 1) + (layout.offload != "none") + layout.is_lossy
     return axes + choices, layout.zero, layout.microbatches
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
-from meshwright.planner.model_parts import ModelParts, Places
+from meshwright.planner.model_parts import ModelParts, WeightPlacement
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_blocks, shard_elements
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -152,7 +152,7 @@ class StateTraffic:
     def __init__(self, model: ModelParts, layout: Layout, rank: int) -> None:
         self._model, self._layout, self._rank = model, layout, rank
         self._weights_by_rank, self._groups, self._width = (
-            Places(model, layout),
+            WeightPlacement(model, layout),
             RankGroups(layout, rank),
             Bytes.of(layout),
         )
@@ -167,7 +167,7 @@ class StateTraffic:
         """Adds the collectives of a step."""
         layout = self._layout
         for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
-            stage = self._weights_by_rank.held_stage(names, self._tp_index, self._ep_index)
+            stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
             if self._sharded:
                 self._add_fsdp_units(collectives, stage, stage_index)
             elif layout.compress:

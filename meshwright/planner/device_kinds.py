@@ -26,7 +26,7 @@ def kinds_of(cluster: Cluster) -> list[Kind]:
     return runs
 
 
-def places_of(kinds: Sequence[Kind], size: int) -> list[int] | None:
+def kinds_of_runs(kinds: Sequence[Kind], size: int) -> list[int] | None:
     """Returns the index of the kind of each run of ``size`` ranks; None where a run would span two kinds."""
     run_kinds: list[int] = []
     for kind, (_, _, count) in enumerate(kinds):

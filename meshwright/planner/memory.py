@@ -26,7 +26,7 @@ class Position:
 
     place: Mapping[str, int] = field(default_factory=dict)
     """Index along ``pp`` and ``tp``, where they are used."""
-    held: RankWeights
+    weights: RankWeights
     """Weights of such a rank before the data axes shard them."""
     memory: Mapping[str, int]
     """Bytes of parameters, gradients and optimizer of the fullest of these ranks."""
@@ -59,7 +59,7 @@ def position_memory(layout: Layout, sizes: StateSizes | ModelParts) -> list[Posi
             formula = {kind: text + note for kind, text in formula.items()}
         else:
             formula = {kind: re.sub(r"\bn\b", "N", text) for kind, text in formula.items()}
-        positions.append(Position(place=place, held=weights, memory=memory, formula=formula))
+        positions.append(Position(place=place, weights=weights, memory=memory, formula=formula))
     return positions
 
 
@@ -81,7 +81,7 @@ def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[s
 
 def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
     """Returns the exact bytes of master weights that one rank keeps between steps; a tied weight counts once."""
-    weights, shard, expert_shard = model.held_by(layout, rank)
+    weights, shard, expert_shard = model.weights_of_rank(layout, rank)
     if not _has_sharded_masters(layout):
         return master_bytes(layout.precision) * (weights.elements - elements(weights.twins))
     own_elements = shard_elements(weights.own, weights.shards, shard) - shard_elements(

@@ -112,11 +112,11 @@ class ModelParts:
         Raises:
             PlanError: when the layout needs a table of the model that wasn't given.
         """
-        return Places(self, layout).positions()
+        return WeightPlacement(self, layout).positions()
 
-    def held_by(self, layout: Layout, rank: int) -> tuple[RankWeights, int, int]:
+    def weights_of_rank(self, layout: Layout, rank: int) -> tuple[RankWeights, int, int]:
         """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
-        return Places(self, layout).held_by(rank)
+        return WeightPlacement(self, layout).weights_of_rank(rank)
 
     def first_names(self) -> dict[str, str]:
         """Returns the canonical (first) name of each name of a tied weight."""
@@ -131,7 +131,7 @@ class ModelParts:
         return list(names_by_canonical.values())
 
 
-class Places:
+class WeightPlacement:
     """The weights of a model that each rank of a layout holds, by indices along ``pp``, ``tp`` and ``ep``.
 
     Args:
@@ -157,10 +157,10 @@ class Places:
                 fullest_expert_index = max(sorted(self._expert_indices(tp_index)), key=self._local_expert_rows)
                 yield (
                     {name: axis_index for name, axis_index in axis_indices.items() if layout.degree(name) > 1},
-                    self.held(stage, tp_index, fullest_expert_index),
+                    self.rank_weights(stage, tp_index, fullest_expert_index),
                 )
 
-    def held_by(self, rank: int) -> tuple[RankWeights, int, int]:
+    def weights_of_rank(self, rank: int) -> tuple[RankWeights, int, int]:
         """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         layout = self._layout
         axis_indices = coordinates(rank, layout.degrees)
@@ -168,9 +168,9 @@ class Places:
         expert_shard_index, expert_index = divmod(carved_position, layout.degree(Mechanics.EXPERTS))
         stage, tp_index = axis_indices[layout.axis(Mechanics.STAGES)], axis_indices[layout.axis(Mechanics.MATRICES)]
         shard = state_index(rank, layout.degrees, layout.zero)
-        return self.held(stage, tp_index, expert_index), shard, expert_shard_index if layout.zero else 0
+        return self.rank_weights(stage, tp_index, expert_index), shard, expert_shard_index if layout.zero else 0
 
-    def held(self, pp: int, tp: int, ep: int) -> RankWeights:
+    def rank_weights(self, pp: int, tp: int, ep: int) -> RankWeights:
         """Returns the weights of the ranks with these indices along ``pp``, ``tp`` and ``ep``."""
         layout, local_shapes, canonical_names = self._layout, self._local_shapes(tp, ep), self._model.first_names()
         seen_names: set[str] = set()
@@ -197,7 +197,7 @@ class Places:
         """Returns the shape of each weight on the ranks with these indices along ``tp`` and ``ep``."""
         return self._local_shapes(tp, ep)
 
-    def held_stage(self, names: Sequence[str], tp: int, ep: int) -> StageWeights:
+    def stage_weights(self, names: Sequence[str], tp: int, ep: int) -> StageWeights:
         """Returns the local sizes of a stage's weights on the ranks with these indices along ``tp`` and ``ep``."""
         return self._stage_weights(names, self._local_shapes(tp, ep))
 

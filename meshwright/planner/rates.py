@@ -22,7 +22,7 @@ from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.ranks import RankTimes
-from meshwright.planner.cost.stages import kinds
+from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.timeline import price_send, schedule_of, simulated_s, stage_costs
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -94,7 +94,7 @@ class MeasuredTimes:
             closed_costs,
             layers=tuple(
                 self._measured_layer(cost, shape.blocks[block])
-                for cost, block in zip(closed_costs.layers, kinds(shape)[1])
+                for cost, block in zip(closed_costs.layers, block_kinds(shape)[1])
             ),
             embedding=embedding,
             head=head,

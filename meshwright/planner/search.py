@@ -22,9 +22,9 @@ from meshwright.errors import PlanError
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits
-from meshwright.planner.cost.offload import HOST_USABLE, least_seconds
-from meshwright.planner.cost.price import piped_many, price_many
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits_backward
+from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
+from meshwright.planner.cost.price import bound_step_s, price_many
 from meshwright.planner.cost.prices import Prices
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
 
@@ -80,7 +80,7 @@ def search(
     started_s = time.perf_counter()
     all_cores = cores(job, space)
     pool = _BestLayouts(keep, under)
-    bounds = piped_many(job, lightest(space, all_cores), machine, engine)
+    bounds = bound_step_s(job, lightest(space, all_cores), machine, engine)
     modes = offloads(space, machine)
     if not modes:
         raise PlanError(f"offload={space.offloads[0]}: the devices have no host memory for it; leave offload out")
@@ -163,12 +163,12 @@ class _SearchPass:
         if self._offloads != ("none",):
             fits &= columns["host"] <= self._host_bytes
         if not self._is_first:
-            fits &= columns["whole"] > self._memory_bytes
+            fits &= columns["unoffloaded_peak"] > self._memory_bytes
         return np.asarray(fits)
 
     def _price_and_offer(self, batch: LayoutBatch) -> Prices:
         prices = price_many(self._job, batch, self._machine, self._engine, self._fits)
-        self._pool.take(batch, prices, self._is_first)
+        self._pool.offer(batch, prices, self._is_first)
         return prices
 
     def _promising_variants(self, all_cores: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
@@ -208,7 +208,7 @@ class _SearchPass:
         host = self._machine.host
         assert host is not None
         trained = 0 if self._job.adapters else self._job.shape.parameters
-        return least_seconds(trained, ranks, host, master_bytes(self._job.precision))
+        return host_update_bound_s(trained, ranks, host, master_bytes(self._job.precision))
 
     def _select_feasible_cores(self, core_rows: np.ndarray) -> np.ndarray:
         """Returns (m,) bool: the cores of which some variant fits, by their leanest forms.
@@ -238,7 +238,7 @@ class _SearchPass:
         modes, layers = len(space.recomputes), len(self._job.shape.blocks)
         if space.recomputes[0] != "none" or modes < 2:
             return None
-        eligible = np.flatnonzero(~splits(batch.schedule))
+        eligible = np.flatnonzero(~splits_backward(batch.schedule))
         # `expand` lists the recompute modes of a variant in a row: (variants, modes).
         peak_bytes = prices.peak[eligible].reshape(-1, modes)
         step_s = prices.step_s[eligible].reshape(-1, modes)
@@ -288,7 +288,7 @@ class _BestLayouts:
             self._under = min(self._under, float(self._times[0]))
             self._times = self._times[:0]
 
-    def take(self, batch: LayoutBatch, prices: Prices, is_first: bool) -> None:
+    def offer(self, batch: LayoutBatch, prices: Prices, is_first: bool) -> None:
         """Keeps the layouts that fit and are among the best; only layouts that fit have a time.
 
         Args:
@@ -310,7 +310,7 @@ class _BestLayouts:
 
 
 def _select(batch: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:
-    return batch.take(index), prices.part(index)
+    return batch.take(index), prices.take(index)
 
 
 def _concatenate_prices(price_chunks: list[Prices], concatenate: Callable[[list[np.ndarray]], np.ndarray]) -> Prices:

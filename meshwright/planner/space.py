@@ -24,7 +24,7 @@ from meshwright.planner.cost.axis_columns import (
     named_degrees,
     priced_columns,
 )
-from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, schedule_names, splits
+from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, schedule_names, splits_backward
 from meshwright.schedules.spec import known_schedules, searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
@@ -117,6 +117,7 @@ def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]
         if tp > space.domain or (tp > 1 and space.given("tp") is None and heads and heads % tp):
             continue
         for cp in _allowed_degrees("cp", all_sizes, space):
+            # `attention=gather` balances causal attention by two chunks of tokens a rank, an early and a late one.
             chunks = tp * cp * (2 if cp > 1 else 1)
             if (tp * cp > 1 and job.sequence % chunks) or space.devices % (tp * cp):
                 continue
@@ -251,16 +252,14 @@ def count(job: PricedJob, space: Space, core_rows: np.ndarray) -> int:
         core_rows: (n, 7) float64, rows of `cores`.
     """
     family_cores, lengths = families(core_rows)
-    halved = np.add.reduceat(splits(core_rows[:, CORE.index("schedule")]), np.cumsum(lengths) - lengths, dtype=int)
+    is_split = splits_backward(core_rows[:, CORE.index("schedule")])
+    halved = np.add.reduceat(is_split, np.cumsum(lengths) - lengths, dtype=int)
     # A core whose schedule splits the backward has one recompute mode, the others of its family have all.
     total, none_modes = 0, int("none" in space.recomputes)
     for core, length, halved_count in zip(family_cores, lengths.tolist(), halved.tolist()):
         modes = len(space.recomputes_under(schedule_names()[int(core[CORE.index("schedule")])]))
-        total += (
-            len(variants(job, space, core))
-            // modes
-            * (halved_count * none_modes + (length - halved_count) * len(space.recomputes))
-        )
+        cores_by_modes = halved_count * none_modes + (length - halved_count) * len(space.recomputes)
+        total += len(variants(job, space, core)) // modes * cores_by_modes
     return total
 
 
@@ -314,7 +313,7 @@ def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Seque
     columns[COPIES] = readers / columns[SHARDS]
     columns["zero"] = np.where(is_unsharded, 0, level)
     fullest_mode = max(RECOMPUTES.index(mode) for mode in space.recomputes)
-    columns["recompute"] = np.where(splits(columns["schedule"]), 0, fullest_mode)
+    columns["recompute"] = np.where(splits_backward(columns["schedule"]), 0, fullest_mode)
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns["offload"] = np.repeat([float(mode) for mode, _ in forms], len(core_rows))
     return LayoutBatch.of(columns)

@@ -20,7 +20,7 @@ def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
     rank_elements = sizes.total
     if isinstance(sizes, ModelParts):
         fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
-        rank_elements = fullest.held.elements
+        rank_elements = fullest.weights.elements
     return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})
 
 

@@ -10,7 +10,7 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
-from meshwright.planner.cost.stages import cut
+from meshwright.planner.cost.stages import cut_stages
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.makespan import makespan_s
@@ -87,7 +87,7 @@ def stage_costs(costs: LayerCosts, layout: Layout, send_s: float, action_s: floa
     stages = layout.pipeline().stages
     split = [float(size) for size in layout.split.layers] or None
     # Every stage is summed as if it were alone on a rank.
-    stage_cut = cut(costs.model.job.shape, stages, 1, tuple(range(stages)), costs.model.engine.split, split)
+    stage_cut = cut_stages(costs.model.job.shape, stages, 1, tuple(range(stages)), costs.model.engine.split, split)
     sums = LayerSums(costs, [stage_cut], np.zeros(1, int))
     forward = sums.with_host_s(sums.forward_busy, sums.forward_host)[0] + action_s
     backward = sums.with_host_s(sums.backward_busy, sums.backward_host)[0] + action_s

@@ -21,10 +21,10 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks, UnequalRankTimes
-from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, places_of
+from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, kinds_of_runs
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
-from meshwright.planner.uneven_split import pipelines, shared
+from meshwright.planner.uneven_split import uneven_data_layouts, uneven_pipelines
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
@@ -82,7 +82,7 @@ def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Arr
     """Returns the N layouts of both families and their seconds a step, (N,) float64; inf where one doesn't fit."""
     layouts: list[Layout] = []
     seconds = [np.zeros(0)]
-    for batch in (*pipelines(question, kinds), list(shared(question, kinds))):
+    for batch in (*uneven_pipelines(question, kinds), list(uneven_data_layouts(question, kinds))):
         layouts += batch
         seconds.append(_step_seconds(question, kinds, batch))
     return layouts, np.concatenate(seconds)
@@ -139,7 +139,7 @@ def _priced_runs(question: Question, kinds: Sequence[Kind], layouts: Sequence[La
         return
     pp = layouts[0].degree(Mechanics.STAGES)
     if pp > 1:
-        stage_kinds = places_of(kinds, question.cluster.devices // pp)
+        stage_kinds = kinds_of_runs(kinds, question.cluster.devices // pp)
         if stage_kinds is not None:
             batch = LayoutBatch.from_layouts([layouts[index] for index in indices], blocks)
             ranks = UnequalRankTimes([price(batch, kind) for kind in range(len(kinds))], stage_kinds)
@@ -166,7 +166,7 @@ def _divides_batch(question: Question, layout: Layout) -> bool:
 
 def _readers(question: Question, kinds: Sequence[Kind], layout: Layout) -> list[tuple[int, int]]:
     """Returns the distinct readers of a data layout: (batch rows if all readers were like it, index of the kind)."""
-    reader_kinds, shares = places_of(kinds, layout.degree(Mechanics.MATRICES)), layout.reader_shares()
+    reader_kinds, shares = kinds_of_runs(kinds, layout.degree(Mechanics.MATRICES)), layout.reader_shares()
     rows_per_share = question.job.rows // sum(shares) * len(shares)
     return sorted({(share * rows_per_share, kind) for share, kind in zip(shares, reader_kinds or ())})
 
@@ -186,7 +186,7 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
         if is_pipelined
         else layout.degree(Mechanics.MATRICES)
     )
-    if places_of(kinds, ranks_per_run) is None:
+    if kinds_of_runs(kinds, ranks_per_run) is None:
         raise PlanError(f"its stages would lie on several kinds of device ({describe_kinds(question.cluster)})")
     question = dataclasses.replace(question, job=job_for(question.job, layout, question.cluster))
     check_host(question.job, layout, question.cluster, question.runtime)

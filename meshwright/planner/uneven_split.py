@@ -13,14 +13,14 @@ import numpy as np
 
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.axis_columns import named_degrees
-from meshwright.planner.cost.embedding_and_head import head
+from meshwright.planner.cost.embedding_and_head import price_head
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
-from meshwright.planner.cost.stages import kinds as block_kinds
-from meshwright.planner.device_kinds import Kind, places_of
+from meshwright.planner.cost.stages import block_kinds
+from meshwright.planner.device_kinds import Kind, kinds_of_runs
 from meshwright.planner.space import divisors
 from meshwright.spec.balanced_cuts import Cuts
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
@@ -36,11 +36,11 @@ MAX_ROWS_PER_READER = 64
 """Most rows of a micro-batch for each reader: finer shares would need batches of special sizes."""
 
 
-def pipelines(question: Question, kinds: Sequence[Kind]) -> Iterator[list[Layout]]:
+def uneven_pipelines(question: Question, kinds: Sequence[Kind]) -> Iterator[list[Layout]]:
     """Yields the pipelines over all kinds, with their layers split; each list has one number of stages."""
     job, world = question.job, question.cluster.devices
     for pp in divisors(world):
-        stage_kinds = places_of(kinds, world // pp)
+        stage_kinds = kinds_of_runs(kinds, world // pp)
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks):
             yield _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
 
@@ -115,10 +115,10 @@ def _layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch
     for kind, (_, machine, _) in enumerate(kinds):
         model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
         seconds_by_block_kind = [
-            np.broadcast_to(_device_s(model.layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
+            np.broadcast_to(_device_s(model.price_layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
         ]
         seconds[:, kind] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
-        seconds[:, kind, -1] += _device_s(head(model))
+        seconds[:, kind, -1] += _device_s(price_head(model))
     return seconds
 
 
@@ -138,12 +138,12 @@ def _stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) 
     return np.concatenate(size_chunks)
 
 
-def shared(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
+def uneven_data_layouts(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
     """Yields the data layouts over all kinds, with rows in proportion to the readers' speeds."""
     job, world, space = question.job, question.cluster.devices, question.space
     heads = max((block.heads for block in job.shape.blocks), default=1) or 1
     for tp in (size for size in divisors(world) if size <= space.domain and heads % size == 0):
-        reader_kinds = places_of(kinds, tp)
+        reader_kinds = kinds_of_runs(kinds, tp)
         if reader_kinds is None:
             continue
         readers, speeds = world // tp, _reader_speeds(question, kinds, tp)

@@ -177,6 +177,7 @@ def _prove_in_process(
     """Proves, in a process that forks ranks of its own; what it leaves lies in a folder that its launcher removes."""
     tempfile.tempdir = folder
     layout = stand_in.layout
+    # As few rows as the readers divide, but never a single one: rows that differ in targets show a wrong mean.
     rows = layout.batch_unit * (1 if layout.batch_unit > 1 else 2)
     case = Case(
         build=stand_in.build,
@@ -214,6 +215,7 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
         differences.append("a small clone of the model")
         row_tokens = tokens
         if tokens > TOKENS:
+            # cp cuts a row into two chunks a rank (gather), and sequence each of these over tp.
             unit = 2 * few_rank_layout.degree(Mechanics.TOKENS) * few_rank_layout.degree(Mechanics.MATRICES)
             row_tokens = TOKENS // unit * unit
             differences.append(f"{row_tokens} of {tokens} tokens a row")
@@ -240,6 +242,7 @@ def few_ranks(layout: Layout, rank_limit: int, layers: int | None) -> Layout:
     Raises:
         PlanError: when there is none of two and more ranks.
     """
+    # None of these changes what is computed in exact arithmetic, and the CPU or float64 lacks them.
     base = dataclasses.replace(layout, precision="float64", offload="none", compile=False)
     for degrees in _smaller_degrees(layout.degrees, rank_limit):
         for choices in _choices_that_may_fit(base, degrees):
@@ -262,19 +265,17 @@ def _smaller_degrees(degrees: Mapping[str, int], rank_limit: int) -> list[dict[s
         for degree in degrees.values()
     ]
     combinations = [dict(zip(degrees, sizes)) for sizes in itertools.product(*options)]
-    usable = [degrees_of_one for degrees_of_one in combinations if 1 < world_size(degrees_of_one) <= rank_limit]
+    usable = [candidate for candidate in combinations if 1 < world_size(candidate) <= rank_limit]
+    # The product breaks ties of axes that lie inside of others (ep), which add no ranks.
     return sorted(
         usable,
-        key=lambda degrees_of_one: (
-            _axes_in_use(degrees_of_one),
-            world_size(degrees_of_one),
-            math.prod(degrees_of_one.values()),
-        ),
+        key=lambda candidate: (_axes_in_use(candidate), world_size(candidate), math.prod(candidate.values())),
         reverse=True,
     )
 
 
 def _axes_in_use(degrees: Mapping[str, int]) -> int:
+    # Copies weigh half: they change no module, so a proof without them says nearly as much.
     return sum(1 if name in row_axes(Holds.COPY) else 2 for name, degree in degrees.items() if degree > 1)
 
 

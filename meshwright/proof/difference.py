@@ -60,6 +60,7 @@ class Difference:
             else:
                 plain = weight.extract_shard(self._plain[step, weight.name][0])
                 deviation = self._rounding.gradient(measured, expected_shard, plain, plain_by_name[weight.name], step)
+            # several steps, and a weight that this rank holds twice, keep their worst
             self.gradients[weight.name] = worst_of((self.gradients.get(weight.name, deviation), deviation))
 
     def trained(self, weights: Sequence[Weight], steps: int) -> None:

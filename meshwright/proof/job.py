@@ -92,8 +92,7 @@ def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
     """Returns a run's config for a proof: its own text, rows, length, optimizer and loss; a schedule of few steps.
 
     The schedule keeps its shape, floor and share of decay, so that a few steps see it rise and fall. The run stops a
-    step before its end, where it would read all of the text that is held out. Evaluation reads as many rows as a
-    batch has.
+    step before its end, where it would read all of the text that is held out.
 
     Args:
         config: of the run.
@@ -106,11 +105,20 @@ def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
         trials=0,
         train=dataclasses.replace(config.train, steps=steps + 1, sample="", sample_tokens=0),
         schedule=dataclasses.replace(config.schedule, warmup=warmup),
-        evaluation=dataclasses.replace(config.evaluation, every=half, rows=rows),
+        evaluation=dataclasses.replace(config.evaluation, every=half, rows=evaluation_rows(rows)),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, mirror=""),
         recovery=dataclasses.replace(config.recovery, enabled=False, faults="", on_sick="skip", spike=0.0),
         monitor=dataclasses.replace(config.monitor, display="none", tensorboard=False, report=False),
     )
+
+
+def evaluation_rows(rows: int) -> int:
+    """Returns the rows that a proof evaluates: one less than a batch's, so that a rank's last one is padding.
+
+    Args:
+        rows: of the global batch.
+    """
+    return max(1, rows - 1)
 
 
 def verify_job(

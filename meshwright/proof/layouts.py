@@ -76,7 +76,7 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     # Islands are compared with one device in float64 alone.
     left_out = () if base.precision == "float64" else round_axes()
     for degrees in factorisations(ranks, [name for name in mesh_shape({}) if name not in left_out]):
-        if all(degree == 1 for name, degree in degrees.items() if name not in data) or _same_work(degrees):
+        if all(degree == 1 for name, degree in degrees.items() if name not in data) or _repeats_mechanics(degrees):
             continue
         stages, tokens = (degrees[axis_with(mechanics, degrees)] for mechanics in (Mechanics.STAGES, Mechanics.TOKENS))
         layout = dataclasses.replace(
@@ -116,7 +116,7 @@ def _schedules(ranks: int, base: Layout) -> Iterator[Layout]:
         yield dataclasses.replace(base, degrees=degrees, microbatches=4 * stages, schedule=name)
 
 
-def _same_work(degrees: Mapping[str, int]) -> bool:
+def _repeats_mechanics(degrees: Mapping[str, int]) -> bool:
     """Returns whether two axes of the same mechanics are used, which no layout may combine."""
     used = [known_axes()[name].mechanics for name, degree in degrees.items() if degree > 1]
     split = [mechanics for mechanics in used if mechanics is not Mechanics.NONE]

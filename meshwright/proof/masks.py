@@ -100,6 +100,7 @@ class Masks(TorchFunctionMode):
         if not p:
             return func(*args, **keywords)
         query, key, value, mask = arguments["query"], arguments["key"], arguments["value"], arguments.get("attn_mask")
+        # Written out, since no fused kernel hands out its weights: softmax(q k^T / sqrt(E) + mask) before dropout.
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
         scores = query @ key.transpose(-1, -2) * (arguments.get("scale") or 1 / math.sqrt(query.shape[-1]))
@@ -117,15 +118,18 @@ class Masks(TorchFunctionMode):
 
     def _numbers(self, shape: Sequence[int]) -> torch.Tensor:
         """Returns the numbers of the next draw, float64: a half more than whole numbers below 2^32."""
+        # The innermost module that is called now names the draw; the counter makes the next draw of the call another.
         path, call, number = self._stack[-1]
         self._stack[-1][2] += 1
         base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()
         rows = self._rows if shape else 1
         size = math.prod(shape) // rows
+        # A tensor (rows, x, y, w) has x y lines of w columns in each row; a tensor (rows,) has one of each.
         width = shape[-1] if len(shape) > 1 else 1
         line, column = np.divmod(np.arange(size, dtype=np.uint64), np.uint64(width))
         rows_of_numbers = []
         for row in range(self._first_row, self._first_row + rows):
+            # The key of a row; of a number without dims, such as that of a skipped layer, the same for all rows.
             counter = int.from_bytes(base, "little") + (row + 1 if shape else 0) * 0x9E3779B97F4A7C15
             rows_of_numbers.append(plain_bits(counter, line, column))
         return torch.from_numpy(np.stack(rows_of_numbers).astype(np.float64) + 0.5).view(tuple(shape))

@@ -102,7 +102,7 @@ class PlainRows:
             for index in range(self._sequence):
                 position = 0 if index in document_starts or index == 0 else position + 1
                 positions[index] = position
-                if index + 1 in document_starts:
+                if index + 1 in document_starts:  # the last token of a document predicts nothing of the next one
                     targets[index] = IGNORED
         return tokens, targets, positions
 
@@ -121,6 +121,7 @@ def _mix(value: int) -> int:
 
 def _shuffled(index: int, size: int, key: int) -> int:
     """Returns where a keyed permutation of 0 to ``size`` - 1 puts a place."""
+    # The smallest near-square grid with at least `size` cells: halves of a Feistel network are its row and column.
     width = math.isqrt(size - 1) + 1
     height = -(-size // width)
     while True:
@@ -132,6 +133,7 @@ def _shuffled(index: int, size: int, key: int) -> int:
             else:
                 column = (column + _mix(row ^ salt) % width) % width
         index = column + row * width
+        # Cycle walking: a cell outside is shuffled again until one inside comes, which keeps it a permutation.
         if index < size:
             return index
 
@@ -273,6 +275,7 @@ def _validation(module: nn.Module, forward: Forward, job: PlainJob, step: int) -
     with torch.no_grad():
         for batch in job.rows.validation_batches(job.evaluation_rows):
             logits = forward(module, batch, step)
+            # Windows may differ in length: the mean over tokens weighs each window by its tokens.
             total += float(_mean_loss(logits, batch.targets)) * batch.targets.numel()
             count += batch.targets.numel()
             hits += _hits(logits, batch.targets)

@@ -1,35 +1,41 @@
-"""How far rounding alone may take a run in low precision from float64: the errors of one plain device, measured.
+"""Bounds how far rounding alone may take a run in low precision from the same run in float64.
 
-A bound worked out from sizes alone is useless here: the worst case of a sum of n products grows as n u, u the unit
-roundoff, and that of a network as the product over its layers (Higham, Accuracy and Stability of Numerical Algorithms,
-2nd ed., 2002, sections 3.1 and 4.2). What happens is far less: rounding errors behave as independent random numbers of
-mean zero, whose sum grows as sqrt(n) u (section 2.8 there; Higham and Mary, A New Approach to Probabilistic Rounding
-Error Analysis, SIAM J. Sci. Comput. 41, 2019, theorem 2.4). Their size is a statistic, and so it can be measured: one
-plain device trains in the same precision, and its error e against float64 is what this model makes of rounding on this
-text. It does so DRAWS times, since an error may be large and seldom: a token of a mixture that two experts suit almost
-alike goes to either. What is drawn again is every rounding, by weights that are moved at random by half a unit roundoff
-before they are rounded (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997); e is the root mean square of all.
+What is bounded is the relative error of a layout's losses, gradient norms, gradients and trained weights, of the last
+two for each rank's shard of n entries. Below, u is the precision's unit roundoff (`UNITS`); e is the same error of one
+plain device in that precision, measured; s is the root mean square of the whole gradient, d the sum of the learning
+rates; LATER is 1 in the first step; F(n) = FACTOR (1 + 2 / sqrt(n)):
 
-A layout rounds other partial sums in another order: one draw more of the same statistic, with a few roundings more,
-where a sum over ranks or micro-batches is rounded that one device keeps inside of a product. So for the root mean
-square over a tensor
+    loss, norm           |x - x64| / |x64|         <= LATER (FACTOR e + u)
+    gradient, rms        rms(g - g64) / s          <= LATER (F(n) e + u)
+    gradient, largest    max |g - g64| / max |g64| <= LATER (max(LARGEST, F(n)) e_largest + u)
+    weight, median       median |w - w64| / d      <= LATER (F(n) e_median + u)
+    weight, rms          rms(w - w64) / d          <= LATER (LARGEST e + u) + sqrt(JUMPS / n)
 
-    error <= FACTOR e + u, and LATER times that in steps after the first,
+Why e is measured. The worst case of a sum of n products grows as n u, and that of a network as the product over its
+layers (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., 2002, sections 3.1 and 4.2): a bound from sizes
+alone is useless. Rounding errors behave as independent random numbers of mean zero, whose sum grows as sqrt(n) u
+(section 2.8 there; Higham and Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM J. Sci. Comput. 41,
+2019, theorem 2.4). Their size is a statistic of this model on this text, which a plain device shows. It trains DRAWS
+times, since an error may be large and seldom: a token of a mixture that two experts suit almost alike goes to either.
+What is drawn again is every rounding, by weights that are moved at random by half a unit roundoff before they are
+rounded (Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997); e is the root mean square over the draws.
 
-where u is one rounding more of the result. The largest of n normal numbers lies near sqrt(2 ln n) root mean squares and
-scatters (Cramer, Mathematical Methods of Statistics, 1946, section 28.6): it may be LARGEST times the plain device's.
-In later steps the weights themselves have drifted.
+Why FACTOR, u and LATER. A layout rounds other partial sums in another order: one draw more of the same statistic, with
+a few roundings more where a sum over ranks or micro-batches is rounded that one device keeps inside of a product, and u
+is one rounding more of the result. In later steps the weights themselves have drifted.
 
-Weights drift in jumps: the first updates of AdamW have the size of the learning rate whatever the gradient's (Kingma
-and Ba, ICLR 2015, section 2.1), so an entry whose gradient has a sign that rounding decides goes the other way. Where
-it does is chance, and in a small tensor whether it does. So of trained weights the median error is held against FACTOR
-e + u, which few jumps don't move and every mistake of an optimizer does, and the root mean square against LARGEST e + u
-and JUMPS entries more that jump.
+Why F(n) and LARGEST. A root mean square of n entries scatters by 1 / sqrt(2 n) of itself, two of them apart by
+1 / sqrt(n). The largest of n normal numbers lies near sqrt(2 ln n) root mean squares and scatters (Cramer, Mathematical
+Methods of Statistics, 1946, section 28.6).
 
-A statistic of few entries says little: that of one may be zero by chance. The mean square e^2 of n entries is drawn
-towards c^2, that of the model's tensors in the middle, as if PRIOR entries more had shown c (Smyth, Stat. Appl. Genet.
-Mol. Biol. 3, 2004, section 4): (n e^2 + PRIOR c^2) / (n + PRIOR). And a root mean square of n entries scatters by
-1 / sqrt(2 n) of itself, two of them apart by 1 / sqrt(n): FACTOR is 1 + 2 / sqrt(n) times as large.
+Why PRIOR. A statistic of few entries may be zero by chance. The mean square e^2 of n entries is drawn towards c^2, that
+of the model's tensors in the middle, as if PRIOR entries more had shown c: (n e^2 + PRIOR c^2) / (n + PRIOR) (Smyth,
+Stat. Appl. Genet. Mol. Biol. 3, 2004, section 4).
+
+Why weights have a median and JUMPS. The first updates of AdamW have the size of the learning rate whatever the
+gradient's (Kingma and Ba, ICLR 2015, section 2.1), so an entry whose gradient has a sign that rounding decides moves
+the other way. Which entries do is chance, and in a small tensor whether any does. Few jumps don't move the median, and
+every mistake of an optimizer does; the root mean square allows JUMPS entries more that jump than the plain device has.
 """
 
 from __future__ import annotations
@@ -47,13 +53,13 @@ from meshwright.proof.reference import Trace
 UNITS = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11}
 """Unit roundoff by precision: half the distance from 1 to the next number. Source: Higham, section 2.1."""
 FACTOR, LARGEST, LATER = 2.5, 5.0, 2.0
-"""By what a layout's error may exceed the plain device's: on the whole, in the largest entry, after the first step."""
+"""Factors on the plain device's error: on the whole, in the largest entry, and on both after the first step."""
 PRIOR = 32
-"""Entries that the model's other tensors count for."""
+"""Entries for which the model's median tensor counts beside a tensor's own."""
 DRAWS = 4
 """Times that the plain device trains."""
 JUMPS = 4
-"""Entries of a trained weight that may go the other way where the plain device has none that does."""
+"""Entries of a trained weight that may move the other way than in float64, beside the plain device's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,21 +168,22 @@ def plain_deviations(
     """Returns each tensor's errors on the plain device, relative to its scale and moderated over all tensors.
 
     Args:
-        errors: of each tensor, (n,), with its largest, as in `ErrorStatistics.found`.
+        errors: of each tensor, (n,), with its largest, as in `ErrorStatistics.mean_errors`.
         relative_to: what errors are relative to.
     """
     scale_of = {name: relative_to[name].rms for name in errors}
     by_rms = {name: rms(error) / scale_of[name] for name, (error, _) in errors.items()}
     by_median = {name: median_abs(error) / scale_of[name] for name, (error, _) in errors.items()}
-    medians = [statistics.median(errors_by_name.values()) for errors_by_name in (by_rms, by_median)]
+    # c of this module's head: the tensor in the middle stands for the model
+    common_rms, common_median = (statistics.median(by_name.values()) for by_name in (by_rms, by_median))
     deviations = {}
     for name, (error, largest_error) in errors.items():
         scale = relative_to[name]
-        moderated_rms = moderate_error(by_rms[name], error.numel(), medians[0])
+        moderated_rms = moderate_error(by_rms[name], error.numel(), common_rms)
         deviations[name] = PlainDeviation(
             size=scale,
             rms=moderated_rms,
-            median_abs=moderate_error(by_median[name], error.numel(), medians[1]),
+            median_abs=moderate_error(by_median[name], error.numel(), common_median),
             largest=max(largest_error, moderated_rms * scale.rms) / scale.largest,
         )
     return deviations
@@ -223,6 +230,7 @@ class Rounding:
             step: steps before this one.
         """
         factor = small_sample_factor(measured.numel())
+        # The bound of the whole gradient, or of this shard where the plain device rounds it worse than the rest.
         bound = self.allowed(deviation.rms, step, factor)
         if (error := self._errors(measured, expected, deviation)) is None:
             return Deviation(error=math.inf, bound=bound)
@@ -255,6 +263,7 @@ class Rounding:
             bound = self.allowed(median_abs(plain_error), step, factor * LARGEST / FACTOR)
         if (error := self._errors(measured, expected, deviation)) is None:
             return Deviation(error=math.inf, bound=bound)
+        # A jump is an update of the other sign: an error of about d, so of 1 in units of d.
         jumps = math.sqrt(JUMPS / max(1, measured.numel()))
         return worst_of(
             (

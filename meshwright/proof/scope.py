@@ -48,6 +48,8 @@ class Scope:
     """Whether the table of ``tp`` and ``cp`` was read off a narrower clone and grown to these sizes."""
     tried: str = ""
     """Rows on which token splits were tried, and why none longer."""
+    heads_refused: str = ""
+    """Why ``cp`` gathers keys and values where no way was named: what a trial found against exchanging heads."""
     experts_used: int = 0
     """Experts that changed the loss of some batch."""
     experts_idle: int = 0
@@ -73,6 +75,8 @@ class Scope:
         phrases += [f"{name} {'bit' if is_reached else 'never bit'}" for name, is_reached in self.windows.items()]
         if self.attention:
             phrases.append(f"tokens split by attention={self.attention}, tried on {self.tried}")
+        if self.heads_refused:
+            phrases.append(f"not by attention=heads: {self.heads_refused}")
         if self.experts_used or self.experts_idle:
             phrases.append(f"experts {self.experts_used} used, {self.experts_idle} idle")
         if self.whole:
@@ -106,6 +110,7 @@ def read_scope(
         windows={f"{key}={size}": max(lengths) > size for key, size in windows.items()},
         attention=analysis.attention if layout.degree(Mechanics.TOKENS) > 1 else "",
         tried=analysis.tried if layout.degree(Mechanics.TOKENS) > 1 else "",
+        heads_refused=analysis.heads_refused if layout.degree(Mechanics.TOKENS) > 1 else "",
         grown=grown and layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1,
     )
     degree = layout.degree(Mechanics.MATRICES)
@@ -185,6 +190,7 @@ def split_shares(ranks: Sequence[Mapping[str, Any]], layout: Layout) -> dict[str
             axes.setdefault(name, set()).update(axis_names)
     if layout.degree(Mechanics.STAGES) > 1:
         for name in sizes:
+            # a weight that some rank lacks is another stage's; one that all hold is shared between stages
             if not all(name in rank["held"] for rank in ranks):
                 axes[name].add(layout.axis(Mechanics.STAGES))
     total_elements = max(1, sum(sizes.values()))
@@ -210,6 +216,7 @@ def expert_use(built: BuiltModel, gradients: Sequence[Mapping[str, torch.Tensor]
         for step in gradients:
             for name in rows.parameters:
                 if (grad := step.get(f"{rows.module}.{name}")) is not None:
+                    # an expert that no token visited has a gradient of exact zeros
                     took_part |= grad.reshape(rows.experts, -1).ne(0).any(1).cpu()
         used += int(took_part.sum())
         idle += rows.experts - int(took_part.sum())

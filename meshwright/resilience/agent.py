@@ -15,14 +15,15 @@ from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.launch.addresses import listen_at
 from meshwright.launch.devices import Devices
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
-from meshwright.resilience.contact import STEADY_S, Contact
-from meshwright.resilience.controller import Controller, Planning
+from meshwright.resilience.controller import Controller
 from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.membership import LeadershipLost, MinorityPartition, PeerMembership
 from meshwright.resilience.messages import Busy, End, Fence, Message, Order, Ready, Reconfigure, Start
 from meshwright.resilience.peer_storage import PeerStorage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection
+from meshwright.resilience.planning import Planning
+from meshwright.resilience.reconnect_backoff import STEADY_S, ReconnectBackoff
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.session import TrainJob
@@ -39,7 +40,7 @@ _FIND_LEADER_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seat:
+class NodeEndpoint:
     """A node's number and address in a run over several nodes."""
 
     node: int
@@ -73,24 +74,24 @@ class Agent(Supervisor):
     Args:
         job: of the run; its directory exists and is shared by all nodes.
         devices: of this node.
-        seat: this node's number and address.
+        endpoint: this node's number and address.
         planning: gives plans and jobs for other numbers of ranks.
 
     Raises:
         ConfigError: when this process may not open as many files as the ranks after a failure need.
     """
 
-    def __init__(self, job: TrainJob, devices: Devices, seat: Seat, planning: Planning) -> None:
-        self._seat, self._session = seat, uuid.uuid4().hex[:12]
-        super().__init__(job, devices, planning, seat.nodes)
-        listener = listen_at(seat.address, seat.port)
+    def __init__(self, job: TrainJob, devices: Devices, endpoint: NodeEndpoint, planning: Planning) -> None:
+        self._endpoint, self._session = endpoint, uuid.uuid4().hex[:12]
+        super().__init__(job, devices, planning, endpoint.nodes)
+        listener = listen_at(endpoint.address, endpoint.port)
         self._port = listener.getsockname()[1]
-        self._hub, self._claims = Hub(listener, seat.key, self.event), Claims(job.run_dir)
+        self._hub, self._claims = Hub(listener, endpoint.key, self.event), Claims(job.run_dir)
         newest = self._claims.newest()
         # An earlier command's generations don't count: their recorded outcome isn't this run's.
         self._newest_at_start = -1 if newest is None else newest.generation
         self._order: Order | None = None
-        self._contact = Contact()
+        self._backoff = ReconnectBackoff()
         self._lost_at: float | None = None
         self._yielded_at = -math.inf
         self._search_started = time.monotonic()
@@ -99,9 +100,11 @@ class Agent(Supervisor):
         """Whether this node led when the run ended."""
 
     def _make_node(self) -> LocalNode:
-        seat = self._seat
-        storage = PeerStorage(seat.node, seat.address, seat.key, self.event)
-        return LocalNode(self._job, self._devices, self._planning.remake, self.event, storage, seat.node, self._session)
+        endpoint = self._endpoint
+        storage = PeerStorage(endpoint.node, endpoint.address, endpoint.key, self.event)
+        return LocalNode(
+            self._job, self._devices, self._planning.make_job, self.event, storage, endpoint.node, self._session
+        )
 
     def _lead_run(self) -> TrainOutcome:
         while True:
@@ -130,10 +133,10 @@ class Agent(Supervisor):
             return self._follow(connection, claim)
         except GenerationAborted as error:
             # A leader that drops every call would otherwise fill the events: one loss, one event.
-            if self._contact.lost(claim.session):
+            if self._backoff.record_loss(claim.session):
                 self._lost_at = time.monotonic()
-                self.event("leader_lost", node=self._seat.node, leader=claim.node, why=str(error))
-            self._contact.failed()
+                self.event("leader_lost", node=self._endpoint.node, leader=claim.node, why=str(error))
+            self._backoff.record_failed_call()
             return None
         finally:
             self._hub.drop(connection)
@@ -151,14 +154,14 @@ class Agent(Supervisor):
         deadline = time.monotonic() + max(_FIND_LEADER_S, self._job.config.launch.group_s)
         refused_at: float | None = None
         while True:
-            self._claims.renew_presence(self._seat.node)
+            self._claims.renew_presence(self._endpoint.node)
             newest = self._claims.newest()
             age_s = self._claims.age_s()
-            ended = self._claims.ending(self._newest_at_start)
+            ended = self._claims.read_outcome(self._newest_at_start)
             if ended is not None:
                 return ended
             # Call only a leader that renews its lease: a connection to a dead host would block for seconds.
-            if newest is not None and age_s < FRESH_S and self._contact.may_call(newest.session):
+            if newest is not None and age_s < FRESH_S and self._backoff.may_call(newest.session):
                 try:
                     connection = self._hub.call(newest.host, newest.port)
                 # A refusal means that the leader's process is gone though its lease isn't: no need to wait for that.
@@ -169,12 +172,12 @@ class Agent(Supervisor):
                 if connection is not None:
                     return connection, newest
                 if refused_at is None:
-                    self._contact.failed()
+                    self._backoff.record_failed_call()
             # Of nodes that claim at once one creates the file; the others find its claim in the next round.
             if self._may_claim(newest, age_s > LEASE_S, refused_at):
                 number = 0 if newest is None else newest.generation + 1
                 claim = Claim(
-                    generation=number, node=self._seat.node, session=self._session, host=self._seat.address,
+                    generation=number, node=self._endpoint.node, session=self._session, host=self._endpoint.address,
                     port=self._port,
                 )  # fmt: skip
                 if self._claims.try_claim(claim):
@@ -201,12 +204,13 @@ class Agent(Supervisor):
             refused_at: time.monotonic() at which its host first refused a connection.
         """
         if newest is None:
-            return self._seat.node == 0
+            return self._endpoint.node == 0
         now = time.monotonic()
-        delay_s = self._seat.node * _STAGGER_S
+        delay_s = self._endpoint.node * _STAGGER_S
         if self._order is not None:
             members = [node for node in self._order.members if node != newest.node]
-            delay_s = (members.index(self._seat.node) if self._seat.node in members else len(members)) * _STAGGER_S
+            node = self._endpoint.node
+            delay_s = (members.index(node) if node in members else len(members)) * _STAGGER_S
         # This process led and gave way or was superseded: others go first.
         if newest.session == self._session:
             delay_s += _CLAIM_DELAY_S
@@ -216,7 +220,7 @@ class Agent(Supervisor):
         return refused_at is not None and now - refused_at >= delay_s
 
     def _lead(self, claim: Claim) -> TrainOutcome | None:
-        expected, limit_s = set(range(self._seat.nodes)), self._job.config.launch.group_s
+        expected, limit_s = set(range(self._endpoint.nodes)), self._job.config.launch.group_s
         if self._order is not None:
             survivors = [node for node in self._order.members if node != self._previous_leader]
             # After a leader's loss, wait only as long as its followers need to notice the loss.
@@ -225,7 +229,7 @@ class Agent(Supervisor):
         yields = time.monotonic() - self._yielded_at > _YIELD_AGAIN_S
         members = PeerMembership(self._local, self._hub, self._claims, claim, self.event, yields)
         controller = Controller(members, self._planning, self.event, self._order, self._lost_at)
-        self.event("leading", node=self._seat.node, generation=claim.generation)
+        self.event("leading", node=self._endpoint.node, generation=claim.generation)
         if self._order is not None:
             self.event("node_lost", node=self._previous_leader, why="it led", generation=claim.generation - 1)
         self.leads = True
@@ -235,17 +239,17 @@ class Agent(Supervisor):
             self.leads, self._order, self._previous_leader = False, controller.order, -1
             if isinstance(error, MinorityPartition):
                 self._yielded_at = time.monotonic()
-            self.event("deposed", node=self._seat.node, generation=members.generation)
+            self.event("deposed", node=self._endpoint.node, generation=members.generation)
             # Followers reconnect to the new leader by its claim.
             self._hub.drop_all()
             return None
         except MeshwrightError as error:
             self._hub.broadcast(End(outcome=None, error=str(error)))
             # The file serves nodes that aren't connected just now: they must not wait for this leader.
-            self._claims.end(members.generation, None)
+            self._claims.record_outcome(members.generation, None)
             raise
         self._hub.broadcast(End(outcome=outcome, error=""))
-        self._claims.end(members.generation, outcome)
+        self._claims.record_outcome(members.generation, outcome)
         return outcome
 
     def _follow(self, connection: PeerConnection, claim: Claim) -> TrainOutcome | None:
@@ -258,7 +262,7 @@ class Agent(Supervisor):
         started = time.monotonic()
         while True:
             for message in self._receive(connection, claim, 0.1):
-                self._contact.mark_stable()
+                self._backoff.mark_stable()
                 if isinstance(message, End):
                     if message.outcome is None:
                         raise LaunchError(message.error)
@@ -266,7 +270,7 @@ class Agent(Supervisor):
                 if isinstance(message, Start):
                     self._run_generation(connection, claim, message.order)
             if time.monotonic() - started > STEADY_S:
-                self._contact.mark_stable()
+                self._backoff.mark_stable()
             if self._local.interrupts.count and self._local.end.outcome is None:
                 raise LaunchError("ended while waiting for the node that leads")
 
@@ -274,12 +278,12 @@ class Agent(Supervisor):
         """Runs this node's ranks of a generation, and reports the end to the leader."""
         self._order, self._previous_leader = order, claim.node
         # This node has no rank in this generation: it reports at once, and stays a member.
-        if self._seat.node not in order.nodes:
+        if self._endpoint.node not in order.nodes:
             self._local.skip(order.generation)
             return
         # Forking the ranks blocks this thread for seconds; the leader must not take that for a loss.
         connection.send(Busy(_BUSY_S))
-        fence = self._claims.fence(order.generation)
+        fence = self._claims.make_fence(order.generation)
 
         def watch(ranks: GenerationRanks) -> None:
             self._local.poll(ranks)
@@ -296,7 +300,7 @@ class Agent(Supervisor):
             pass
         except LeaderLost as error:
             # The ranks are gone by now: `LocalNode.run` killed them before this error left it.
-            self.event("fenced", node=self._seat.node, generation=order.generation, seconds=error.age_s)
+            self.event("fenced", node=self._endpoint.node, generation=order.generation, seconds=error.age_s)
             raise
         self._send_ready(connection)
 
@@ -310,7 +314,7 @@ class Agent(Supervisor):
             LeaderLost: when it is lost, or another leads.
         """
         received, _ = self._hub.pump(seconds)
-        self._claims.renew_presence(self._seat.node)
+        self._claims.renew_presence(self._endpoint.node)
         # Called for its effect: the lease's age counts from the last change that was read.
         self._claims.age_s()
         newest = self._claims.newest()

@@ -131,7 +131,7 @@ class Claims:
             with contextlib.suppress(OSError):
                 self._presence_path(node).touch()
 
-    def stamps(self, nodes: Iterable[int]) -> dict[int, int]:
+    def read_presence(self, nodes: Iterable[int]) -> dict[int, int]:
         """Returns the change times of the nodes' presence files in ns, by the file system's clock."""
         stamps = {}
         for node in nodes:
@@ -139,12 +139,12 @@ class Claims:
                 stamps[node] = os.fstat(file.fileno()).st_mtime_ns
         return stamps
 
-    def give_way(self, generation: int) -> None:
+    def yield_lead(self, generation: int) -> None:
         """Marks a generation's leader as yielded, so that nodes which it can't reach may claim the next one."""
         with contextlib.suppress(OSError):
             self._claim_path(generation, ".yielded").touch()
 
-    def end(self, generation: int, outcome: TrainOutcome | None) -> None:
+    def record_outcome(self, generation: int, outcome: TrainOutcome | None) -> None:
         """Records the run's outcome, None for an error, so that no node waits for the leader."""
         with contextlib.suppress(OSError):
             temporary = self._folder / f".{uuid.uuid4().hex}"
@@ -152,7 +152,7 @@ class Claims:
             # Renamed into place: a reader sees no outcome or the whole one.
             temporary.replace(self._claim_path(generation, ".ended"))
 
-    def ending(self, after: int) -> TrainOutcome | None:
+    def read_outcome(self, after: int) -> TrainOutcome | None:
         """Returns the run's outcome as the newest generation's leader recorded it; None when it recorded none.
 
         Args:
@@ -178,7 +178,7 @@ class Claims:
         """Whether a newer generation than this one was claimed."""
         return self._claim_path(generation + 1).exists()
 
-    def fence(self, generation: int) -> Callable[[], None]:
+    def make_fence(self, generation: int) -> Callable[[], None]:
         """Returns a check that raises `CheckpointError` once a newer generation was claimed."""
         # The check runs before every write of a rank: one lookup, no parsing.
         path = str(self._claim_path(generation + 1))

@@ -2,8 +2,15 @@
 
 For each generation the controller plans for the devices that are usable, chooses the state to restore, starts the ranks
 on all nodes, watches them, and decides what follows from their end (`generation`). It never uses a device, a thread or
-a process group, so that ranks can be forked from its process. All ranks of a generation are gone before it starts the
-next one, so that two never run at once.
+a process group, so that ranks can be forked from its process.
+
+- **generation**: the life of one set of ranks, from their fork until all of them are gone; torchelastic's restart of a
+  worker group. Two never run at once.
+- **order** (`messages.Order`): what a generation runs: ranks of each node, plan, state to restore, copies to make.
+- **report** (`messages.NodeReport`): what a node has between generations, and how the last one ended there.
+- **fence**: the proof that no rank of a generation writes any more, needed before the next one starts.
+- **rewind**: going back to a state older than the newest, because the newest is anomalous or damaged.
+- **claim** (`claims`): the file by which a node leads a generation over several nodes, as torchft's quorum and epoch.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
@@ -19,10 +25,10 @@ from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanEr
 from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import save_newest_state
 from meshwright.resilience.generation import (
-    HOPELESS,
+    UNRECOVERABLE,
     Ending,
     GenerationVerdict,
-    Patience,
+    RestartBudget,
     decide_after_failure,
     judge_generation,
 )
@@ -40,29 +46,16 @@ from meshwright.resilience.orders import (
     states_after,
 )
 from meshwright.resilience.peers import pump_until
-from meshwright.resilience.plan_prefetch import PlanPrefetcher
-from meshwright.resilience.rewinds import Rewinds
+from meshwright.resilience.planning import Planning, PlanPrefetcher
+from meshwright.resilience.rewinds import RewindPolicy
 from meshwright.spec.plan import Plan
 from meshwright.train.integrity import Damage
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.session import TrainJob
 
 _BUSY_S = 60.0
 _RETURN_S = 10.0
 """How long to wait for missing nodes when the nodes present hold no complete state in memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Planning:
-    """How a run gets plans and jobs for other ranks than those that it began with."""
-
-    plans: Callable[[int], tuple[Plan, ModelAnalysis]]
-    """Returns the plan for a number of ranks, with its model analysis; raises for a number without a layout."""
-    remake: Callable[[Plan, ModelAnalysis | None], TrainJob]
-    """Returns the job of a plan; the analysis is that of the plan, where it is known."""
-    announce: Callable[[Plan], None]
-    """Called with each later plan before its ranks start."""
 
 
 class Controller:
@@ -87,15 +80,15 @@ class Controller:
         self._members, self._local, self._event = members, members.local, event
         job = self._local.job
         self._config, self._planning = job.config.recovery, planning
-        self._planner = PlanPrefetcher(planning.plans)
+        self._planner = PlanPrefetcher(planning.plan_for_ranks)
         self._planner.learn(job.plan.ranks, (job.plan, job.analysis))
         # A minimum that not even all devices reach would be waited for in vain.
         self._minimum = min(self._config.minimum, job.plan.ranks)
         self._backoff = DeviceBackoff(self._config)
-        self._patience = Patience(self._config.attempts)
+        self._restart_budget = RestartBudget(self._config.attempts)
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
         rewind = order.rewind if order is not None else RewindState()
-        self._rewinds = Rewinds(job.config, self._store, event, rewind)
+        self._rewinds = RewindPolicy(job.config, self._store, event, rewind)
         self._refused_states: set[StateKey] = set()
         self.order = order
         """The last order."""
@@ -153,7 +146,7 @@ class Controller:
         devices, reason = self._usable_devices(), ""
         for count in range(len(devices), self._minimum - 1, -1):
             try:
-                (plan, analysis), prefetched = self._plan_for(count)
+                (plan, analysis), prefetched = self._get_plan(count)
             except (PlanError, ClusterError) as error:
                 reason = reason or str(error)
                 continue
@@ -161,12 +154,13 @@ class Controller:
             if set(devices) != set(self._usable_devices()):
                 return self._next_order()
             if not self._first_generation:
-                self._planning.announce(plan)
-            order, shortage = self._compose(plan, devices[:count])
+                self._planning.announce_plan(plan)
+            order, shortage = self._compose_order(plan, devices[:count])
             if not self._first_generation:
                 self._event(
                     "planned", seconds=time.monotonic() - started, layout=str(plan.layout), ranks=count,
-                    left_out=self._describe(self._backoff.left_out), ahead=prefetched, **self._describe_order(order),
+                    left_out=self._describe_devices(self._backoff.left_out), ahead=prefetched,
+                    **self._describe_order(order),
                 )  # fmt: skip
             if shortage is not None:
                 self._event(**shortage)
@@ -199,12 +193,12 @@ class Controller:
         def may_wait() -> bool:
             reports = self._members.reports
             steps = [record.step for report in reports.values() for record in report.snapshots]
-            newer = max(steps, default=-1) > self._disk_step()
+            newer = max(steps, default=-1) > self._checkpoint_step()
             return newer and bool(nodes - reports.keys()) and self._newest_state() is None
 
         pump_until(lambda: not may_wait(), _RETURN_S, self._pump_idle)
 
-    def _plan_for(self, count: int) -> tuple[tuple[Plan, ModelAnalysis], bool]:
+    def _get_plan(self, count: int) -> tuple[tuple[Plan, ModelAnalysis], bool]:
         """Returns the planner's answer for a number of ranks, and whether it was prefetched."""
         if not self._members.alone:
             # In another process, since other nodes must hear of this one meanwhile.
@@ -213,7 +207,7 @@ class Controller:
             self._members.broadcast(Busy(_BUSY_S))
         return self._planner.answer(count)
 
-    def _compose(self, plan: Plan, devices: Sequence[Device]) -> tuple[Order, dict[str, Any] | None]:
+    def _compose_order(self, plan: Plan, devices: Sequence[Device]) -> tuple[Order, dict[str, Any] | None]:
         """Returns the order of a plan, and the event that reports a shortage of memory for copies, if any."""
         members, reports = self._members, self._members.reports
         shares, shortage = assign_ranks(reports, devices), None
@@ -234,11 +228,11 @@ class Controller:
             lost_for_s=None if self._lost_at is None else time.monotonic() - self._lost_at,
             rewind=self._rewinds.state,
             copies=copies,
-            fruitless=self._patience.fruitless,
+            failures_without_progress=self._restart_budget.failures_without_progress,
         )
         return order, shortage if members.alone else describe_shortage(order, self._config)
 
-    def _describe(self, devices: Sequence[Device]) -> list[Any]:
+    def _describe_devices(self, devices: Sequence[Device]) -> list[Any]:
         return [self._members.describe_device(device) for device in devices]
 
     def _describe_order(self, order: Order) -> dict[str, Any]:
@@ -248,14 +242,14 @@ class Controller:
         restores = order.state.step if order.state is not None else None
         return {"nodes": order.nodes, "generation": order.generation, "restores": restores}
 
-    def _disk_step(self) -> int:
+    def _checkpoint_step(self) -> int:
         latest = self._store.latest()
         return latest.step if latest is not None else -1
 
     def _newest_state(self) -> StateLocation | None:
         """Returns where the newest complete state in memory lies; None when a checkpoint on disk is newer."""
         floor = self._rewinds.state.floor
-        return choose_state(self._members.reports, self._refused_states, self._disk_step(), floor)
+        return choose_state(self._members.reports, self._refused_states, self._checkpoint_step(), floor)
 
     def _run_generation(self, order: Order, analysis: ModelAnalysis | None) -> TrainOutcome | None:
         """Runs one generation on all nodes; returns the run's outcome, None when another generation must follow."""
@@ -293,7 +287,7 @@ class Controller:
             readmitted = self._readmissible_devices()
             self._backoff.readmit(readmitted)
             nodes = {} if members.alone else {"nodes": members.joined_nodes()}
-            self._event("growing", step=verdict.outcome.step, devices=self._describe(readmitted), **nodes)
+            self._event("growing", step=verdict.outcome.step, devices=self._describe_devices(readmitted), **nodes)
         return None
 
     def _all_ended(self) -> bool:
@@ -344,14 +338,14 @@ class Controller:
             )  # fmt: skip
         self._event("fenced", generation=order.generation, seconds=fenced_s)
         interrupted = self._local.interrupts.count > 0
-        decision = decide_after_failure(verdict, order, members.lost_nodes, self._patience, interrupted)
+        decision = decide_after_failure(verdict, order, members.lost_nodes, self._restart_budget, interrupted)
         if decision.refused_state is not None:
             self._refused_states.add(decision.refused_state)
             self._event("snapshot_refused", reason=str(decision.error))
         if decision.ends_run:
             raise self._save_newest_state(decision.error)
         if decision.blamed is not None:
-            self._blame(decision.blamed)
+            self._record_device_failure(decision.blamed)
 
     def _rewind_damage(self, damage: Damage, order: Order) -> None:
         """Restarts from the newest state that is older than a damage.
@@ -371,9 +365,9 @@ class Controller:
         self._refused_states |= states_after(reports, keep)
         devices = [(share.node, slot) for share in order.shares for slot in share.slots]
         if len(damage.ranks) == 1:
-            self._blame(devices[damage.ranks[0]])
+            self._record_device_failure(devices[damage.ranks[0]])
 
-    def _blame(self, device: Device) -> None:
+    def _record_device_failure(self, device: Device) -> None:
         """Records that a device's rank failed, and reports when the device is left out."""
         back_off_s = self._backoff.record_failure(device)
         if back_off_s is not None:
@@ -384,7 +378,7 @@ class Controller:
         """Writes the newest state in memory to disk before the run ends; returns ``error``, to be raised."""
         location = self._newest_state()
         # A configuration error at the start trained nothing: there is no new state to save.
-        if location is None or self.order is None or isinstance(error, HOPELESS):
+        if location is None or self.order is None or isinstance(error, UNRECOVERABLE):
             return error
         self._members.broadcast(Busy(_BUSY_S))
         servers = {node: report.address("snapshots") for node, report in self._members.reports.items()}

@@ -47,7 +47,7 @@ def start_snapshot_server(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inlet:
+class CourierInbox:
     """Where and under which limits a courier receives snapshots of the preceding nodes."""
 
     segments: Mapping[int, Sequence[Segment]]
@@ -64,7 +64,7 @@ def start_courier(
     listener: socket.socket,
     targets: Sequence[tuple[str, int]],
     local_segments: Mapping[int, Sequence[Segment]],
-    inlet: Inlet,
+    inbox: CourierInbox,
     copied: PeerCopies,
     faults: Callable[[], Faults] | None = None,
 ) -> Helper:
@@ -74,18 +74,18 @@ def start_courier(
         listener: socket to which the couriers of the preceding nodes connect.
         targets: addresses of the next nodes' couriers.
         local_segments: each local rank's segments by rank, in order of local ranks.
-        inlet: where to receive snapshots, and the run's key.
+        inbox: where to receive snapshots, and the run's key.
         copied: notified of what has arrived at each of the next nodes, in their order.
         faults: makes the injected faults.
     """
 
     def work() -> None:
         # Threads suffice in a process that only copies: socket calls release the GIL.
-        _start_thread(_receive_forever, listener, inlet)
+        _start_thread(_receive_forever, listener, inbox)
         for target_index, address in enumerate(targets[1:], 1):
-            _start_thread(_send_forever, address, inlet.key, local_segments, copied, target_index, None)
+            _start_thread(_send_forever, address, inbox.key, local_segments, copied, target_index, None)
         # Faults strike once: on the way to the nearest.
-        _send_forever(targets[0], inlet.key, local_segments, copied, 0, faults() if faults is not None else None)
+        _send_forever(targets[0], inbox.key, local_segments, copied, 0, faults() if faults is not None else None)
 
     return Helper(work)
 
@@ -163,36 +163,36 @@ def _send_snapshot(connection: Connection, rank: int, memory: mmap.mmap, faults:
     return bytes(connection.receive(len(_STORED))) == _STORED and unchanged
 
 
-def _receive_forever(listener: socket.socket, inlet: Inlet) -> None:
+def _receive_forever(listener: socket.socket, inbox: CourierInbox) -> None:
     """Receives snapshots over the oldest segment of each rank, so that a complete one exists at any moment."""
     # One lock for each rank: an old and a new connection may both deliver the same rank.
-    locks = {rank: threading.Lock() for rank in inlet.segments}
-    gate = Gate(listener, inlet.key, Channel.COURIER, inlet.refused)
+    locks = {rank: threading.Lock() for rank in inbox.segments}
+    gate = Gate(listener, inbox.key, Channel.COURIER, inbox.refused)
     while True:
         for connection in gate.poll(1.0):
-            _start_thread(_receive_from, connection, inlet, locks, gate)
+            _start_thread(_receive_from, connection, inbox, locks, gate)
 
 
-def _receive_from(connection: Connection, inlet: Inlet, locks: Mapping[int, threading.Lock], gate: Gate) -> None:
+def _receive_from(connection: Connection, inbox: CourierInbox, locks: Mapping[int, threading.Lock], gate: Gate) -> None:
     with connection:
         try:
             while True:
                 # Between snapshots a connection may be idle for minutes.
                 connection.limit(None)
-                rank, size = _receive_announcement(connection, inlet)
+                rank, size = _receive_announcement(connection, inbox)
                 # The bytes of a courier that died may still be arriving when its successor sends the same rank.
                 with locks[rank]:
                     connection.limit(STALL_S)
-                    _receive_snapshot(connection, inlet.segments[rank], size)
+                    _receive_snapshot(connection, inbox.segments[rank], size)
                 connection.send(_STORED)
         except (WireError, CheckpointError) as error:
             # An authenticated peer that sends garbage is a bug or an attack: reported, and disconnected.
-            gate.tell(connection.address, str(error))
+            gate.report_refusal(connection.address, str(error))
         except OSError:
             return
 
 
-def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, int]:
+def _receive_announcement(connection: Connection, inbox: CourierInbox) -> tuple[int, int]:
     """Returns the announced (rank, size) of the next snapshot.
 
     Raises:
@@ -202,10 +202,10 @@ def _receive_announcement(connection: Connection, inlet: Inlet) -> tuple[int, in
     if len(contents) != _ANNOUNCEMENT.size:
         raise WireError("not the beginning of a snapshot")
     rank, size = _ANNOUNCEMENT.unpack(contents)
-    if rank not in inlet.segments:
+    if rank not in inbox.segments:
         raise WireError(f"a snapshot of rank {rank} came, which this node doesn't take in")
-    if not HEADER_BYTES <= size <= inlet.max_bytes:
-        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inlet.max_bytes}")
+    if not HEADER_BYTES <= size <= inbox.max_bytes:
+        raise WireError(f"a snapshot of {size} bytes came, where the plan allows {inbox.max_bytes}")
     return rank, size
 
 

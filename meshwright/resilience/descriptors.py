@@ -11,7 +11,11 @@ import resource
 from pathlib import Path
 
 from meshwright.errors import ConfigError
-from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES, peer_snapshots_per_rank
+from meshwright.resilience.host_memory_budget import (
+    SNAPSHOTS_PER_RANK,
+    SNAPSHOTS_PER_RANK_AND_PEERS,
+    peer_snapshots_per_rank,
+)
 from meshwright.spec.layout import Layout
 
 _SUPERVISOR = 7
@@ -37,7 +41,7 @@ def count_descriptors(layout: Layout, ranks: int, nodes: int = 1, peers: int = 0
         cuda: whether ranks run on GPUs.
     """
     world = layout.world
-    own_segments = ranks * ((NODE_COPIES if nodes > 1 else COPIES) + 1)
+    own_segments = ranks * ((SNAPSHOTS_PER_RANK_AND_PEERS if nodes > 1 else SNAPSHOTS_PER_RANK) + 1)
     peer_segments = ranks * peers * peer_snapshots_per_rank(peers) if peers else 0
     # The memory of these ranks, the state that those before left, and a pipe for each rank.
     supervisor = _open_descriptors() + 2 * (own_segments + peer_segments) + 2 + ranks + _SUPERVISOR

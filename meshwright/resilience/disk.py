@@ -24,7 +24,7 @@ _POLL_S = 0.005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Share:
+class WriterShare:
     """One node's role when the writers of several nodes make a checkpoint together."""
 
     node: int
@@ -56,7 +56,7 @@ class DiskWriter:
         origin: Origin,
         event: Callable[..., None],
         faults: Sequence[Fault] = (),
-        share: Share | None = None,
+        share: WriterShare | None = None,
     ) -> None:
         self._share = share
         self._root, self._config, self._origin = root, config, origin
@@ -131,7 +131,7 @@ class DiskWriter:
 
     def _collect(self) -> bool:
         """Reads the child's report; returns whether a checkpoint was finished now."""
-        if self._helper is None or not self._helper.died:
+        if self._helper is None or not self._helper.has_ended:
             return False
         # Without a report it was killed.
         report = json.loads(self._helper.answer or '{"error": "its writer was killed"}')

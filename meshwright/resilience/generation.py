@@ -25,7 +25,7 @@ from meshwright.resilience.orders import StateKey
 from meshwright.train.memory import RESTORING
 from meshwright.train.outcome import TrainOutcome
 
-HOPELESS = (ConfigError, PlanError, DataError, ClusterError)
+UNRECOVERABLE = (ConfigError, PlanError, DataError, ClusterError)
 """Errors that a restart can't repair."""
 _DAMAGED = "is damaged"
 
@@ -94,8 +94,8 @@ def find_root_failure(failures: Sequence[NodeFailure], nodes_lost: bool) -> Node
     return root
 
 
-class Patience:
-    """Decides whether a run continues after a failure.
+class RestartBudget:
+    """Decides whether a run continues after a failure; torchelastic counts ``max_restarts``, this only those in vain.
 
     Args:
         attempts: failures in a row without a new step after which it doesn't.
@@ -107,12 +107,12 @@ class Patience:
         self._failures = 0
 
     @property
-    def fruitless(self) -> int:
+    def failures_without_progress(self) -> int:
         """Failures in a row after the first without a new step between them."""
         return max(0, self._failures - 1)
 
-    def ends(self, error: MeshwrightError, furthest_step: int, raised_at: int | None) -> bool:
-        """Records a failure, and returns whether to give the run up.
+    def record_failure(self, error: MeshwrightError, furthest_step: int, raised_at: int | None) -> bool:
+        """Records a failure, and returns whether the budget is exhausted, so that the run ends.
 
         Args:
             error: of the failure.
@@ -144,7 +144,11 @@ class FailureDecision:
 
 
 def decide_after_failure(
-    verdict: GenerationVerdict, order: Order, lost_nodes: Mapping[int, str], patience: Patience, interrupted: bool
+    verdict: GenerationVerdict,
+    order: Order,
+    lost_nodes: Mapping[int, str],
+    restart_budget: RestartBudget,
+    interrupted: bool,
 ) -> FailureDecision:
     """Decides whether the run continues after a failed generation, from which state, and without which device.
 
@@ -152,16 +156,17 @@ def decide_after_failure(
         verdict: of the generation.
         order: of the generation.
         lost_nodes: nodes lost while it ran, with the reason.
-        patience: records the failure.
+        restart_budget: records the failure.
         interrupted: whether the user asked that the run end.
     """
     failure = verdict.failure
     if failure is None:
         error: MeshwrightError = LaunchError("; ".join(f"node {node}: {text}" for node, text in lost_nodes.items()))
-        return FailureDecision(error=error, ends_run=patience.ends(error, verdict.furthest_step, None) or interrupted)
+        exhausted = restart_budget.record_failure(error, verdict.furthest_step, None)
+        return FailureDecision(error=error, ends_run=exhausted or interrupted)
     error = error_of(failure.error, failure.text, LaunchError)
     raised_at = failure.step if failure.raised and not failure.is_echo else None
-    gives_up = patience.ends(error, verdict.furthest_step, raised_at)
+    exhausted = restart_budget.record_failure(error, verdict.furthest_step, raised_at)
     refused = _refused_state(failure, order)
     blamed = None
     share = order.share(failure.node)
@@ -169,7 +174,7 @@ def decide_after_failure(
         blamed = (share.node, share.slots[failure.rank - share.first_rank])
     # After an interrupt too an older state is tried: its ranks end at once, with a checkpoint.
     return FailureDecision(
-        error=error, ends_run=gives_up or (interrupted and refused is None), refused_state=refused, blamed=blamed
+        error=error, ends_run=exhausted or (interrupted and refused is None), refused_state=refused, blamed=blamed
     )
 
 

@@ -15,9 +15,9 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch
-from meshwright.resilience.host_memory_budget import COPIES, NODE_COPIES
+from meshwright.resilience.host_memory_budget import SNAPSHOTS_PER_RANK, SNAPSHOTS_PER_RANK_AND_PEERS
 from meshwright.resilience.messages import Order
-from meshwright.resilience.slow_ranks import SlowWatch
+from meshwright.resilience.slow_ranks import SlowRankWatch
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
@@ -58,7 +58,7 @@ class GenerationRanks:
     ) -> None:
         self.layout = layout = job.plan.layout
         self._order, count = order, devices.count
-        snapshots = NODE_COPIES if len(order.shares) > 1 else COPIES
+        snapshots = SNAPSHOTS_PER_RANK_AND_PEERS if len(order.shares) > 1 else SNAPSHOTS_PER_RANK
         self.segments = tuple(tuple(Segment() for _ in range(snapshots)) for _ in range(count))
         """Each rank's segments for snapshots, written in turn."""
         writes = order.copies.disk and job.config.checkpoint.backend == IMAGE
@@ -75,14 +75,14 @@ class GenerationRanks:
             generation=order.generation,
             disposable=True,
             interrupts=interrupts,
-            place=node_ranks,
+            node_ranks=node_ranks,
         )
         progress = job.run_dir / (PROGRESS if node_ranks is None else node_progress(node_ranks.node))
         # Stamps of the previous generation must not look like progress of this one.
         reset_progress(progress, order.world)
-        self.slow = SlowWatch(lambda rank: coordinates(rank, layout.degrees)[layout.axis(Mechanics.STAGES)])
+        self.slow = SlowRankWatch(lambda rank: coordinates(rank, layout.degrees)[layout.axis(Mechanics.STAGES)])
         recovery = job.config.recovery
-        idle_s = recovery.idle_s * _IDLE_LIMIT_GROWTH**order.fruitless
+        idle_s = recovery.idle_s * _IDLE_LIMIT_GROWTH**order.failures_without_progress
         # No idle limit where devices, other hosts or compiler processes may work while all ranks on this node sleep.
         if node_ranks is not None or devices.kind != "cpu" or layout.compile:
             idle_s = 0.0

@@ -10,28 +10,28 @@ from meshwright.errors import LaunchError
 from meshwright.monitor.progress import RankStamp, ordinal, read_progress, waiting_sentences
 from meshwright.resilience.idle import IdleWatch
 
-UNKNOWN_S = 1800.0
-"""Limit of a phase that hasn't been seen to end yet, and of those in `PATIENT`: first steps compile, allocate and open
+UNLEARNED_LIMIT_S = 1800.0
+"""Limit of a phase that hasn't been seen to end yet, and of `LONG_PHASES`: first steps compile, allocate and open
 connections, disks vary, and each such wait has a timeout elsewhere."""
-PATIENT = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export")
+LONG_PHASES = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export")
 """Phases that may last much longer than ever before."""
-OUTSIDE = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
+EXTERNAL_PHASES = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
 """Phases in which a rank may wait for something outside this host: hooks, file systems, connections. In all others it
 computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
 SUSPECT_S = 0.1
 """Time without a stamp after which the processes themselves are checked."""
 STOPPED_S = 0.5
 """A process that is stopped (state T) for so long, while no rank stamps, counts as hung."""
-START_S = 120.0
-"""Least limit of `PATIENT` phases, and of all phases until the first step is done, under any ``limit_s``."""
-TIMES = 20.0
+START_LIMIT_S = 120.0
+"""Least limit of `LONG_PHASES` phases, and of all phases until the first step is done, under any ``limit_s``."""
+LIMIT_FACTOR = 20.0
 """A phase hangs when it lasts this many times its longest duration so far."""
-COMPILE_S = UNKNOWN_S
+COMPILE_LIMIT_S = UNLEARNED_LIMIT_S
 """Limit of each phase of a compiled layout's first step, which compiles; its durations don't teach limits."""
-LEAST_S = 60.0
+LEAST_LIMIT_S = 60.0
 """Least learned limit: storage that stalls for a while is no hang."""
 _DEVICES = 3
-PATIENCE = 1.5
+WAITING_HOST_FACTOR = 1.5
 """Factor on the limits of a host whose ranks all wait: the host with the hung rank reports first."""
 
 
@@ -103,7 +103,7 @@ class HangWatch:
         if stamps and len(stamps) == self._ranks and not all(stamp.phase == "done" for stamp in stamps):
             # The run hangs only when every rank is silent: one that progresses may be what others wait for.
             youngest = max(stamps, key=lambda stamp: stamp.since)
-            allowed = self._limit_s(stamps) * (PATIENCE if self._all_wait(stamps) else 1.0)
+            allowed = self._limit_s(stamps) * (WAITING_HOST_FACTOR if self._all_wait(stamps) else 1.0)
             # A gap between polls means that this process or the machine was suspended: count from now.
             if now_s - self._polled_at > allowed / 2:
                 self._awake_since = now_s
@@ -130,7 +130,7 @@ class HangWatch:
                 raise self._make_error(stamps, now_s, stamp, "stopped, as by SIGSTOP")
         asleep_s = min(min(self._idle.idle_s(stamp.pid, now_s), stamp.age_s(now_s)) for stamp in stamps)
         # Not in the first step, which allocates and connects, nor where something outside may be awaited.
-        inside = all(stamp.step > 1 and stamp.phase not in OUTSIDE for stamp in stamps)
+        inside = all(stamp.step > 1 and stamp.phase not in EXTERNAL_PHASES for stamp in stamps)
         if self._idle_s and inside and asleep_s > self._idle_s:
             raise self._make_error(stamps, now_s, reason=f"all ranks asleep for {asleep_s:.1f} s")
 
@@ -155,11 +155,11 @@ class HangWatch:
         return self._has_other_nodes and all(stamp.waits_for for stamp in stamps)
 
     def _limit_s(self, stamps: list[RankStamp]) -> float:
-        compile_limit_s = COMPILE_S if any(self._may_compile(stamp) for stamp in stamps) else 0.0
+        compile_limit_s = COMPILE_LIMIT_S if any(self._may_compile(stamp) for stamp in stamps) else 0.0
         if self._fixed_limit_s is not None:
-            # A fixed limit still must not end slow phases before `START_S`.
-            slow = any(stamp.phase in PATIENT or stamp.step <= 1 for stamp in stamps)
-            return max(self._fixed_limit_s, compile_limit_s, START_S if slow else 0.0)
+            # A fixed limit still must not end slow phases before `START_LIMIT_S`.
+            slow = any(stamp.phase in LONG_PHASES or stamp.step <= 1 for stamp in stamps)
+            return max(self._fixed_limit_s, compile_limit_s, START_LIMIT_S if slow else 0.0)
         return max(compile_limit_s, *(self._learned_limit_s(stamp.phase) for stamp in stamps))
 
     def _may_compile(self, stamp: RankStamp) -> bool:
@@ -167,9 +167,9 @@ class HangWatch:
         return self._compiles and stamp.step <= self._first_step
 
     def _learned_limit_s(self, phase: str) -> float:
-        """Returns a phase's limit, `TIMES` its longest duration so far, in seconds."""
-        is_learned = phase in self._longest_s and phase not in PATIENT
-        return max(LEAST_S, TIMES * self._longest_s[phase]) if is_learned else UNKNOWN_S
+        """Returns a phase's limit, `LIMIT_FACTOR` its longest duration so far, in seconds."""
+        is_learned = phase in self._longest_s and phase not in LONG_PHASES
+        return max(LEAST_LIMIT_S, LIMIT_FACTOR * self._longest_s[phase]) if is_learned else UNLEARNED_LIMIT_S
 
     def _make_error(
         self, stamps: list[RankStamp], now_s: float, blamed: RankStamp | None = None, reason: str = ""

@@ -38,7 +38,7 @@ class Helper:
                 os.close(descriptor)
 
     @property
-    def died(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether it has ended by itself."""
         if self.pid:
             self._read()
@@ -46,7 +46,7 @@ class Helper:
 
     @property
     def answer(self) -> bytes:
-        """What it answered, once it has `died`; empty when it was killed, or had nothing to say."""
+        """What it answered, once it has `has_ended`; empty when it was killed, or had nothing to say."""
         return bytes(self._received)
 
     def _read(self) -> None:

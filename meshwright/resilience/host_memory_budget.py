@@ -13,9 +13,9 @@ from meshwright.spec.plan import Plan
 
 SHARE = 0.5
 """Share of the available memory that copies may use."""
-COPIES = 2
+SNAPSHOTS_PER_RANK = 2
 """Snapshots of each rank, written in turn, so that one is complete at any moment."""
-NODE_COPIES = 3
+SNAPSHOTS_PER_RANK_AND_PEERS = 3
 """Snapshots of each rank on its own node over several nodes: the one that the peer also has must survive the writing of
 the next (`Memory.copied`)."""
 _TABLE_BYTES = 1 << 28
@@ -26,7 +26,7 @@ class HostMemoryBudget(NamedTuple):
     """Which copies fit into this node's memory."""
 
     snapshots: bool
-    """Whether the `COPIES` snapshots of each rank fit."""
+    """Whether the `SNAPSHOTS_PER_RANK` snapshots of each rank fit."""
     disk: bool
     """Whether the copy fits from which checkpoints are written beside the training."""
     state_bytes: int
@@ -66,7 +66,7 @@ def peer_snapshots_per_rank(peers: int) -> int:
     A peer may be receiving a rank's next snapshot while another rank's last one is still in transit. With one peer the
     ranks' own nodes hold the missing ones; with more, two nodes may be lost at once, and the peers must hold them.
     """
-    return COPIES if peers == 1 else NODE_COPIES
+    return SNAPSHOTS_PER_RANK if peers == 1 else SNAPSHOTS_PER_RANK_AND_PEERS
 
 
 def copies_fit(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk: int = 0, peers: int = 1) -> bool:
@@ -84,10 +84,10 @@ def copies_fit(plan: Plan, ranks: Sequence[int], available: Sequence[int], disk:
     def snapshots_on(position: int) -> int:
         # Without peers only this node's snapshots, and the copy for the disk.
         if alone:
-            return (disk + COPIES) * ranks[position]
+            return (disk + SNAPSHOTS_PER_RANK) * ranks[position]
         # The ring wraps around: negative indices are the last nodes.
         peer_ranks = sum(ranks[position - offset] for offset in range(1, peers + 1))
-        return (disk + NODE_COPIES) * ranks[position] + peer_snapshots_per_rank(peers) * peer_ranks
+        return (disk + SNAPSHOTS_PER_RANK_AND_PEERS) * ranks[position] + peer_snapshots_per_rank(peers) * peer_ranks
 
     return all(
         state_bytes(plan, snapshots_on(position)) <= SHARE * _memory_after_offload(plan, rank_count, available_here)
@@ -106,5 +106,5 @@ def fit_local_copies(plan: Plan, ranks: int, available: int | None = None) -> Ho
     available_here, copy_bytes = available_bytes() if available is None else available, state_bytes(plan, ranks)
     budget_bytes = SHARE * _memory_after_offload(plan, ranks, available_here)
     return HostMemoryBudget(
-        (COPIES + 1) * copy_bytes <= budget_bytes, copy_bytes <= budget_bytes, copy_bytes, available_here
+        (SNAPSHOTS_PER_RANK + 1) * copy_bytes <= budget_bytes, copy_bytes <= budget_bytes, copy_bytes, available_here
     )

@@ -38,7 +38,7 @@ class LocalNode:
     Args:
         job: of the run.
         devices: of this node, one rank each.
-        remake: returns the job of another plan; the analysis is that of the plan, where it is known.
+        make_job: returns the job of another plan; the analysis is that of the plan, where it is known.
         event: records an event: its kind, and its fields by keyword.
         storage: carries the state to disk and to other nodes.
         node: this node's number.
@@ -49,7 +49,7 @@ class LocalNode:
         self,
         job: TrainJob,
         devices: Devices,
-        remake: Callable[[Plan, ModelAnalysis | None], TrainJob],
+        make_job: Callable[[Plan, ModelAnalysis | None], TrainJob],
         event: Callable[..., None],
         storage: LocalStorage | PeerStorage,
         node: int = 0,
@@ -58,7 +58,7 @@ class LocalNode:
         self.job, self.devices, self.node = job, devices, node
         self.storage = storage
         """Carries the state to disk and to other nodes."""
-        self._remake, self._event, self._session = remake, event, session
+        self._make_job, self._event, self._session = make_job, event, session
         self.snapshots: list[NodeSnapshot] = []
         """Snapshots in this node's memory."""
         self.interrupts = InterruptCounter()
@@ -133,7 +133,7 @@ class LocalNode:
             fence: called by ranks before they write.
         """
         self.end, self.failed_at = GenerationEnd(generation=order.generation), None
-        job = self._remake(order.plan, analysis)
+        job = self._make_job(order.plan, analysis)
         state = self.open_state(order.state, order.snapshot_servers) if order.state is not None else None
         devices = self.devices.only(order.share(self.node).slots)
         ranks = GenerationRanks(job, devices, order, self.interrupts, self.storage.place_ranks(order))

@@ -210,18 +210,18 @@ class PeerMembership(Membership):
         """
         # Stamps lie on the shared file system: a node whose stamp moves lives, though no connection reaches it.
         known_nodes = set(order.members if order is not None else ()) | self._loss_times.keys()
-        earlier_stamps = self._claims.stamps(known_nodes - self.reports.keys())
+        earlier_stamps = self._claims.read_presence(known_nodes - self.reports.keys())
         if not self._yields or len(earlier_stamps) <= len(self.reports):
             return
 
         def majority_is_elsewhere() -> bool:
-            later_stamps = self._claims.stamps(earlier_stamps.keys() - self.reports.keys())
+            later_stamps = self._claims.read_presence(earlier_stamps.keys() - self.reports.keys())
             return sum(stamp != earlier_stamps[node] for node, stamp in later_stamps.items()) > len(self.reports)
 
         if pump_until(majority_is_elsewhere, PRESENCE_S, self.pump):
             reached = sorted(self.reports)
             self._event("gave_way", node=self.local.node, reached=reached, generation=self.generation)
-            self._claims.give_way(self.generation)
+            self._claims.yield_lead(self.generation)
             raise MinorityPartition("more nodes are on the other side of the network")
 
     def fence_generation(self, order: Order) -> None:
@@ -254,7 +254,7 @@ class PeerMembership(Membership):
 
     def fence(self) -> FenceCheck | None:
         """Returns the check by which ranks find that the next generation was claimed."""
-        return self._claims.fence(self.generation)
+        return self._claims.make_fence(self.generation)
 
     def describe_device(self, device: Device) -> Any:
         """Returns a device as events list it."""

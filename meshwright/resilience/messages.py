@@ -193,7 +193,7 @@ class Order:
     """Seconds since the failure of the previous ranks was noticed; None without one."""
     rewind: RewindState = RewindState()
     copies: CopyPlan
-    fruitless: int = 0
+    failures_without_progress: int = 0
     """Failures in a row without a new step between them."""
 
     def __post_init__(self) -> None:

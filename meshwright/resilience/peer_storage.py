@@ -2,7 +2,7 @@
 
 The **courier** sends each new snapshot to the next nodes of the ring and receives those of the nodes before; the
 **snapshot server** lets other nodes read the snapshots of the last generation; the nodes' disk writers make one
-checkpoint.
+checkpoint; **spare copies** are second copies of the restored state.
 """
 
 from __future__ import annotations
@@ -12,27 +12,87 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from meshwright.checkpoint.remote import Shelf
-from meshwright.checkpoint.snapshot import Segment, Snapshot, State, read_snapshots
+from meshwright.checkpoint.remote import Key, Shelf
+from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
-from meshwright.resilience.courier import Inlet, start_courier, start_snapshot_server
-from meshwright.resilience.disk import DiskWriter, Share
+from meshwright.launch.host_memory import available_bytes
+from meshwright.resilience.courier import CourierInbox, start_courier, start_snapshot_server
+from meshwright.resilience.disk import DiskWriter, WriterShare
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin
 from meshwright.resilience.helper import Helper
 from meshwright.resilience.host_memory_budget import max_snapshot_bytes, peer_snapshots_per_rank
 from meshwright.resilience.messages import Address, Order, Ports
 from meshwright.resilience.orders import ranks_to_copy
-from meshwright.resilience.spare_copies import SpareCopies
 from meshwright.train.faults import COURIER, Faults, parse_faults
 from meshwright.train.memory import PeerCopies
 from meshwright.train.session import TrainJob
 from meshwright.transport.key import RunKey
 
 _POLL_S = 0.01
+_CHUNK_BYTES = 8 << 20
+"""Bytes of a spare copy that are read at once."""
 _LISTENERS = ("store", "snapshots", "courier", "disk")
+
+
+class SpareCopies:
+    """Copies the state that a generation restores from other nodes to this one, while its ranks start.
+
+    A node that ran alone, or whose ranks ended before their last snapshots were sent, may be the only holder of some
+    state. Until the new ranks' first snapshots are sent, its loss would cost every step since the last checkpoint.
+
+    Args:
+        servers: connects to the server of each snapshot's holder.
+    """
+
+    def __init__(self, servers: Mapping[Key, Callable[[], Shelf]]) -> None:
+        self.wanted = tuple(servers)
+        """Generation, step and rank of each snapshot."""
+        self._segments = [Segment() for _ in servers]
+
+        def copy_all() -> None:
+            for (key, server), segment in zip(servers.items(), self._segments):
+                try:
+                    _copy_snapshot(server(), key, segment)
+                except CheckpointError:  # its holder is gone, which the leader notices by itself
+                    continue
+
+        # A process, not a thread: the supervisor's thread must stay responsive, and forks ranks.
+        self._helper = Helper(copy_all)
+        self._reported = False
+
+    @property
+    def just_done(self) -> bool:
+        """Whether the copying has ended since the last access."""
+        finished = not self._reported and self._helper.has_ended
+        self._reported |= finished
+        return finished
+
+    def snapshots(self) -> list[Snapshot]:
+        """Returns the completely copied snapshots."""
+        return read_snapshots(self._segments)
+
+    def close(self) -> None:
+        """Ends the copying and closes the segments; `snapshots` keep their memory."""
+        self._helper.close()
+        for segment in self._segments:
+            segment.close()
+
+
+def _copy_snapshot(server: Shelf, key: Key, segment: Segment) -> None:
+    """Copies a snapshot, its header last: a segment without a header holds no snapshot."""
+    header_bytes, size = server.read(key, 0, HEADER_BYTES)
+    # A copy is a precaution: never at the price of memory that ranks may need.
+    if available_bytes() < 2 * size:
+        return
+    memory = segment.map(size)
+    for start in range(HEADER_BYTES, size, _CHUNK_BYTES):
+        stop = min(size, start + _CHUNK_BYTES)
+        memory[start:stop] = bytes(server.read(key, start, stop - start)[0])
+    memory[:HEADER_BYTES] = bytes(header_bytes)
+    server.close()
 
 
 class PeerStorage:
@@ -121,7 +181,7 @@ class PeerStorage:
         self._peer_segments = {rank: tuple(Segment() for _ in range(copies)) for rank in preceding_ranks}
         # Shared by ranks and courier, so created before either is forked.
         self._copied = PeerCopies(len(ranks.segments), order.peers)
-        inlet = Inlet(
+        inbox = CourierInbox(
             segments=self._peer_segments, max_bytes=max_snapshot_bytes(job.plan), key=self._key, refused=self._event
         )
         faults = parse_faults(job.config.recovery.faults)
@@ -130,7 +190,7 @@ class PeerStorage:
             self._listeners["courier"],
             [share.courier for share in order.neighbours(self._node, 1, order.peers)],
             dict(zip(order.share(self._node).ranks, ranks.segments)),
-            inlet,
+            inbox,
             self._copied,
             partial(Faults, job.run_dir, COURIER - self._node, order.generation, faults),
         )
@@ -150,7 +210,7 @@ class PeerStorage:
             run_key=self._key,
             refused=self._event,
         )
-        share = Share(node=self._node, first=ring_index == 0, agree=agree, fence=fence)
+        share = WriterShare(node=self._node, first=ring_index == 0, agree=agree, fence=fence)
         faults = parse_faults(job.config.recovery.faults)
         root, config = job.run_dir / "checkpoints", job.config.checkpoint
         return DiskWriter(root, config, job_origin(job), self._event, faults, share)
@@ -158,7 +218,7 @@ class PeerStorage:
     def poll(self, ranks: GenerationRanks) -> None:
         """Restarts a courier that died, drives the disk writer, and reports finished spare copies."""
         # A dead courier costs copies, not the run: restart it; it resends the newest snapshots.
-        if self._courier is not None and self._courier.died:
+        if self._courier is not None and self._courier.has_ended:
             self._event("courier_lost", node=self._node)
             self._courier = self._start_courier()
         if self._disk is not None:

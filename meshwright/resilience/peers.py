@@ -121,7 +121,7 @@ class PeerConnection:
         del self._receive_buffer[: contents_end + MAC_BYTES]
         return decode(contents)
 
-    def excuse(self) -> None:
+    def restart_silence_limit(self) -> None:
         """Restarts the peer's silence limit, because this process itself wasn't listening."""
         self._last_heard = time.monotonic()
 
@@ -175,7 +175,7 @@ class Hub:
             raise
         except WireError as error:
             self.mismatch = f"{host}:{port}"
-            self._gate.tell(host, str(error))
+            self._gate.report_refusal(host, str(error))
             return None
         except OSError:
             return None
@@ -226,10 +226,10 @@ class Hub:
             # Every pump also sends: there is no other thread to do so.
             peer.flush()
             if not listened:
-                peer.excuse()
+                peer.restart_silence_limit()
             if not peer.open or peer.silent:
                 if peer.fault:
-                    self._gate.tell(peer.address, peer.fault)
+                    self._gate.report_refusal(peer.address, peer.fault)
                 self.drop(peer)
                 lost_peers.append(peer)
         return received, lost_peers

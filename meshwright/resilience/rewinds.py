@@ -17,7 +17,7 @@ from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
 
 
-class Rewinds:
+class RewindPolicy:
     """Decides how far a run is rewound, and when rewinding is hopeless.
 
     Args:
@@ -37,7 +37,7 @@ class Rewinds:
         self._repeated_damages, self._furthest_damage = 0, -1
 
     def rewind_to_checkpoint(self, outcome: TrainOutcome, generation: int) -> None:
-        """Rewinds the next ranks to the last checkpoint, with the batches after the anomalous ones.
+        """RewindPolicy the next ranks to the last checkpoint, with the batches after the anomalous ones.
 
         Args:
             outcome: of the ranks that met them.
@@ -49,7 +49,7 @@ class Rewinds:
         self.state = dataclasses.replace(self.state, anomalous_step=outcome.anomalous_step, floor=generation)
         latest = self._store.latest()
         base = latest.step if latest is not None else 0
-        # Rewinds count per checkpoint: a newer one means progress.
+        # RewindPolicy count per checkpoint: a newer one means progress.
         self._rewinds = self._rewinds + 1 if base == self._last_base else 1
         self._last_base = base
         self._event("rewinding", sick=outcome.step, step=base)
@@ -60,7 +60,7 @@ class Rewinds:
             )
 
     def rewind_before(self, damage: Damage, has_older_state: bool) -> int:
-        """Rewinds the next ranks to the newest state older than a damage, and withdraws later checkpoints.
+        """RewindPolicy the next ranks to the newest state older than a damage, and withdraws later checkpoints.
 
         Args:
             damage: of the state.

@@ -14,14 +14,14 @@ from meshwright.monitor.progress import RankStamp
 
 SAMPLES = 200
 """Polls for one verdict."""
-TIMES = 1.4
+SLOW_FACTOR = 1.4
 """A rank is slow when it computes for this many times the median share of the others,"""
 LEAST_SHARE = 0.5
 """and for at least this share of the time: a rank that is mostly idle delays nobody."""
 _COMPUTES = ("data", "forward", "backward", "reduce", "optimizer", "record")
 
 
-class Slow(NamedTuple):
+class SlowRank(NamedTuple):
     """A rank that delays others."""
 
     rank: int
@@ -32,19 +32,19 @@ class Slow(NamedTuple):
     """Median of that share over the ranks that do the same work."""
 
 
-class SlowWatch:
+class SlowRankWatch:
     """Counts over many polls which ranks compute.
 
     Args:
-        alike: returns a key of a rank's work; ranks with equal keys are compared.
+        work_key: returns a key of a rank's work; ranks with equal keys are compared.
     """
 
-    def __init__(self, alike: Callable[[int], Hashable]) -> None:
-        self._alike = alike
+    def __init__(self, work_key: Callable[[int], Hashable]) -> None:
+        self._work_key = work_key
         self._polls = 0
         self._computing: dict[int, int] = {}
 
-    def poll(self, stamps: Sequence[RankStamp]) -> list[Slow]:
+    def poll(self, stamps: Sequence[RankStamp]) -> list[SlowRank]:
         """Counts one poll; returns the slow ranks of the last `SAMPLES` polls each time that many are complete."""
         # Startup, evaluation and checkpoints say nothing about the speed of training.
         if not stamps or any(stamp.step < 3 or stamp.phase not in _COMPUTES for stamp in stamps):
@@ -58,7 +58,7 @@ class SlowWatch:
         self._polls, self._computing = 0, {}
         return self._slow_ranks(shares)
 
-    def _slow_ranks(self, shares: dict[int, float]) -> list[Slow]:
+    def _slow_ranks(self, shares: dict[int, float]) -> list[SlowRank]:
         slow = []
         for rank, share in shares.items():
             other_shares = [
@@ -67,9 +67,9 @@ class SlowWatch:
                 if other_rank != rank and self._do_same_work(other_rank, rank)
             ]
             # The median, since one more slow rank among the others must not hide this one.
-            if other_shares and share >= LEAST_SHARE and share > TIMES * median(other_shares):
-                slow.append(Slow(rank, share, median(other_shares)))
+            if other_shares and share >= LEAST_SHARE and share > SLOW_FACTOR * median(other_shares):
+                slow.append(SlowRank(rank, share, median(other_shares)))
         return slow
 
     def _do_same_work(self, rank: int, other_rank: int) -> bool:
-        return self._alike(rank) == self._alike(other_rank)
+        return self._work_key(rank) == self._work_key(other_rank)

@@ -12,14 +12,15 @@ from typing import Any
 from meshwright.events import Event
 from meshwright.launch.devices import Devices
 from meshwright.launch.host_memory import SUPERVISOR_SCORE, prefer_for_killing
-from meshwright.launch.signals import interrupts_to
+from meshwright.launch.signals import handle_interrupts
 from meshwright.monitor.display import show_event
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink
-from meshwright.resilience.controller import Controller, Planning
+from meshwright.resilience.controller import Controller
 from meshwright.resilience.descriptors import count_descriptors, raise_descriptor_limit
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.resilience.membership import Membership
+from meshwright.resilience.planning import Planning
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.session import TrainJob
 
@@ -47,7 +48,7 @@ class Supervisor:
 
     def _make_node(self) -> LocalNode:
         storage = LocalStorage(self._job, self.event)
-        return LocalNode(self._job, self._devices, self._planning.remake, self.event, storage)
+        return LocalNode(self._job, self._devices, self._planning.make_job, self.event, storage)
 
     def run(self) -> TrainOutcome:
         """Runs the job; returns its outcome.
@@ -59,7 +60,7 @@ class Supervisor:
         # Out of memory the kernel should kill a rank, which is replaceable, not the holder of the state.
         prefer_for_killing(SUPERVISOR_SCORE)
         try:
-            with interrupts_to(self._count_interrupt):
+            with handle_interrupts(self._count_interrupt):
                 return self._lead_run()
         finally:
             self._close()

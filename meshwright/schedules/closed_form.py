@@ -21,16 +21,18 @@ Array = NDArray[Any]
 class PassSums:
     """Seconds of N layouts' ranks on one micro-batch, all stages of a rank together; arrays are (N,) float64."""
 
-    dearest: Array
+    slowest_rank: Array
     """Forward and backward of the slowest rank, (N,)."""
-    whole: Array
+    all_ranks: Array
     """Sum of forward and backward over all ranks, (N,)."""
     weight: Array
     """Weight gradients of the rank with the longest, (N,): no other rank waits for them."""
 
     def take(self, index: Array) -> PassSums:
         """Returns the sums of the layouts at an index."""
-        return PassSums(dearest=self.dearest[index], whole=self.whole[index], weight=self.weight[index])
+        return PassSums(
+            slowest_rank=self.slowest_rank[index], all_ranks=self.all_ranks[index], weight=self.weight[index]
+        )
 
 
 StepForm = Callable[[int, Array, Array, PassSums], Array]
@@ -40,21 +42,21 @@ HeldForm = Callable[[int, Array, Array, Array], Array]
 rank, (N, P), in units of all its stages."""
 
 
-def filled_and_drained(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
+def single_stage_step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
     """Returns (m - 1) slowest + sum of all ranks, (N,). Source: Narayanan et al. (SC 2021), 2.2.1."""
     # Once the pipeline is full the slowest rank never waits; filling and draining cost one pass of the others.
-    return (microbatches - 1) * sums.dearest + sums.whole
+    return (microbatches - 1) * sums.slowest_rank + sums.all_ranks
 
 
-def filled_by_stages(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
+def interleaved_step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
     """Returns m slowest + (sum of the other ranks) / v, (N,). Source: Narayanan et al. (SC 2021), 2.2.2."""
     # With v stages on a rank, filling and draining go in steps that are v times smaller.
-    return microbatches * sums.dearest + (sums.whole - sums.dearest) / np.maximum(stages_per_rank, 1)
+    return microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) / np.maximum(stages_per_rank, 1)
 
 
-def filled_with_weights(ranks: int, sums: PassSums) -> Array:
+def unfilled_bubble_s(ranks: int, sums: PassSums) -> Array:
     """Returns seconds of filling and draining less the weight gradients in them, (N,).
 
     Source: Qi et al. (2023), table 1.
     """
-    return np.maximum(sums.whole - sums.dearest - 2 * (ranks - 1) * sums.weight, 0.0)
+    return np.maximum(sums.all_ranks - sums.slowest_rank - 2 * (ranks - 1) * sums.weight, 0.0)

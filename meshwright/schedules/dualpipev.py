@@ -105,7 +105,7 @@ def _check_microbatches(ranks: int, stages_per_rank: int, microbatches: int) -> 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
     """Returns seconds of a step, (N,): a sixth of 1F1B's filling and draining remains."""
-    return microbatches * sums.dearest + (sums.whole - sums.dearest) / 6.0
+    return microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) / 6.0
 
 
 SCHEDULE = ScheduleSpec(

@@ -31,6 +31,7 @@ def step_seconds(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microba
         microbatches: (N,).
         sums: of the layouts.
     """
+    # A formula prices thousands of layouts at once; a simulation prices one size.
     if spec.step_s is not None:
         return np.asarray(spec.step_s(ranks, stages_per_rank, microbatches, sums))
     idle_share = _for_each_size(
@@ -38,7 +39,7 @@ def step_seconds(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microba
         microbatches,
         lambda stages, microbatch_count: _idle_share(spec, ranks, stages, microbatch_count),
     )
-    return np.asarray(microbatches * sums.dearest + idle_share * (sums.whole - sums.dearest))
+    return np.asarray(microbatches * sums.slowest_rank + idle_share * (sums.all_ranks - sums.slowest_rank))
 
 
 def held_microbatches(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, microbatches: Array) -> Array:

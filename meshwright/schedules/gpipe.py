@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.schedules.action import Action, backward, forward
-from meshwright.schedules.closed_form import filled_and_drained
+from meshwright.schedules.closed_form import single_stage_step_s
 from meshwright.schedules.spec import ScheduleSpec
 
 
@@ -24,7 +24,7 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (m+p-1)",
     peak_live=lambda ranks, stages_per_rank, microbatches: microbatches,
     peak_text="m",
-    step_s=filled_and_drained,
+    step_s=single_stage_step_s,
     held=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
     searched=False,  # 1F1B idles no more and holds less
 )

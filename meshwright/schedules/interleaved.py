@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.schedules.action import Action, backward, forward
-from meshwright.schedules.closed_form import Array, filled_by_stages
+from meshwright.schedules.closed_form import Array, interleaved_step_s
 from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -55,6 +55,6 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (v m+p-1) when p divides m",
     peak_live=peak_live,
     peak_text="min(v m, (v-1) r + 2p - 1), r = m / max(1, m // p)",
-    step_s=filled_by_stages,
+    step_s=interleaved_step_s,
     held=held,
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.schedules.action import Action, backward, forward
-from meshwright.schedules.closed_form import filled_by_stages
+from meshwright.schedules.closed_form import interleaved_step_s
 from meshwright.schedules.spec import ScheduleSpec
 
 
@@ -38,7 +38,7 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (v m+p-1) when m >= p",
     peak_live=lambda ranks, stages_per_rank, microbatches: stages_per_rank * microbatches,
     peak_text="v m",
-    step_s=filled_by_stages,
+    step_s=interleaved_step_s,
     held=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
     searched=False,  # interleaved 1F1B idles no more and holds less
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.schedules.action import Action, backward, forward
-from meshwright.schedules.closed_form import filled_and_drained
+from meshwright.schedules.closed_form import single_stage_step_s
 from meshwright.schedules.spec import ScheduleSpec
 
 
@@ -36,6 +36,6 @@ SCHEDULE = ScheduleSpec(
     bubble_text="(p-1) / (m+p-1)",
     peak_live=lambda ranks, stages_per_rank, microbatches: min(ranks, microbatches),
     peak_text="min(p, m)",
-    step_s=filled_and_drained,
+    step_s=single_stage_step_s,
     held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(microbatches, ranks - rank),
 )

@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
-from meshwright.schedules.closed_form import Array, PassSums, filled_with_weights
+from meshwright.schedules.closed_form import Array, PassSums, unfilled_bubble_s
 from meshwright.schedules.spec import Placement, ScheduleSpec
 
 
@@ -75,7 +75,7 @@ def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSu
 
     Source: Qi et al. (2023), table 1.
     """
-    return microbatches * sums.dearest + filled_with_weights(ranks, sums) / 6.0
+    return microbatches * sums.slowest_rank + unfilled_bubble_s(ranks, sums) / 6.0
 
 
 SCHEDULE = ScheduleSpec(

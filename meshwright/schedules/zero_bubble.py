@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
-from meshwright.schedules.closed_form import Array, PassSums, filled_with_weights
+from meshwright.schedules.closed_form import Array, PassSums, unfilled_bubble_s
 from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -51,7 +51,7 @@ def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
     """Returns seconds of a step, (N,): interleaved's filling and draining, less the weight gradients in them."""
-    return microbatches * sums.dearest + filled_with_weights(ranks, sums) / np.maximum(stages_per_rank, 1)
+    return microbatches * sums.slowest_rank + unfilled_bubble_s(ranks, sums) / np.maximum(stages_per_rank, 1)
 
 
 SCHEDULE = ScheduleSpec(

@@ -294,6 +294,11 @@ class Layout:
         return _count_copies(self.degrees, self.zero)
 
     @property
+    def is_lossy(self) -> bool:
+        """Whether ranks send each other rounded numbers, which train otherwise than exact ones."""
+        return bool(self.compress) or self.compress_weights != "none"
+
+    @property
     def islands(self) -> int:
         """Number of islands: groups of ranks that take each step together and join once in a round; usually 1."""
         return island_count(self.degrees)

@@ -2,7 +2,7 @@
 
 A DTensor placement says "an even, contiguous run of one dim". Fused q|k|v weights, grouped heads with fewer key heads
 than ranks, and heads that don't divide are none of that, so a `LocalShard` lists runs. What a data axis shards
-afterwards is the local tensor, whose dim 0 it cuts once more; `pieces` composes both.
+afterwards is the local tensor, whose dim 0 it cuts once more; `LocalShard.boxes` composes both.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from itertools import pairwise, product
 Span = tuple[int, int]
 """(start, stop) of a run of indices."""
 Box = tuple[Span, ...]
-"""A part of a tensor: one span for each dim."""
+"""A rectangular region of a tensor: one span for each dim."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ class LocalShard:
 
     @classmethod
     def unsharded(cls, name: str, shape: tuple[int, ...], copies: int) -> LocalShard:
-        """Returns the place of a weight that is held whole."""
+        """Returns the shard of a weight that no axis splits."""
         return cls(name=name, global_shape=shape, spans=tuple(((0, size),) for size in shape), copies=copies)
 
     @property

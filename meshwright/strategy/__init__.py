@@ -5,9 +5,11 @@ from meshwright.strategy.layers import TensorParallelLinear, TensorParallelMulti
 from meshwright.strategy.mesh import device_mesh
 from meshwright.strategy.pipeline import PipelineEngine
 from meshwright.strategy.spec import PipelineStrategy, ShardingSpec
+from meshwright.strategy.task_scheduler import DynamicTaskScheduler
 from meshwright.strategy.zero import ZeroRedundancyOptimizer
 
 __all__ = [
+    "DynamicTaskScheduler",
     "HybridParallelStrategy",
     "PipelineEngine",
     "PipelineStrategy",

@@ -186,7 +186,7 @@ def check_equal(built: BuiltModel, world: AxisGroup) -> None:
         )
 
 
-def make_model_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
+def make_model_source(built: BuiltModel, analysis: ModelAnalysis, fill: Fill | None, compute: Any) -> ModelSource:
     """Returns a custom model in the form that the runtime builds from."""
 
     def fill_buffers(module: nn.Module, device: torch.device) -> None:
@@ -208,9 +208,9 @@ def make_model_source(built: BuiltModel, facts: ModelAnalysis, fill: Fill | None
         fill_buffers=fill_buffers,
         random=bool(drawing_parts(built)),
         ties=built.structure.ties,
-        table=facts.table,
-        layer_graph=facts.layer_graph,
-        experts=facts.experts,
+        table=analysis.table,
+        layer_graph=analysis.layer_graph,
+        experts=analysis.experts,
     )
 
 

@@ -68,8 +68,8 @@ class ForwardHooks:
     @torch.compiler.disable
     def _after_forward(self, _module: nn.Module, _args: object, output: object) -> None:
         """Ends the random numbers, and hooks the outputs, so that backward opens a pass."""
-        if (chance := self._sharded_model.program.dropout_rng) is not None:
-            chance.end_forward()
+        if (dropout_rng := self._sharded_model.program.dropout_rng) is not None:
+            dropout_rng.end_forward()
         if not torch.is_grad_enabled():
             # no backward will free the gathered weights
             self._sharded_model.release()

@@ -1,9 +1,8 @@
 """Reduces gradients to those of the global batch by the time `backward()` returns, whatever loop called it.
 
 A backward through the sharded model opens a pass: gradients of an earlier pass are set aside, collectives are
-    announced,
-and a callback of the autograd engine ends the pass: reductions complete, the mean over readers is taken, and the
-earlier gradients are added. So a second backward before the step adds up as it does on one device.
+announced, and a callback of the autograd engine ends the pass: reductions complete, the mean over readers is taken, and
+the earlier gradients are added. So a second backward before the step adds up as it does on one device.
 Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callback.
 """
 
@@ -347,9 +346,9 @@ class _ArrivalHooks:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
     def _scale_direct(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
         # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
         # readers', so that the mean must leave it as it is.
-        """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
         self._sync.open_pass()
         return gradient * float(self._mean)
 

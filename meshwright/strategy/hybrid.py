@@ -37,7 +37,7 @@ from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_devi
 from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
 from meshwright.strategy.pipeline import Loss, PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
-from meshwright.strategy.shared_analysis import shared_facts
+from meshwright.strategy.shared_analysis import broadcast_analysis
 from meshwright.train.loss import IGNORED, cross_entropy_sums
 
 
@@ -227,8 +227,8 @@ class HybridParallelStrategy:
         mesh = self._mesh = Mesh(layout, device_type, TrafficLog())
         if from_module:
             check_equal(built, mesh.world)
-        facts = shared_facts(built, layout, example, self._split_vocabulary)
-        source = make_model_source(built, facts, fill, _no_compute)
+        analysis = broadcast_analysis(built, layout, example, self._split_vocabulary)
+        source = make_model_source(built, analysis, fill, _no_compute)
         is_meta, clock = target.type == "meta", StepTimer(device_type)
         program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
         program.state_meter = None

@@ -135,7 +135,7 @@ def verify_loop(
         _launch(1, case, _reference, str(path))
         for layout in layouts:
             try:
-                if layout.compress or layout.compress_weights != "none":
+                if layout.is_lossy:
                     raise ConfigError(
                         "rounded numbers on the wire are another training than one device's: leave compress and "
                         "compress_weights out, and prove the rounding itself by meshwright verify --model"

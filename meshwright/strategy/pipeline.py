@@ -26,7 +26,7 @@ from meshwright.strategy.custom_module import Model, check_equal, make_model_sou
 from meshwright.strategy.mesh import as_layout, compute_device
 from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
-from meshwright.strategy.shared_analysis import shared_facts
+from meshwright.strategy.shared_analysis import broadcast_analysis
 from meshwright.train.feed import MicroBatch
 from meshwright.train.step import fill_missing
 
@@ -116,8 +116,8 @@ class PipelineEngine:
         # before any stage is cut: unequal weights would train without an error
         check_equal(built, self._mesh.world)
         # the engine's loss reads full logits
-        facts = shared_facts(built, plan, example, split_vocabulary=False)
-        source = make_model_source(built, facts, None, _compute(built.structure, self._loss))
+        analysis = broadcast_analysis(built, plan, example, split_vocabulary=False)
+        source = make_model_source(built, analysis, None, _compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.state_meter = None
         # A model that evaluates as a whole, as from_pretrained gives it, is trained here all the same.

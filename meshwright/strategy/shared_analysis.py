@@ -65,7 +65,7 @@ CODEC = RecordCodec(
 """Types of the first rank's broadcast; as JSON, never as a pickle."""
 
 
-def shared_facts(
+def broadcast_analysis(
     built: BuiltModel, layout: Layout, example: torch.Tensor | None, split_vocabulary: bool
 ) -> ModelAnalysis:
     """Returns the analysis of a model that a layout needs; only the first rank runs trials.
@@ -90,10 +90,10 @@ def shared_facts(
     if isinstance(analysis_or_refusal, RankRefusal):
         raise error_of(analysis_or_refusal.kind, analysis_or_refusal.text)
     assert isinstance(analysis_or_refusal, ModelAnalysis)
-    facts = analysis_or_refusal
-    if facts.table is not None and not split_vocabulary:
-        facts = dataclasses.replace(facts, table=_with_replicated_head(facts.table, built.structure))
-    return facts
+    analysis = analysis_or_refusal
+    if analysis.table is not None and not split_vocabulary:
+        analysis = dataclasses.replace(analysis, table=_with_replicated_head(analysis.table, built.structure))
+    return analysis
 
 
 def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) -> ModelAnalysis | RankRefusal:
@@ -102,15 +102,15 @@ def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) ->
     try:
         # The loop computes the loss, not the model: no trial of it is run or sent.
         without_trial = ModelAnalysis(trial=ForwardTrial())
-        facts = analyse_model(with_forward_trial(built, example) if needs_trial else built, layout, without_trial)
-        facts = dataclasses.replace(facts, trial=None)
-        CODEC.dumps(facts)
+        analysis = analyse_model(with_forward_trial(built, example) if needs_trial else built, layout, without_trial)
+        analysis = dataclasses.replace(analysis, trial=None)
+        CODEC.dumps(analysis)
     except MeshwrightError as error:
         return RankRefusal(type(error).__name__, str(error))
     except (RecordError, NotImplementedError, TypeError) as error:
         # The others wait for an answer.
         return RankRefusal("PlanError", f"what the model's layers return can't be told to other ranks: {error}")
-    return facts
+    return analysis
 
 
 def _with_replicated_head(table: ShardingTable, structure: ModelStructure) -> ShardingTable:

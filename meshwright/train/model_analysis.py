@@ -37,6 +37,8 @@ class ModelAnalysis:
     """Number of which a micro-batch's rows must be a multiple under ``cp``."""
     tried: str = ""
     """Row lengths on which ``cp`` was tried, and why no longer ones."""
+    heads_refused: str = ""
+    """Why ``cp`` doesn't exchange heads, where no way was named and gathering is what works."""
     trial: ForwardTrial | None = None
     """Its own loss, and the buffers that forward changes; None for a custom training loop."""
 
@@ -111,17 +113,25 @@ def analyse_model(
     tensor_stages.check(table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
-    rows, attention, tried = earlier.rows, earlier.attention, earlier.tried
+    context = Context(
+        attention=earlier.attention, rows=earlier.rows, tried=earlier.tried, heads_refused=earlier.heads_refused
+    )
     # Tried again only if the layout names another way to compute attention.
     if (
         layout.degree(Mechanics.TOKENS) > 1
         and table is not None
-        and (not attention or layout.attention not in ("", attention))
+        and (not context.attention or layout.attention not in ("", context.attention))
     ):
         context = _context_split(model, layout, table, tokens)
-        rows, attention, tried = context.rows, context.attention, context.tried
     return ModelAnalysis(
-        table=table, layer_graph=layer_graph, experts=experts, rows=rows, attention=attention, tried=tried, trial=trial
+        table=table,
+        layer_graph=layer_graph,
+        experts=experts,
+        rows=context.rows,
+        attention=context.attention,
+        tried=context.tried,
+        heads_refused=context.heads_refused,
+        trial=trial,
     )
 
 

@@ -114,7 +114,7 @@ class Connection:
 
     def close(self) -> None:
         """Ends the connection; a second call does nothing."""
-        end(self.socket)
+        close_socket(self.socket)
 
     def __enter__(self) -> Connection:
         return self
@@ -147,7 +147,7 @@ def connect(address: tuple[str, int], key: RunKey, channel: Channel, limit_s: fl
         sock.settimeout(None)
         return Connection(sock, seals)
     except BaseException:
-        end(sock)
+        close_socket(sock)
         raise
 
 
@@ -161,7 +161,7 @@ def notify(address: tuple[str, int], key: RunKey, channel: Channel, contents: by
         sock.sendall(make_notice(key, channel, contents))
 
 
-def end(sock: socket.socket) -> None:
+def close_socket(sock: socket.socket) -> None:
     """Ends a connection, even if forked processes inherited its socket."""
     with contextlib.suppress(OSError):
         # close() alone leaves the connection open while a forked process holds the descriptor.

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from meshwright.transport.connection import CHALLENGE_S, Connection, end
+from meshwright.transport.connection import CHALLENGE_S, Connection, close_socket
 from meshwright.transport.key import RunKey
 from meshwright.transport.seal import (
     HELLO_BYTES,
@@ -147,7 +147,7 @@ class Gate:
             if stranger.hello:
                 self.notices.append(read_notice(self._key, self._channel, stranger.hello, bytes(stranger.data)))
                 self._forget(stranger)
-                end(stranger.socket)
+                close_socket(stranger.socket)
                 return None
             if stranger.challenge is None and is_notice(bytes(stranger.data)):
                 stranger.hello, stranger.data = bytes(stranger.data), bytearray()
@@ -178,10 +178,10 @@ class Gate:
 
     def _drop(self, stranger: _Stranger, reason: str) -> None:
         self._forget(stranger)
-        end(stranger.socket)
-        self.tell(stranger.address, reason)
+        close_socket(stranger.socket)
+        self.report_refusal(stranger.address, reason)
 
-    def tell(self, address: str, reason: str) -> None:
+    def report_refusal(self, address: str, reason: str) -> None:
         """Counts a refusal, and reports all unreported ones at most every `_EVENT_INTERVAL_S`."""
         self._unreported += 1
         if self._refused is not None and time.monotonic() - self._last_event_at >= _EVENT_INTERVAL_S:
@@ -194,7 +194,7 @@ class Gate:
         """Drops all connections that `poll` hasn't returned; the listener stays open."""
         for stranger in list(self._strangers):
             self._forget(stranger)
-            end(stranger.socket)
+            close_socket(stranger.socket)
         for connection in self._waiting:
             connection.close()
         self._selector.close()

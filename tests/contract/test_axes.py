@@ -93,7 +93,7 @@ def group(rank: int, over: tuple[str, ...], degrees: dict[str, int], axes: dict[
     )
 
 
-def splits(axes: dict[str, Axis]) -> list[tuple[str, ...]]:
+def splits_backward(axes: dict[str, Axis]) -> list[tuple[str, ...]]:
     names = [name for name, axis in axes.items() if axis.holds is Holds.SHARD and not axis.carves]
     return [chosen for size in range(len(names) + 1) for chosen in itertools.combinations(names, size)]
 
@@ -103,7 +103,7 @@ def test_gradients_count_every_part_once() -> None:
         ranks = world_size(degrees, axes)
         if ranks > 24:
             continue
-        for split in splits(axes):
+        for split in splits_backward(axes):
             # A weight has one part for each place along the axes that split it or hold stages.
             apart = {name for name, axis in axes.items() if name in split or axis.holds is Holds.STAGE}
             for rank in range(ranks):

@@ -147,7 +147,7 @@ def test_where_features_meet_decides_what_is_explained() -> None:
     assert set(before.values()) == {"replicated"}
     assert behind["last.weight"] == "replicated" and behind["out.weight"] == "row"
     refused = weights_of(explain(f"{__name__}:mixed_before", "blocks.0"))["out.weight"]
-    assert refused["prevents"] == groups.MEET
+    assert refused["prevents"] == groups.MIXED
     assert any("32 input features depends on all of q, k, v" in fact for fact in refused["evidence"])
     last = weights_of(explain(f"{__name__}:mixed_behind", "blocks.0"))["last.weight"]
     assert "out, which it reads, is split with out, a group of more weights" in last["prevents"]
@@ -160,14 +160,14 @@ def test_a_mutated_trace_shows_in_the_explanation(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(groups, "mixes_tokens", lambda *args: False)
     blind = weights_of(explain(f"{__name__}:plain", "blocks.0"))["out.weight"]
     assert any("are 4 channels, since tokens stay apart" in fact for fact in blind["evidence"])
-    plain_dependence = groups.dependence
+    plain_dependence = groups.feature_dependence
 
     def all_of_it(*args: Any) -> list[torch.Tensor]:
         return [torch.ones_like(matrix) for matrix in plain_dependence(*args)]
 
-    monkeypatch.setattr(groups, "dependence", all_of_it)
+    monkeypatch.setattr(groups, "feature_dependence", all_of_it)
     mixed = weights_of(explain(f"{__name__}:plain", "blocks.0"))["out.weight"]
-    assert mixed["split"] == "replicated" and mixed["prevents"] == groups.MEET
+    assert mixed["split"] == "replicated" and mixed["prevents"] == groups.MIXED
     assert any("depends on all of q, k, v" in fact for fact in mixed["evidence"])
 
 

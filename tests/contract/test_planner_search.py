@@ -109,7 +109,7 @@ def test_layouts_of_every_schedule_are_priced_together_as_one_by_one() -> None:
     many = price_many(asked.job, LayoutBatch.from_layouts(layouts, 5), asked.machine, asked.runtime)
     for at, layout in enumerate(layouts):
         one = price(asked.job, layout, asked.machine, asked.runtime)
-        assert many.take(at) == pytest.approx(dict(one.parts)) and many.step_s[at] == pytest.approx(one.step_s)
+        assert many.parts_of(at) == pytest.approx(dict(one.parts)) and many.step_s[at] == pytest.approx(one.step_s)
         assert many.peak[at] == pytest.approx(one.peak)
 
 

@@ -16,9 +16,9 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
-from meshwright.planner.device_kinds import kinds_of, places_of
+from meshwright.planner.device_kinds import kinds_of, kinds_of_runs
 from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
-from meshwright.planner.uneven_split import pipelines
+from meshwright.planner.uneven_split import uneven_pipelines
 from meshwright.spec.layout import Layout
 
 SHAPE = shape_from_sizes(TableSizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
@@ -66,10 +66,10 @@ def test_layers_are_dealt_within_memory() -> None:
     small = dataclasses.replace(question("4xh100+4xa100-80", 64), usable=0.3)
     kinds = kinds_of(small.cluster)
     rooms = [small.usable * device.memory_bytes for device, _, _ in kinds]
-    dealt = [layout for some in pipelines(small, kinds) for layout in some]
+    dealt = [layout for some in uneven_pipelines(small, kinds) for layout in some]
     assert dealt and all(sum(layout.split.layers) == 16 for layout in dealt)
     for layout in dealt[:: max(1, len(dealt) // 20)]:
-        places = places_of(kinds, 8 // layout.degree("pp"))
+        places = kinds_of_runs(kinds, 8 // layout.degree("pp"))
         stages = price(small.job, layout, small.machine, small.runtime).stages
         assert all(stage.peak <= rooms[place] for stage, place in zip(stages, places))
 

@@ -23,7 +23,10 @@ from meshwright.models.analysis.small_config import (
 )
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel import head_exchange
+from meshwright.parallel.axis_group import AxisGroup
 from meshwright.proof.reference import OptimizerRecipe
+from meshwright.proof.scope import read_scope
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingGroup
@@ -76,6 +79,25 @@ def test_a_trial_says_why_its_rows_are_shorter_than_the_run_s() -> None:
     assert length == 256 and "8192" in why
     facts = analyse_model(build_meta(chunked(0)), Layout.parse("cp=2"), tokens=4096)
     assert "512" in facts.tried and "4096" in facts.tried
+
+
+def test_a_way_of_attention_that_a_trial_refuses_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of one way must not hide behind the other, which is taken in its place and is right."""
+    built = build_meta(ModelConfig(name="llama", layers=1, width=32, heads=4, kv_heads=2), 64, 32)
+    layout = Layout.parse("cp=4")
+    sound = analyse_model(built, layout, tokens=24)
+    assert sound.attention == "heads" and not sound.heads_refused
+    exchange = head_exchange._to_tokens
+
+    def half(x: torch.Tensor, axis_group: AxisGroup, spans: list[head_exchange.Spans], features: int) -> torch.Tensor:
+        is_shared = not head_exchange._covers_in_order(spans, features)
+        return exchange(x / 2 if is_shared else x, axis_group, spans, features)
+
+    monkeypatch.setattr(head_exchange, "_to_tokens", half)
+    facts = analyse_model(built, layout, tokens=24)
+    assert facts.attention == "gather" and "the gradient of '" in facts.heads_refused
+    summary = read_scope(built, layout, facts, (24,)).summary
+    assert "attention=gather" in summary and "not by attention=heads: with rows of 8 tokens" in summary
 
 
 def test_what_was_not_split_is_refused_by_name_unless_allowed() -> None:

@@ -18,7 +18,7 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.prices import Price
-from meshwright.planner.cost.timing import held
+from meshwright.planner.cost.timing import in_flight_microbatches
 from meshwright.schedules.closed_form import PassSums
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.evaluate import held_microbatches, step_seconds
@@ -121,7 +121,7 @@ def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         each = np.array([3.0 * stages])
-        sums = PassSums(dearest=each, whole=ranks * each, weight=each / 3)
+        sums = PassSums(slowest_rank=each, all_ranks=ranks * each, weight=each / 3)
         schedule = spec.build(ranks, stages, microbatches)
         run = simulate(schedule, ActionCosts.uniform(schedule.stages))
         assert step_seconds(spec, ranks, v, m, sums)[0] == pytest.approx(run.makespan_s, rel=1e-12)
@@ -146,7 +146,7 @@ def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:
     path.write_text("\n".join(reversed(known_schedules()["1f1b"].build(2, 1, 4).to_csv().splitlines())) + "\n")
     layout = Layout.parse(f"pp=2,microbatches=4,schedule=file:{path}")
     degrees = LayoutBatch.from_layouts([layout], 16)
-    assert held(degrees, 2).tolist() == [[1.0, 2.0]]
+    assert in_flight_microbatches(degrees, 2).tolist() == [[1.0, 2.0]]
     assert degrees.schedules[int(degrees.schedule[0])].owners == (1, 0)
     there = price_candidate(question(2), dataclasses.replace(layout, precision="bf16")).price
     usual = price_candidate(question(2), Layout.parse("pp=2,microbatches=4,precision=bf16")).price

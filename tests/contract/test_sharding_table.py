@@ -168,7 +168,7 @@ def test_sizes_are_read_off_any_config_or_the_attention_stays_whole(kind, is_spl
 def test_one_head_stays_whole_and_says_why():
     table = sharding_table(build_meta(ModelConfig(name="tests.plain_model:build")), 2)
     rows = table.layers["blocks.0"]
-    assert rows.refused["out"] == "everything that it reads meets before it"
+    assert rows.refused["out"] == "all that it reads is mixed before it, across heads and channels"
     assert {split.name for group in rows.groups for split in group.splits} == {"up.weight", "up.bias", "down.weight"}
 
 

@@ -290,12 +290,12 @@ def test_keys_claims_and_digests(tmp_path: Path) -> None:
     assert claims.try_claim(Claim(generation=0, node=0, session="s", host="127.0.0.1", port=1))
     attack(tmp_path / "generations" / "000000", lambda: Claims(tmp_path).newest())
     claims.newest()
-    claims.end(0, TrainOutcome(step=5, finished=True))
+    claims.record_outcome(0, TrainOutcome(step=5, finished=True))
 
     def ending() -> None:
         later = Claims(tmp_path)
         later.newest()
-        later.ending(-1)
+        later.read_outcome(-1)
 
     attack(tmp_path / "generations" / "000000.ended", ending)
     (tmp_path / "a.txt").write_text("abc")

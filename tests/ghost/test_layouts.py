@@ -59,7 +59,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
 )
 
 SOON = (2, 9, 11, 13, 14, 18, 20, 26, 31, 34)
-"""Places in `LAYOUTS` of what is tried with the newest torch too."""
+"""WeightPlacement in `LAYOUTS` of what is tried with the newest torch too."""
 
 
 @pytest.fixture(scope="module")

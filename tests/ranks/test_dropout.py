@@ -186,10 +186,10 @@ def _again(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = DropoutRng.snapshot
 
     def planted(self: DropoutRng) -> Callable[[], AbstractContextManager[None]]:
-        assert self.moment is not None
-        held, self.moment.key = self.moment.key, "0,99"
+        assert self.context is not None
+        held, self.context.key = self.context.key, "0,99"
         found = snapshot(self)
-        self.moment.key = held
+        self.context.key = held
         return found
 
     monkeypatch.setattr(DropoutRng, "snapshot", planted)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshwright import InspectConfig, inspect
-from meshwright.cli.inspect_output import inspection_lines, runs
+from meshwright.cli.inspect_output import abbreviate_names, inspection_lines
 from meshwright.cli.main import main
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
@@ -131,6 +131,6 @@ def test_refusals(words: list[str], parts: list[str], capsys: pytest.CaptureFixt
 
 
 def test_numbered_names_are_told_in_runs() -> None:
-    assert runs(["h.0", "h.1", "h.2", "h.5"]) == "h.0-2, h.5"
-    assert runs(["a.1.mlp", "a.2.mlp", "b"]) == "a.1-2.mlp, b"
-    assert runs(["layer1.x", "layer2.x"]) == "layer1.x, layer2.x"
+    assert abbreviate_names(["h.0", "h.1", "h.2", "h.5"]) == "h.0-2, h.5"
+    assert abbreviate_names(["a.1.mlp", "a.2.mlp", "b"]) == "a.1-2.mlp, b"
+    assert abbreviate_names(["layer1.x", "layer2.x"]) == "layer1.x, layer2.x"

@@ -14,8 +14,8 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedul
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
-from meshwright.planner.cost.stages import _balanced, divide
-from meshwright.planner.cost.timing import held, makespan
+from meshwright.planner.cost.stages import _balanced, divide_blocks
+from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.planner.memory import StateSizes, state_memory
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
@@ -97,7 +97,7 @@ def saved_bytes(recompute: str, tp: int, sequence: bool) -> float:
     degrees = LayoutBatch.from_layouts([layout], 96)
     job = PricedJob(shape=shape_from_sizes(GPT3), sequence=2048, rows=1)
     model = PricedModel(job, degrees, Machine.of(Cluster.parse("8xa100-80")), PLAIN)
-    return float(np.broadcast_to(model.layer(job.shape.blocks[0]).saved, 1)[0])
+    return float(np.broadcast_to(model.price_layer(job.shape.blocks[0]).saved, 1)[0])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_the_closed_forms_of_schedules_agree_with_the_simulator(name, ranks, chu
     degrees = LayoutBatch.of(columns | {"schedule": schedule_names().index(name)})
     told = makespan(degrees, ones, 2 * ones, ones)
     assert told[0] == pytest.approx(run.makespan_s, rel=slack)
-    live = held(degrees, ranks)[0] * chunks
+    live = in_flight_microbatches(degrees, ranks)[0] * chunks
     assert np.all(np.asarray(run.peak_live_rank) <= live + 1e-9)
 
 
@@ -196,10 +196,10 @@ def test_stages_hold_every_layer_once_by_each_rule():
     shape = shape_from_sizes(LLAMA)
     for rule in ("balanced", "even", "compute", "slots"):
         for stages in (1, 2, 3, 4, 8, 16):
-            bounds = divide(shape, stages, rule)
+            bounds = divide_blocks(shape, stages, rule)
             assert len(bounds) == stages
             assert [at for start, stop in bounds for at in range(start, stop)] == list(range(32))
-    assert divide(shape, 3, "even", (10, 12, 10)) == ((0, 10), (10, 22), (22, 32))
+    assert divide_blocks(shape, 3, "even", (10, 12, 10)) == ((0, 10), (10, 22), (22, 32))
 
 
 def test_groups_cross_the_nodes_that_they_cross():

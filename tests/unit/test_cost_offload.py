@@ -194,7 +194,7 @@ def test_many_layouts_are_priced_with_those_that_offload_among_them() -> None:
         assert many.step_s[at] == pytest.approx(one.step_s) and many.peak[at] == pytest.approx(one.peak)
         assert many.host[at] == pytest.approx(one.host)
         plain = price(job, dataclasses.replace(layout, offload="none"), CLUSTER)
-        assert (many.whole[at] or many.peak[at]) == pytest.approx(plain.peak)
+        assert (many.unoffloaded_peak[at] or many.peak[at]) == pytest.approx(plain.peak)
 
 
 # -------------------------------------------------------- what can't be

@@ -6,7 +6,7 @@ import os
 import signal
 
 from meshwright.launch import signals
-from meshwright.launch.signals import interrupts_to
+from meshwright.launch.signals import handle_interrupts
 
 
 def test_hangup_is_terminate_and_two_at_once_are_one(monkeypatch) -> None:
@@ -14,10 +14,10 @@ def test_hangup_is_terminate_and_two_at_once_are_one(monkeypatch) -> None:
     now = [100.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: now[0])
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may be run under nohup
-    with interrupts_to(lambda number, frame: seen.append(number)):
+    with handle_interrupts(lambda number, frame: seen.append(number)):
         os.kill(os.getpid(), signal.SIGHUP)
         now[0] += 0.5
-        with interrupts_to(lambda number, frame: seen.append(-number)):
+        with handle_interrupts(lambda number, frame: seen.append(-number)):
             os.kill(os.getpid(), signal.SIGTERM)
             assert seen == [signal.SIGTERM], "the second of two, though another handler has come between"
             now[0] += 1.5
@@ -32,7 +32,7 @@ def test_hangup_is_terminate_and_two_at_once_are_one(monkeypatch) -> None:
 def test_under_nohup_a_hangup_is_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with interrupts_to(lambda number, frame: None):
+        with handle_interrupts(lambda number, frame: None):
             assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
             os.kill(os.getpid(), signal.SIGHUP)
     finally:

@@ -77,7 +77,7 @@ def model(tied: bool = True) -> ModelParts:
 
 
 def held(text: str, tied: bool = True) -> list[int]:
-    return [position.held.elements for position in position_memory(Layout.parse(text), model(tied))]
+    return [position.weights.elements for position in position_memory(Layout.parse(text), model(tied))]
 
 
 def test_totals_count_a_tie_once() -> None:
@@ -118,7 +118,7 @@ def test_stages_hold_their_layers_and_both_ends_a_tie() -> None:
 def test_a_tie_on_one_rank_of_a_v_is_trained_once() -> None:
     layout = Layout.parse("pp=2,schedule=zbv,microbatches=4")
     first, second = position_memory(layout, model())
-    assert elements(first.held.twins) == EMBED and not second.held.twins
+    assert elements(first.weights.twins) == EMBED and not second.weights.twins
     assert first.memory["parameters"] - second.memory["parameters"] == 4 * (2 * EMBED + NORM)
     assert first.memory["optimizer"] == 2 * (first.memory["parameters"] - 4 * EMBED)
     assert rest_bytes(layout, model(), 0) == first.memory["parameters"] - 4 * EMBED
@@ -128,10 +128,10 @@ def test_experts_are_spread_and_sharded_over_their_own_ranks() -> None:
     layout = Layout.parse("ep=2,shard=4,zero=2")
     (position,) = position_memory(layout, model())
     # Ranks with index 0 of ep have one expert, those with index 1 two: the price is the fullest's.
-    assert elements(position.held.experts) == LAYERS * 2 * WIDTH * WIDTH
-    own, spread = elements(position.held.own), elements(position.held.experts)
-    assert own == TOTAL - LAYERS * MIX and position.held.expert_shards == 2
-    assert position.memory["gradients"] == 4 * (shard_elements(position.held.own, 4) + spread // 2)
+    assert elements(position.weights.experts) == LAYERS * 2 * WIDTH * WIDTH
+    own, spread = elements(position.weights.own), elements(position.weights.experts)
+    assert own == TOTAL - LAYERS * MIX and position.weights.expert_shards == 2
+    assert position.memory["gradients"] == 4 * (shard_elements(position.weights.own, 4) + spread // 2)
     assert "x = " in position.formula["optimizer"] and "x / e" in position.formula["optimizer"]
     assert sum(rest_bytes(layout, model(), rank) for rank in range(4)) == 4 * TOTAL
 

@@ -14,15 +14,15 @@ from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import listen_at
-from meshwright.resilience.courier import Inlet, start_courier, start_snapshot_server
+from meshwright.resilience.courier import CourierInbox, start_courier, start_snapshot_server
 from meshwright.train.memory import PeerCopies
 from meshwright.transport.key import RunKey
 
 KEY = RunKey.fresh()
 
 
-def inlet(others: Mapping[int, Sequence[Segment]]) -> Inlet:
-    return Inlet(segments=others, max_bytes=1 << 20, key=KEY)
+def inbox(others: Mapping[int, Sequence[Segment]]) -> CourierInbox:
+    return CourierInbox(segments=others, max_bytes=1 << 20, key=KEY)
 
 
 def test_snapshots_travel_to_the_next_node_and_back() -> None:
@@ -35,8 +35,8 @@ def test_snapshots_travel_to_the_next_node_and_back() -> None:
     to, at = listen_at("127.0.0.1"), listen_at("127.0.0.1")
     copied, nothing = PeerCopies(1), PeerCopies(1)
     address = to.getsockname()
-    receiver = start_courier(to, [at.getsockname()], {}, inlet({4: others}), nothing)
-    sender = start_courier(at, [address], {4: own}, inlet({}), copied)
+    receiver = start_courier(to, [at.getsockname()], {}, inbox({4: others}), nothing)
+    sender = start_courier(at, [address], {4: own}, inbox({}), copied)
     server = None
     try:
         for step in (1, 2, 3, 4):
@@ -81,8 +81,8 @@ def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -
     )
     at, listeners = listen_at("127.0.0.1"), [listen_at("127.0.0.1") for _ in peers]
     copied, nothing = PeerCopies(1, 2), PeerCopies(1)
-    receivers = [start_courier(listeners[0], [at.getsockname()], {}, inlet({0: peers[0]}), nothing)]
-    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, inlet({}), copied)
+    receivers = [start_courier(listeners[0], [at.getsockname()], {}, inbox({0: peers[0]}), nothing)]
+    sender = start_courier(at, [one.getsockname() for one in listeners], {0: own}, inbox({}), copied)
     try:
         writer.save(1, tensors, {"tokens": 1})
         writer.wait()
@@ -90,7 +90,7 @@ def test_snapshots_travel_to_two_nodes_and_the_next_waits_for_the_slower_one() -
         one.record(0, 1, 0)
         assert one.newest_step(0) == -1, "the other one has nothing yet"
         one.close()
-        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, inlet({0: peers[1]}), nothing))
+        receivers.append(start_courier(listeners[1], [at.getsockname()], {}, inbox({0: peers[1]}), nothing))
         for step in (1, 2, 3, 4):
             if step > 1:
                 writer.save(step, tensors, {"tokens": step})

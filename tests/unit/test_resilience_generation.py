@@ -22,12 +22,12 @@ from meshwright.errors import (
 from meshwright.launch.signals import InterruptCounter
 from meshwright.records import RecordError
 from meshwright.resilience import device_backoff as backoff_module
-from meshwright.resilience.controller import Controller, Planning
+from meshwright.resilience.controller import Controller
 from meshwright.resilience.generation import (
     Ending,
     FailureDecision,
     NodeSnapshot,
-    Patience,
+    RestartBudget,
     decide_after_failure,
     find_root_failure,
     judge_generation,
@@ -51,6 +51,7 @@ from meshwright.resilience.messages import (
     encode,
 )
 from meshwright.resilience.orders import assign_ranks
+from meshwright.resilience.planning import Planning
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.copies import Element
@@ -196,7 +197,7 @@ def test_what_follows_from_a_failure(
     order, lost = order_of(slots), {} if failed else {1: "it was silent"}
     ends = {failed.node: end(failed=failed)} if failed else {0: end()}
     verdict = judge_generation(order, {node: report(node, found) for node, found in ends.items()}, lost)
-    decision = decide_after_failure(verdict, order, lost, Patience(3), interrupted)
+    decision = decide_after_failure(verdict, order, lost, RestartBudget(3), interrupted)
     defaults: dict[str, Any] = {"error": decision.error, "ends_run": False, "refused_state": None, "blamed": None}
     assert decision == FailureDecision(**defaults | expected)
     assert str(decision.error) == (failed.text if failed else "node 1: it was silent")
@@ -206,7 +207,7 @@ def test_what_follows_from_a_failure(
 def test_without_a_state_in_memory_none_is_refused() -> None:
     order = order_of({0: 2}, None)
     verdict = judge_generation(order, {0: report(0, end(failed=failure(text=DAMAGED)))}, ())
-    assert decide_after_failure(verdict, order, {}, Patience(3), False).refused_state is None
+    assert decide_after_failure(verdict, order, {}, RestartBudget(3), False).refused_state is None
 
 
 GONE = LaunchError("gone")
@@ -226,15 +227,15 @@ REFUSED = CheckpointError(DAMAGED)
     ],
 )
 def test_patience(attempts: int, failures: list[tuple[MeshwrightError, int, int | None]], ends: list[bool]) -> None:
-    patience = Patience(attempts)
-    assert [patience.ends(error, reached, raised) for error, reached, raised in failures] == ends
+    restart_budget = RestartBudget(attempts)
+    assert [restart_budget.record_failure(error, reached, raised) for error, reached, raised in failures] == ends
 
 
 def test_fruitless_failures_are_counted_after_the_first() -> None:
-    patience, counts = Patience(9), []
+    restart_budget, counts = RestartBudget(9), []
     for reached in (5, 5, 5, 6):
-        patience.ends(GONE, reached, None)
-        counts.append(patience.fruitless)
+        restart_budget.record_failure(GONE, reached, None)
+        counts.append(restart_budget.failures_without_progress)
     assert counts == [0, 1, 2, 0]
 
 
@@ -318,7 +319,7 @@ def controller_of(node: Script, told: list[tuple[str, dict]]) -> Controller:
             raise PlanError("no layout of 2")
         return plan_of(ranks), None
 
-    planning = Planning(plans=plans, remake=lambda plan, analysis: node.job, announce=lambda plan: None)  # type: ignore
+    planning = Planning(plan_for_ranks=plans, make_job=lambda plan, analysis: node.job, announce_plan=lambda plan: None)  # type: ignore
     return Controller(Membership(node), planning, lambda kind, **data: told.append((kind, data)))  # type: ignore
 
 
@@ -408,10 +409,10 @@ def test_a_device_of_a_node_that_is_gone_ends_no_generation(tmp_path: Path) -> N
     controller._members.report_local()
     controller.order, asked = order_of({0: 3}), []
     requests = SimpleNamespace(reconfiguration_requested=False, request_reconfiguration=lambda: asked.append(1))
-    controller._blame((7, 0))
+    controller._record_device_failure((7, 0))
     controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
     assert not asked
-    controller._blame((0, 0))
+    controller._record_device_failure((0, 0))
     controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
     assert asked == [1]
 
@@ -465,5 +466,5 @@ def test_orders_come_back_as_they_were_and_none_that_contradicts_itself() -> Non
 def test_only_known_errors_are_made_of_what_nodes_report() -> None:
     for name, kind in (("RankError", RankError), ("ConfigError", ConfigError), ("SystemExit", LaunchError)):
         verdict = judge_generation(order_of({0: 2}), {0: report(0, end(failed=failure(error=name)))}, ())
-        decision = decide_after_failure(verdict, order_of({0: 2}), {}, Patience(3), False)
+        decision = decide_after_failure(verdict, order_of({0: 2}), {}, RestartBudget(3), False)
         assert type(decision.error) is kind

@@ -136,7 +136,7 @@ def test_a_leader_gives_way_where_most_nodes_live_without_it(tmp_path: Path, mon
     run, order = Run(tmp_path), SimpleNamespace(members=(0, 1, 2))
     run.members.check_majority(order)  # type: ignore[arg-type]
     stamps = iter(range(100))
-    run.claims.stamps = lambda nodes: {node: next(stamps) for node in nodes}  # type: ignore[method-assign]
+    run.claims.read_presence = lambda nodes: {node: next(stamps) for node in nodes}  # type: ignore[method-assign]
     with pytest.raises(MinorityPartition):
         run.members.check_majority(order)  # type: ignore[arg-type]
     assert run.told[-1] == ("gave_way", {"node": 0, "reached": [0], "generation": 0})

@@ -74,7 +74,7 @@ def test_a_generation_belongs_to_one_node(tmp_path: Path) -> None:
     assert one.newest() is None
     assert one.try_claim(claim(0, 0)) and not two.try_claim(claim(0, 1))
     assert two.newest() == claim(0, 0)
-    fence = one.fence(0)
+    fence = one.make_fence(0)
     fence()
     assert two.try_claim(claim(1, 1)) and one.superseded(0) and not one.superseded(1)
     with pytest.raises(CheckpointError, match="generation 0 of the run was given up"):
@@ -98,18 +98,18 @@ def test_a_claim_that_is_not_renewed_grows_old(tmp_path: Path, monkeypatch: pyte
     clock.now += 1.0
     assert other.age_s() == 0.0
     outcome = TrainOutcome(step=9, loss=2.5, finished=True, metrics={"validation_loss": 2.75})
-    leader.end(0, outcome)
+    leader.record_outcome(0, outcome)
     assert other.age_s() == float("inf")
-    assert other.ending(0) is None and other.ending(-1) == outcome
-    leader.end(0, None)
+    assert other.read_outcome(0) is None and other.read_outcome(-1) == outcome
+    leader.record_outcome(0, None)
     with pytest.raises(LaunchError, match="ended by an error"):
-        other.ending(-1)
+        other.read_outcome(-1)
 
 
 def test_a_checkpoint_gets_no_name_behind_the_fence(tmp_path: Path) -> None:
     claims = Claims(tmp_path)
     claims.try_claim(claim(0, 0))
-    store = CheckpointStore(tmp_path / "checkpoints", fence=claims.fence(0))
+    store = CheckpointStore(tmp_path / "checkpoints", fence=claims.make_fence(0))
     store.save(1, {"weights/a": torch.ones(3)}, {})
     claims.try_claim(claim(1, 1))
     with pytest.raises(CheckpointError, match="was given up"):
@@ -292,19 +292,19 @@ def test_more_copies_take_more_room_and_fewer_are_held_where_it_is_short() -> No
 def test_most_nodes_are_those_that_live_and_are_not_reached(tmp_path: Path) -> None:
     """Of three, the leader sees one of two others that live no more, and both of them when it is cut off."""
     leaders, others = Claims(tmp_path), [Claims(tmp_path) for _ in (1, 2)]
-    assert leaders.try_claim(claim(0, 0)) and leaders.stamps([1, 2]) == {}
+    assert leaders.try_claim(claim(0, 0)) and leaders.read_presence([1, 2]) == {}
     for node, one in enumerate(others, 1):
         one.renew_presence(node)
-    first = leaders.stamps([1, 2])
+    first = leaders.read_presence([1, 2])
     assert sorted(first) == [1, 2]
     others[0]._present_at = 0.0
     time.sleep(0.02)
     others[0].renew_presence(1)
-    now = leaders.stamps([1, 2])
+    now = leaders.read_presence([1, 2])
     assert now[1] > first[1] and now[2] == first[2]
     others[1].newest()
     assert others[1].age_s() < float("inf")
-    leaders.give_way(0)
+    leaders.yield_lead(0)
     assert others[1].age_s() == float("inf"), "anybody may lead"
 
 

@@ -26,13 +26,13 @@ from meshwright.resilience import device_backoff as backoff_module
 from meshwright.resilience import hang_watch as hang_module
 from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import DiskWriter
-from meshwright.resilience.hang_watch import LEAST_S, UNKNOWN_S, HangError, HangWatch
+from meshwright.resilience.hang_watch import LEAST_LIMIT_S, UNLEARNED_LIMIT_S, HangError, HangWatch
 from meshwright.resilience.helper import Helper
 from meshwright.resilience.host_memory_budget import fit_local_copies, state_bytes
 from meshwright.resilience.keeper import Keeper
 from meshwright.resilience.orders import choose_snapshot_interval
-from meshwright.resilience.plan_prefetch import PlanPrefetcher
-from meshwright.resilience.slow_ranks import SAMPLES, SlowWatch
+from meshwright.resilience.planning import PlanPrefetcher
+from meshwright.resilience.slow_ranks import SAMPLES, SlowRankWatch
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
@@ -194,7 +194,7 @@ def looks(busy: dict[int, float]) -> list[list[RankStamp]]:
     ],
 )
 def test_a_rank_is_slow_against_those_who_do_the_same(busy: dict, stages: list[int], found: list[int]) -> None:
-    watch = SlowWatch(lambda rank: stages[rank])
+    watch = SlowRankWatch(lambda rank: stages[rank])
     told = [slow for look in looks(busy) for slow in watch.poll(look)]
     assert [slow.rank for slow in told] == found
 
@@ -379,9 +379,9 @@ def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path:
         writer.stamp(stamped, 5)
         watch.poll()
         time.sleep(0.01)
-    assert watch._limit_s(watch.poll()) == LEAST_S
+    assert watch._limit_s(watch.poll()) == LEAST_LIMIT_S
     writer.stamp(phase, 6)
-    assert watch._limit_s(watch.poll()) == UNKNOWN_S
+    assert watch._limit_s(watch.poll()) == UNLEARNED_LIMIT_S
 
 
 def test_no_checkpoint_begins_before_every_rank_has_left_its_part(tmp_path: Path) -> None:

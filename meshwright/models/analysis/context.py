@@ -42,6 +42,8 @@ class Context:
     """Divisor of a micro-batch's rows: models that shape their output as full rows need as many rows as ranks."""
     tried: str = ""
     """Row lengths of the rehearsal, and the reason for which none was longer."""
+    heads_refused: str = ""
+    """Why attention isn't ``heads``, which is tried first where none is named; "" where it is, or one is named."""
 
 
 @computed_by_helper
@@ -89,7 +91,8 @@ def read_context(
                 trial_lengths = (
                     f"rows of {' and '.join(map(str, lengths))} tokens{shortened_because and f': {shortened_because}'}"
                 )
-                return Context(attention=attention_mode, rows=rows, tried=trial_lengths)
+                heads_refused = "" if attention_mode == "heads" else refused.get("heads", "")
+                return Context(attention=attention_mode, rows=rows, tried=trial_lengths, heads_refused=heads_refused)
     return Context(
         attention=attention,
         refused="; ".join(f"attention={attention_mode}: {reason}" for attention_mode, reason in refused.items()),

@@ -68,9 +68,9 @@ class Dependence:
     """For each source its runs by unit; None for one of which every unit reads all."""
     mixes_tokens: bool = False
     """Whether a token's features depend on other tokens' (attention, scans)."""
-    loose: Mapping[str, str] = field(default_factory=dict)
+    standalone: Mapping[str, str] = field(default_factory=dict)
     """How parameters of no matrix reach the input past all matrices: ``units``, each unit its own run of one;
-    ``shared``, every unit all of it; ``untouched``, not at all."""
+    ``shared``, every unit all of it; ``unread``, not at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

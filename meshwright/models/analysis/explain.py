@@ -281,13 +281,13 @@ def _whole_reasons(local_name: str, rows: LayerSharding, evidence: LayerEvidence
     reads = next((matrix for matrix in evidence.matrices if matrix.name == module), None)
     if reads is None and module not in rows.refused:
         rule = refusal or "it lies outside of all groups: each rank computes it on all features of its tokens"
-        untouched = [
+        without_read = [
             item.row_linear
             for item in evidence.groups
-            if item.dependence is not None and item.dependence.loose.get(local_name) == "untouched"
+            if item.dependence is not None and item.dependence.standalone.get(local_name) == "unread"
         ]
-        fact = f"trace: the input of {_names(untouched)} depends on it through other matrices alone"
-        return rule, [fact] if untouched else []
+        fact = f"trace: the input of {_names(without_read)} depends on it through other matrices alone"
+        return rule, [fact] if without_read else []
     return refusal, list(_refusal_facts(module, reads, evidence))
 
 

@@ -10,13 +10,20 @@ import torch
 from torch import nn
 
 from meshwright.models.analysis.evidence import Dependence, GroupEvidence, MatrixReads
-from meshwright.models.analysis.trace import LayerTrace, TracedMatrix, dependence, mixes_tokens, reached, touched
+from meshwright.models.analysis.trace import (
+    LayerTrace,
+    TracedMatrix,
+    depends_on,
+    elements_used,
+    feature_dependence,
+    mixes_tokens,
+)
 from meshwright.models.analysis.units import Blocks, blocks_of, finest_units, parameter_blocks, probes, unit_masks
 from meshwright.spec.sharding_table import Block, Cutting, CuttingKind, ParameterSplit, ShardingGroup
 
 DRAWS = 4
 """Largest number of random draws by which dependences are read: a unit that is zero depends on nothing."""
-MEET = "everything that it reads meets before it"
+MIXED = "all that it reads is mixed before it, across heads and channels"
 
 
 class SplitRefusal(Exception):
@@ -45,11 +52,11 @@ class Graph:
 
     trace: LayerTrace
     rows: int
-    cuts: dict[str, TracedMatrix]
-    needs: dict[str, set[str]]
-    """Matrices that a matrix reads directly; "" is the layer's output."""
-    outside: dict[str, bool]
-    """Whether it reads something that comes from no matrix of the layer."""
+    matrices: dict[str, TracedMatrix]
+    reads: dict[str, set[str]]
+    """Matrices whose outputs reach a matrix's input past all others; "" is the layer's output."""
+    reads_layer_input: dict[str, bool]
+    """Whether it reads the layer's input past all matrices, or what isn't the batch's, such as a table of queries."""
 
 
 def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
@@ -61,12 +68,13 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
     """
     graph = _build_graph(trace, rows)
     # a matrix may belong to a group although it was refused as the row of another
-    refused = {name: "it is called several times in a step" for name, matrix in trace.cuts.items() if matrix.calls > 1}
+    called_again = [name for name, matrix in trace.matrices.items() if matrix.calls > 1]
+    refused = dict.fromkeys(called_again, "it is called several times in a step")
     candidates: list[GroupEvidence] = []
-    for name, matrix in graph.cuts.items():
+    for name, matrix in graph.matrices.items():
         if matrix.experts:
             candidates += [GroupEvidence(row_linear=name, group=group) for group in expert_groups(matrix)]
-        elif graph.needs[name] and not graph.outside[name]:
+        elif graph.reads[name] and not graph.reads_layer_input[name]:
             try:
                 group, dependence = _group_of_row(graph, name)
                 candidates.append(GroupEvidence(row_linear=name, group=group, dependence=dependence))
@@ -74,7 +82,7 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
                 refused[name] = str(refusal)
                 candidates.append(GroupEvidence(row_linear=name, refusal=str(refusal), dependence=refusal.dependence))
     grouped = {name for candidate in candidates if candidate.group for name in matrix_names(candidate.group)}
-    for name in graph.cuts:
+    for name in graph.matrices:
         if name not in grouped:
             refused.setdefault(name, "what it reads and gives isn't shared out by heads or channels")
     ungrouped = {name: reason for name, reason in refused.items() if name not in grouped}
@@ -88,32 +96,33 @@ def matrix_names(group: ShardingGroup) -> tuple[str, ...]:
 
 def _reads_of_matrices(graph: Graph) -> Iterator[MatrixReads]:
     """Yields what the graph says of each matrix, those that are called several times too."""
-    for name, matrix in graph.trace.cuts.items():
+    for name, matrix in graph.trace.matrices.items():
         yield MatrixReads(
             name=name,
             calls=matrix.calls,
             experts=matrix.experts,
-            reads=tuple(source for source in graph.cuts if source in graph.needs.get(name, ())),
-            reads_layer_input=graph.outside.get(name, False),
-            read_by=tuple(reader for reader in (*graph.cuts, "") if name in graph.needs.get(reader, ())),
+            reads=tuple(source for source in graph.matrices if source in graph.reads.get(name, ())),
+            reads_layer_input=graph.reads_layer_input.get(name, False),
+            read_by=tuple(reader for reader in (*graph.matrices, "") if name in graph.reads.get(reader, ())),
         )
 
 
 def _build_graph(trace: LayerTrace, rows: int) -> Graph:
     """Reads the data flow between matrices off autograd's graph, without matrices that are called more than once."""
-    cuts = {name: matrix for name, matrix in trace.cuts.items() if matrix.calls == 1}
-    matrix_names, leaves = list(cuts), [matrix.output for matrix in cuts.values()]
-    needs: dict[str, set[str]] = {}
-    outside: dict[str, bool] = {}
+    matrices = {name: matrix for name, matrix in trace.matrices.items() if matrix.calls == 1}
+    matrix_names, leaves = list(matrices), [matrix.output for matrix in matrices.values()]
+    reads: dict[str, set[str]] = {}
+    reads_layer_input: dict[str, bool] = {}
     tokens = trace.inputs[0].shape[1] if trace.inputs and trace.inputs[0].dim() > 2 else 1
-    for name, matrix in cuts.items():
-        reached_flags = reached(matrix.input, [*leaves, *trace.inputs])
-        needs[name] = {source_name for source_name, is_read in zip(matrix_names, reached_flags) if is_read}
+    for name, matrix in matrices.items():
+        read_flags = depends_on(matrix.input, [*leaves, *trace.inputs])
+        reads[name] = {source_name for source_name, is_read in zip(matrix_names, read_flags) if is_read}
         # an input of another leading shape (an expert's tokens, a query table) isn't the batch's
-        outside[name] = any(reached_flags[len(matrix_names) :]) or matrix.input.shape[0] not in (rows, rows * tokens)
-    read_by_output = reached(trace.output, leaves) if trace.output is not None else [False] * len(matrix_names)
-    needs[""] = {source_name for source_name, is_read in zip(matrix_names, read_by_output) if is_read}
-    return Graph(trace, rows, cuts, needs, outside)
+        is_of_batch = matrix.input.shape[0] in (rows, rows * tokens)
+        reads_layer_input[name] = any(read_flags[len(matrix_names) :]) or not is_of_batch
+    read_by_output = depends_on(trace.output, leaves) if trace.output is not None else [False] * len(matrix_names)
+    reads[""] = {source_name for source_name, is_read in zip(matrix_names, read_by_output) if is_read}
+    return Graph(trace, rows, matrices, reads, reads_layer_input)
 
 
 def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
@@ -122,9 +131,9 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     Raises:
         SplitRefusal: the trace shows no units, or readers outside of the group.
     """
-    matrices, needs = graph.cuts, graph.needs
+    matrices, reads = graph.matrices, graph.reads
     target = matrices[row].input
-    sources = [name for name in matrices if name in needs[row]]
+    sources = [name for name in matrices if name in reads[row]]
     if any(matrices[name].experts for name in sources):
         raise SplitRefusal("it reads experts' outputs")
     global_norms = _global_norms_between(graph, target, sources)
@@ -135,10 +144,10 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     replicated = [name for name in sources if name not in blocks]
     # a replicated matrix between two split ones
     replicated += [
-        read_name for name in blocks for read_name in needs[name] - set(sources) if needs[read_name] & blocks.keys()
+        read_name for name in blocks for read_name in reads[name] - set(sources) if reads[read_name] & blocks.keys()
     ]
     # reads another split matrix: row-parallel inside the group
-    inner_rows = [name for name in (*blocks, *replicated) if needs[name] & (blocks.keys() - {name})]
+    inner_rows = [name for name in (*blocks, *replicated) if reads[name] & (blocks.keys() - {name})]
     columns = tuple(name for name in blocks if name not in inner_rows)
     replicated = [name for name in dict.fromkeys(replicated) if name not in inner_rows]
     if not columns:
@@ -147,9 +156,10 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
     # the row's own split is first; others may refer to it by position
     splits = [_row_split(matrices[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
-    for name in inner_rows:
-        splits.append(_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)))
-    loose_splits, shared = _split_loose_parameters(graph, target, units, columns, column_inputs, list(global_norms))
+    splits += [_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)) for name in inner_rows]
+    standalone_splits, shared = _split_standalone_parameters(
+        graph, target, units, columns, column_inputs, list(global_norms)
+    )
     for name in columns:
         splits += _column_splits(matrices[name], blocks[name])
     split_inner = [name for name in inner_rows if name in blocks]
@@ -165,15 +175,15 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
         replicated_inputs=tuple(replicated),
         row_linear=row,
         units=units,
-        splits=(*splits[:1], *loose_splits, *splits[1:]),
+        splits=(*splits[:1], *standalone_splits, *splits[1:]),
         shared=tuple(shared),
         inner_row_linears=tuple(inner_rows),
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
-    loose = dict.fromkeys(graph.trace.loose(), "untouched") | dict.fromkeys(shared, "shared")
-    loose |= {split.name: "units" for split in loose_splits}
-    return group, dataclasses.replace(dependence, mixes_tokens=group.heads, loose=loose)
+    standalone = dict.fromkeys(graph.trace.standalone_parameters(), "unread") | dict.fromkeys(shared, "shared")
+    standalone |= {split.name: "units" for split in standalone_splits}
+    return group, dataclasses.replace(dependence, mixes_tokens=group.heads, standalone=standalone)
 
 
 def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows: int) -> Dependence:
@@ -191,7 +201,7 @@ def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows:
     matrices: list[torch.Tensor] = []
     for draw in range(DRAWS):
         # A unit whose activation is zero shows no dependence, so the union over several random draws is used.
-        new_matrices = dependence(target, list(sources.values()), rows, draw)
+        new_matrices = feature_dependence(target, list(sources.values()), rows, draw)
         previous, matrices = (
             matrices,
             [previous_matrix | new_matrix for previous_matrix, new_matrix in zip(matrices, new_matrices)]
@@ -205,7 +215,7 @@ def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows:
         if unchanged or all(bool(matrix.all()) for matrix in matrices):
             break
     mixed = Dependence(features=features, units=0, draws=draw + 1, sources=dict.fromkeys(sources))
-    raise SplitRefusal(MEET, mixed)
+    raise SplitRefusal(MIXED, mixed)
 
 
 def _global_norms_between(graph: Graph, target: torch.Tensor, sources: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -219,26 +229,26 @@ def _global_norms_between(graph: Graph, target: torch.Tensor, sources: Sequence[
     Returns:
         (B, S, F) or (B S, F) each.
     """
-    opened = graph.trace.opened
-    hits = reached(target, list(opened.values())) if opened else []
-    source_outputs = [graph.cuts[name].output for name in sources]
+    passed_norms = graph.trace.passed_norms
+    read_flags = depends_on(target, list(passed_norms.values())) if passed_norms else []
+    source_outputs = [graph.matrices[name].output for name in sources]
     return {
         name: norm_output
-        for (name, norm_output), is_read in zip(opened.items(), hits)
-        if is_read and any(reached(norm_output, source_outputs))
+        for (name, norm_output), is_read in zip(passed_norms.items(), read_flags)
+        if is_read and any(depends_on(norm_output, source_outputs))
     }
 
 
 def _input_columns(graph: Graph, column_names: tuple[str, ...], inside: set[str]) -> tuple[str, ...]:
     """Returns the columns whose input comes from outside of the group; others read replicated tensors inside it."""
-    inlets = []
+    column_inputs = []
     for name in column_names:
-        inside_reads = graph.needs[name] & inside
+        inside_reads = graph.reads[name] & inside
         if not inside_reads:
-            inlets.append(name)
-        elif graph.outside[name] or graph.needs[name] - inside_reads:
+            column_inputs.append(name)
+        elif graph.reads_layer_input[name] or graph.reads[name] - inside_reads:
             raise SplitRefusal(f"{name} reads both what is shared and what is not")
-    return tuple(inlets)
+    return tuple(column_inputs)
 
 
 def _refuse_outside_readers(
@@ -246,7 +256,7 @@ def _refuse_outside_readers(
 ) -> None:
     """Refuses a group of which a matrix is read by code outside the group."""
     for name in (*columns, *entries, *inner):
-        outside_readers = {reader for reader, read_names in graph.needs.items() if name in read_names} - {
+        outside_readers = {reader for reader, read_names in graph.reads.items() if name in read_names} - {
             row,
             *columns,
             *inner,
@@ -258,11 +268,12 @@ def _refuse_outside_readers(
 
 def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[str, Blocks], units: int) -> Blocks:
     """Returns the input features of an inner row linear by unit, from the columns that they come from."""
-    if graph.outside[name] or graph.needs[name] - set(columns):
+    if graph.reads_layer_input[name] or graph.reads[name] - set(columns):
         raise SplitRefusal(f"{name}, which it reads, reads both what is split and what is not")
-    read_columns = [column for column in columns if column in graph.needs[name]]
-    matrices = dependence(graph.cuts[name].input, [graph.cuts[column].output for column in read_columns], graph.rows)
-    used_by_unit = torch.zeros(units, graph.cuts[name].input.shape[-1], dtype=torch.bool)
+    read_columns = [column for column in columns if column in graph.reads[name]]
+    column_outputs = [graph.matrices[column].output for column in read_columns]
+    matrices = feature_dependence(graph.matrices[name].input, column_outputs, graph.rows)
+    used_by_unit = torch.zeros(units, graph.matrices[name].input.shape[-1], dtype=torch.bool)
     for column, matrix in zip(read_columns, matrices):
         # (units, F): features that depend on any output of the unit's columns
         used_by_unit |= (unit_masks(blocks[column], units).float() @ matrix.float().T) > 0
@@ -272,27 +283,32 @@ def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[
     return input_blocks
 
 
-def _split_loose_parameters(
-    graph: Graph, target: torch.Tensor, units: int, columns: Sequence[str], inlets: Sequence[str], meetings: list[str]
+def _split_standalone_parameters(
+    graph: Graph,
+    target: torch.Tensor,
+    units: int,
+    columns: Sequence[str],
+    column_inputs: Sequence[str],
+    global_norms: list[str],
 ) -> tuple[list[ParameterSplit], list[str]]:
-    """Returns the splits of loose parameters between columns and row, and the names of those that units share.
+    """Returns the splits of standalone parameters between columns and row, and the names of those that units share.
 
     Args:
         graph: of the layer.
         target: (B, S, F) or (B S, F) input of the row linear.
         units: number of units.
         columns: names of the column-parallel linears.
-        inlets: those of them whose input comes from outside the group.
-        meetings: names of norms over all features.
+        column_inputs: those of them whose input comes from outside the group.
+        global_norms: names of norms over all features.
     """
-    loose = graph.trace.loose()
+    standalone = graph.trace.standalone_parameters()
     # a few runs of units suffice to see along which dim a parameter follows the units
     probe_count = probes(units)
     features_per_probe = target.shape[-1] // probe_count
     feature_runs = [(index * features_per_probe, (index + 1) * features_per_probe) for index in range(probe_count)]
     splits: list[ParameterSplit] = []
-    shared = [name for name in loose if name.rpartition(".")[0] in meetings]
-    for (name, _), masks in zip(loose.items(), touched(target, list(loose.values()), feature_runs)):
+    shared = [name for name in standalone if name.rpartition(".")[0] in global_norms]
+    for (name, _), masks in zip(standalone.items(), elements_used(target, list(standalone.values()), feature_runs)):
         if name in shared or not any(bool(mask.any()) for mask in masks):
             continue
         if (split_dim_and_blocks := parameter_blocks(masks, units)) is None:
@@ -300,9 +316,9 @@ def _split_loose_parameters(
         else:
             splits.append(ParameterSplit(name=name, dim=split_dim_and_blocks[0], blocks=split_dim_and_blocks[1]))
     for column in columns:
-        if column not in inlets:
-            hits = reached(graph.cuts[column].input, list(loose.values()))
-            shared += [name for name, is_read in zip(loose, hits) if is_read and name not in shared]
+        if column not in column_inputs:
+            read_flags = depends_on(graph.matrices[column].input, list(standalone.values()))
+            shared += [name for name, is_read in zip(standalone, read_flags) if is_read and name not in shared]
     return splits, shared
 
 

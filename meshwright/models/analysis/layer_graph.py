@@ -99,7 +99,10 @@ class _LayerInputs:
     """Inputs of one call of a layer: the sources of each tensor among its arguments."""
 
     marks: dict[Path, set[Mark]] = field(default_factory=dict)
+    """By path into ``(args, kwargs)``. ("side", source) is what reached the output past all arguments, such as a
+    closure's tensor; ("tail",) is the model's output, which counts as the input of a last layer."""
     shapes: dict[Path, tuple[int, ...]] = field(default_factory=dict)
+    """Of the tensors by path."""
 
 
 class _Probe:
@@ -206,6 +209,7 @@ class _Probe:
             leaves = []
             prefix = f"{self._called_layers[layer_index]}."
             for _, leaf in pairs:
+                # A tensor without a gradient has no graph to search: its object is remembered instead.
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     # a source other than the layer's own arguments and weights reached its output past them
                     for mark in self._marks(leaf) - {("layer", layer_index)}:

@@ -266,6 +266,7 @@ class _Trial:
 
     def _find_means(self, objective: Objective, samples: Sequence[_Sample], scale: float) -> Objective:
         """Finds the set over which each term is a mean: a batch's value must follow from those of its row slices."""
+        # Two batches at each scale of the matrices: what fits all four by chance is no mean.
         trial_samples = [samples[0], samples[1]] * len(SCALES)
         # the whole batch, its first row, the others
         row_slices = (slice(0, ROWS), slice(0, 1), slice(1, ROWS))
@@ -340,7 +341,7 @@ def _coefficients(extra_losses: Sequence[float], outputs: Sequence[ModelOutput],
     scalar_matrix = torch.tensor(
         [[_float(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64
     )
-    # proportional scalars can't be told apart
+    # proportional scalars (a rank below their number) have no factors of their own
     if int(torch.linalg.matrix_rank(scalar_matrix)) < len(names):
         return {}
     solution = torch.linalg.lstsq(

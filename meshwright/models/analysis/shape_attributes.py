@@ -28,70 +28,73 @@ _NOT_COUNTS = ("head_dim", "head_size", "layer_idx", "layer_id", "top_k", "layer
 
 
 def fit_shape_attributes(
-    traced: LayerTrace, group: ShardingGroup, works: Callable[[ShardingGroup], str]
+    traced: LayerTrace, group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]
 ) -> tuple[ShardingGroup | None, str]:
-    """Returns the group with the shape attributes and cuttings under which it works, or None with its first failure.
+    """Returns the group with the shape attributes and cuttings under which it passes, or None with its first failure.
 
     Args:
         traced: the layer.
         group: without shape attributes.
-        works: returns the reason for which a group fails, "" when it passes.
+        rehearse: returns the reason for which a group fails, "" when it passes.
     """
-    first_failure = works(group)
+    first_failure = rehearse(group)
     if not first_failure:
         return group, ""
-    numbers = list(_candidate_attributes(traced, group))
-    matching_sizes = [number for number in numbers if _is_size_of_split(traced.layer, group, number)]
+    candidates = list(_candidate_attributes(traced, group))
+    matching_sizes = [attribute for attribute in candidates if _is_size_of_split(traced.layer, group, attribute)]
     trials = 0
     for cuttings in _cutting_sets(traced, group):
         cut_group = dataclasses.replace(group, cuttings=(*group.cuttings, *cuttings))
-        # with a cutting, no number at all is an option too; without one that has failed already
+        # with a cutting, no attribute at all is an option too; without one that has failed already
         options = (
-            [[], *_number_sets(numbers, matching_sizes)] if cuttings else list(_number_sets(numbers, matching_sizes))
+            [[], *_attribute_sets(candidates, matching_sizes)]
+            if cuttings
+            else list(_attribute_sets(candidates, matching_sizes))
         )
-        for numbers_chosen in options[:8] if cuttings else options:
+        for chosen_attributes in options[:8] if cuttings else options:
             trials += 1
             if trials > TRIALS:
                 return None, first_failure
-            candidate = dataclasses.replace(cut_group, shape_attributes=tuple(numbers_chosen))
-            if not works(candidate):
-                return _drop_unneeded_numbers(candidate, works), ""
+            candidate = dataclasses.replace(cut_group, shape_attributes=tuple(chosen_attributes))
+            if not rehearse(candidate):
+                return _drop_unneeded_attributes(candidate, rehearse), ""
     return None, first_failure
 
 
-def _drop_unneeded_numbers(group: ShardingGroup, works: Callable[[ShardingGroup], str]) -> ShardingGroup:
-    """Drops shape attributes without which the group works too."""
-    for number in group.shape_attributes:
-        other_numbers = tuple(kept_number for kept_number in group.shape_attributes if kept_number != number)
-        candidate = dataclasses.replace(group, shape_attributes=other_numbers)
-        if not works(candidate):
+def _drop_unneeded_attributes(group: ShardingGroup, rehearse: Callable[[ShardingGroup], str]) -> ShardingGroup:
+    """Drops shape attributes without which the group passes too."""
+    for attribute in group.shape_attributes:
+        other_attributes = tuple(kept for kept in group.shape_attributes if kept != attribute)
+        candidate = dataclasses.replace(group, shape_attributes=other_attributes)
+        if not rehearse(candidate):
             group = candidate
     return group
 
 
-def _is_size_of_split(layer: nn.Module, group: ShardingGroup, number: ShapeAttribute) -> bool:
+def _is_size_of_split(layer: nn.Module, group: ShardingGroup, attribute: ShapeAttribute) -> bool:
     """Returns whether an integer is the size or the count of a dim that is split."""
-    value = read_number(layer.get_submodule(number.module), number.attribute)
+    value = read_number(layer.get_submodule(attribute.module), attribute.attribute)
     blocks = [block for split in group.splits for block in split.blocks if block.count > 1]
     totals = [sum(block.size * block.count for block in split.blocks) for split in group.splits]
     return value in {group.units, *totals, *(block.count for block in blocks), *(b.size * b.count for b in blocks)}
 
 
-def _number_sets(numbers: list[ShapeAttribute], matching_sizes: list[ShapeAttribute]) -> Iterator[list[ShapeAttribute]]:
+def _attribute_sets(
+    candidates: list[ShapeAttribute], matching_sizes: list[ShapeAttribute]
+) -> Iterator[list[ShapeAttribute]]:
     """Yields likely sets first: sizes of split dims, counts of heads, all, then every small combination."""
-    head_counts = [number for number in numbers if "head" in number.attribute or "groups" in number.attribute]
-    yielded: list[list[ShapeAttribute]] = []
-    all_but_one = [
-        [kept_number for kept_number in matching_sizes if kept_number is not dropped_number]
-        for dropped_number in matching_sizes
+    head_counts = [
+        attribute for attribute in candidates if "head" in attribute.attribute or "groups" in attribute.attribute
     ]
-    options = [matching_sizes, *all_but_one, head_counts, numbers, *([number] for number in numbers)]
+    yielded: list[list[ShapeAttribute]] = []
+    all_but_one = [[kept for kept in matching_sizes if kept is not dropped] for dropped in matching_sizes]
+    options = [matching_sizes, *all_but_one, head_counts, candidates, *([attribute] for attribute in candidates)]
     for size in range(2, TOGETHER + 1):
-        options += [list(number_set) for number_set in combinations(numbers, size)]
-    for number_set in options:
-        if number_set and number_set not in yielded:
-            yielded.append(number_set)
-            yield number_set
+        options += [list(attribute_set) for attribute_set in combinations(candidates, size)]
+    for attribute_set in options:
+        if attribute_set and attribute_set not in yielded:
+            yielded.append(attribute_set)
+            yield attribute_set
 
 
 def _candidate_attributes(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
@@ -227,7 +230,7 @@ def _argument_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int
             for count in sorted(counts):
                 block = Block(start=0, size=1, count=count)
                 cutting = Cutting(kind=CuttingKind.ARGUMENT, module=group.module, key=key, dim=dim, blocks=(block,))
-                # a leading dim of the batch's rows is no dim of units, even where the numbers agree
+                # a leading dim of the batch's rows is no dim of units, even where the sizes agree
                 if size == count and (dim or item.shape[0] != rows):
                     yield cutting
                 elif size == rows * count and dim == 0:

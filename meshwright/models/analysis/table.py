@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 
 import torch
 from torch import nn
@@ -77,13 +77,13 @@ def analyse_sharding(
     modules = {name: clone.module.get_submodule(name) for name in names}
 
     @cache
-    # opened traces are needed only where a group is refused, so both runs are lazy
-    def traces(opened: bool) -> dict[str, LayerTrace]:
+    # The trace through norms is needed only where a group is refused: at most one more forward for all layers.
+    def trace_layers(pass_norms: bool) -> dict[str, LayerTrace]:
         with torch.enable_grad():
-            return trace(modules, lambda: clone.run(documents=True), opened)
+            return trace(modules, lambda: clone.run(documents=True), pass_norms)
 
     try:
-        layer_traces = traces(False)
+        layer_traces = trace_layers(False)
     except Exception as error:
         raise ConfigError(
             f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
@@ -99,7 +99,7 @@ def analyse_sharding(
         kind_key = _layer_kind_key(modules[name])
         # layers of one kind share one LayerSharding object; layer_kinds() relies on its identity
         if kind_key not in read_by_kind:
-            read_by_kind[kind_key] = _read_layer_rows(layer_traces[name], partial(_opened_trace, traces, name), degree)
+            read_by_kind[kind_key] = _read_layer_rows(layer_traces[name], trace_layers, degree)
         layers[name], evidence[name] = read_by_kind[kind_key]
     model_trials: list[ModelTrial] = []
     table = _add_vocabulary(clone, ShardingTable(layers=layers), model_trials)
@@ -118,11 +118,6 @@ def analyse_sharding(
     )
 
 
-def _opened_trace(traces_of: Callable[[bool], dict[str, LayerTrace]], name: str) -> LayerTrace:
-    """Returns a layer's trace with norms over all features passed through."""
-    return traces_of(True)[name]
-
-
 def _layer_kind_key(layer: nn.Module) -> Hashable:
     """Returns a key that is equal for layers of the same code and shapes; weights' values don't count."""
     parameter_shapes = tuple((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters())
@@ -134,9 +129,15 @@ def _layer_kind_key(layer: nn.Module) -> Hashable:
 
 
 def _read_layer_rows(
-    traced: LayerTrace, opened: Callable[[], LayerTrace], degree: int
+    traced: LayerTrace, trace_layers: Callable[[bool], dict[str, LayerTrace]], degree: int
 ) -> tuple[LayerSharding, LayerEvidence]:
-    """Finds, adapts and rehearses the groups of one kind of layer; ``opened`` traces it with norms passed through."""
+    """Finds, adapts and rehearses the groups of one kind of layer.
+
+    Args:
+        traced: a layer of that kind.
+        trace_layers: returns every layer's trace; with True, norms over all features are passed through.
+        degree: number of ranks in each rehearsal of a group.
+    """
     evidence = LayerEvidence(
         layer=traced.name, shapes={name: tuple(item.shape) for name, item in traced.layer.named_parameters()}
     )
@@ -152,7 +153,7 @@ def _read_layer_rows(
         attempt.try_candidates(
             [
                 dataclasses.replace(candidate, through_norms=True)
-                for candidate in find_groups(opened(), ROWS).candidates
+                for candidate in find_groups(trace_layers(True)[traced.name], ROWS).candidates
                 if candidate.group and any(item.kind is CuttingKind.GLOBAL_NORM for item in candidate.group.cuttings)
             ]
         )
@@ -212,14 +213,14 @@ class _GroupTrials:
         ranks = self._degree if group.shares(self._degree) is not None else 2
         trials: list[SplitTrial] = []
 
-        def works(adapted_group: ShardingGroup) -> str:
+        def rehearse(adapted_group: ShardingGroup) -> str:
             if adapted_group.shares(ranks) is None:
                 trials.append(SplitTrial(degree=ranks, failure=f"its {group.units} heads or channels don't divide"))
             else:
                 trials.append(rehearse_layer(self._traced, LayerSharding(groups=(adapted_group,)), ranks))
             return trials[-1].failure
 
-        working_group, reason = fit_shape_attributes(self._traced, group, works)
+        working_group, reason = fit_shape_attributes(self._traced, group, rehearse)
         if working_group is not None:
             self.accepted.append(working_group)
         else:

@@ -44,18 +44,18 @@ class LayerTrace:
     """Arguments of the call; tensors with a gradient are leaves."""
     inputs: list[torch.Tensor]
     """Those leaves."""
-    cuts: dict[str, TracedMatrix] = field(default_factory=dict)
-    """Its matrices in order of their calls."""
+    matrices: dict[str, TracedMatrix] = field(default_factory=dict)
+    """Its matrices in order of their calls; of each the output was cut out of autograd's graph."""
     output: torch.Tensor | None = None
     calls: int = 1
-    opened: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Passed-through outputs of norms over all features, by name."""
+    passed_norms: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Outputs of norms over all features that were passed through, by name: ``(B, S, D)`` each."""
     arguments: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Tensors that each module inside was called with, by position or name."""
 
-    def loose(self) -> dict[str, nn.Parameter]:
-        """Returns trained parameters of any shape that belong to no matrix, by name."""
-        owned = {id(parameter) for cut in self.cuts.values() for parameter in cut.module.parameters()}
+    def standalone_parameters(self) -> dict[str, nn.Parameter]:
+        """Returns trained parameters of any shape that belong to no matrix, by name: a norm's scales."""
+        owned = {id(parameter) for matrix in self.matrices.values() for parameter in matrix.module.parameters()}
         return {
             name: parameter
             for name, parameter in self.layer.named_parameters()
@@ -84,22 +84,22 @@ def is_norm(module: nn.Module) -> bool:
     )
 
 
-def trace(layers: dict[str, nn.Module], run: Callable[[], Any], opened: bool = False) -> dict[str, LayerTrace]:
+def trace(layers: dict[str, nn.Module], run: Callable[[], Any], pass_norms: bool = False) -> dict[str, LayerTrace]:
     """Runs a model once and returns the trace of each layer.
 
     Args:
         layers: name to layer.
         run: calls the model, with gradients on.
-        opened: replaces norms over all features of a token by a pass-through, so that features stay separate in them.
+        pass_norms: replaces norms over all features of a token by a pass-through, which keeps features separate.
     """
     traces: dict[str, LayerTrace] = {}
-    with _install_hooks(layers, traces, opened), without_checkpoints():
+    with _install_hooks(layers, traces, pass_norms), without_checkpoints():
         run()
     return traces
 
 
 @contextmanager
-def _install_hooks(layers: dict[str, nn.Module], traces: dict[str, LayerTrace], opened: bool) -> Iterator[None]:
+def _install_hooks(layers: dict[str, nn.Module], traces: dict[str, LayerTrace], pass_norms: bool) -> Iterator[None]:
     """Installs the hooks that fill ``traces``, while it is entered."""
     handles: list[Any] = []
     generator = torch.Generator().manual_seed(13)
@@ -114,7 +114,7 @@ def _install_hooks(layers: dict[str, nn.Module], traces: dict[str, LayerTrace], 
             if is_experts(module) or is_matrix(module):
                 skipped_prefix = f"{path}." if is_experts(module) else ""
                 handles.append(module.register_forward_hook(_leaf_output_hook(name, path, traces, generator)))
-            elif opened and is_norm(module):
+            elif pass_norms and is_norm(module):
                 handles.append(module.register_forward_hook(_pass_norm_hook(name, path, traces), with_kwargs=True))
             elif path and module._modules:
                 handles.append(
@@ -169,14 +169,14 @@ def _leaf_output_hook(
     def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> Any:
         if layer not in traces or traces[layer].calls > 1 or not isinstance(out, torch.Tensor):
             return None
-        cuts = traces[layer].cuts
+        matrices = traces[layer].matrices
         # Any values of that size do; these leave no feature on the flat side of an activation for all tokens.
         scale = out.detach().std(correction=0) if out.is_floating_point() else 1.0
         leaf = (torch.randn(out.shape, generator=generator, dtype=out.dtype) * scale).requires_grad_()
-        if name in cuts:
-            cuts[name].calls += 1
+        if name in matrices:
+            matrices[name].calls += 1
         elif args and isinstance(args[0], torch.Tensor):
-            cuts[name] = TracedMatrix(name, module, args[0], leaf, experts=is_experts(module))
+            matrices[name] = TracedMatrix(name, module, args[0], leaf, experts=is_experts(module))
         return leaf.clone()
 
     return hook
@@ -200,7 +200,7 @@ def _pass_norm_hook(layer: str, name: str, traces: dict[str, LayerTrace]) -> Cal
         # any linear map would do; factors other than 1 keep it apart from a skip connection
         passed_through = sum(same_shape[1:], same_shape[0] * 1.5)
         if passed_through.requires_grad:
-            traces[layer].opened[name] = passed_through
+            traces[layer].passed_norms[name] = passed_through
         return passed_through
 
     return hook
@@ -229,7 +229,7 @@ def first_tensor(value: Any) -> torch.Tensor | None:
     return None
 
 
-def reached(target: torch.Tensor, sources: Sequence[torch.Tensor], seed: int = 0) -> list[bool]:
+def depends_on(target: torch.Tensor, sources: Sequence[torch.Tensor], seed: int = 0) -> list[bool]:
     """Returns which sources a tensor depends on without passing through another leaf.
 
     Args:
@@ -246,7 +246,9 @@ def reached(target: torch.Tensor, sources: Sequence[torch.Tensor], seed: int = 0
     return [grad is not None and bool((grad != 0).any()) for grad in grads]
 
 
-def dependence(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int, shift: int = 0) -> list[torch.Tensor]:
+def feature_dependence(
+    target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int, shift: int = 0
+) -> list[torch.Tensor]:
     """Returns a bool matrix (F, F') for each source: whether feature f of the target depends on its feature f'.
 
     Rows of a batch don't interact, so each row probes one feature: one backward over a batch of B probes B features.
@@ -271,12 +273,12 @@ def dependence(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: int,
         for matrix, grad in zip(matrices, grads):
             if grad is not None:
                 # nonzero at any token; row r of the result belongs to feature r - shift
-                hits = (grad.reshape(rows, -1, grad.shape[-1]) != 0).any(1)
-                matrix[start : start + count] = hits.roll(-shift, 0)[:count]
+                is_nonzero = (grad.reshape(rows, -1, grad.shape[-1]) != 0).any(1)
+                matrix[start : start + count] = is_nonzero.roll(-shift, 0)[:count]
     return matrices
 
 
-def touched(
+def elements_used(
     target: torch.Tensor, parameters: Sequence[torch.Tensor], features: Sequence[tuple[int, int]]
 ) -> list[list[torch.Tensor]]:
     """Returns for each parameter and each run of the target's features a bool mask of the elements that it depends on.

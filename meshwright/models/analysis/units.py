@@ -68,11 +68,15 @@ def blocks_of(uses: torch.Tensor) -> Blocks | None:
 
 
 def _is_regular(runs: list[list[int]], units: int) -> bool:
-    """Returns whether runs (start, first unit, units, size) follow one another as whole blocks."""
+    """Returns whether runs (start, first unit, units, size) follow one another as whole blocks.
+
+    A fused q, k, v of 4 heads over 2 key heads has 4 runs of one unit each, then twice 2 runs of 2 units: three blocks.
+    """
     position = 0
     while position < len(runs):
         _, first_unit, units_each, size = runs[position]
         count = units // units_each
+        # one block: every unit's run once, in order, all of one size
         period = runs[position : position + count]
         if first_unit or [run[1:] for run in period] != [
             [index * units_each, units_each, size] for index in range(count)

@@ -6,11 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.offload import added
+from meshwright.planner.cost.offload import accumulates_on_host
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS
+
+CODEC_BYTES = 300.0
+"""Bytes that a device's memory moves to round a value, add and decode it. Counted on `parallel.block_codec`: about 12
+element-wise operations for the random number, 14 to encode and 12 for the rest, which read and write 4 bytes each."""
 
 
 class CommunicationTimes:
@@ -23,9 +29,11 @@ class CommunicationTimes:
     def __init__(self, model: PricedModel) -> None:
         self._model = model
         # The profile's bytes are for compute in 2 bytes an element; float32 is gathered in 4.
-        self._gather_bytes = model.engine.runtime.gather_bytes * model.element / 2.0
+        self._gather_bytes: Values = model.engine.runtime.gather_bytes * model.element / 2.0
         # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
+        if (model.layouts.compress_weights > 0).any():
+            self._gather_bytes = self._value_bytes(model.layouts.compress_weights, self._gather_bytes)
 
     def send_s(self) -> Array:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
@@ -83,15 +91,13 @@ class CommunicationTimes:
         groups, zero = model.groups, layouts.zero[:, None]
         element_bytes = self._reduce_bytes
         collectives, buckets = runtime.reduce_counts(ranks.layers, dense * element_bytes)
-        all_reduce_s = self._collective_s(traffic.all_reduce_s, dense * element_bytes, groups.readers, buckets)
-        all_reduce_s += self._collective_s(traffic.all_reduce_s, experts * element_bytes, groups.expert_readers)
+        all_reduce_s = self._copies_sum_s(dense, groups.readers, buckets)
+        all_reduce_s += self._copies_sum_s(experts, groups.expert_readers)
         reduce_scatter_s = self._collective_s(
             traffic.reduce_scatter_s, dense * element_bytes, groups.shard_cp, collectives
         )
         reduce_scatter_s += self._collective_s(traffic.reduce_scatter_s, experts * element_bytes, groups.expert_shard)
-        reduce_scatter_s += self._collective_s(
-            traffic.all_reduce_s, ranks.owned_parameters(dense, experts) * element_bytes, groups.replicate
-        )
+        reduce_scatter_s += self._copies_sum_s(ranks.owned_parameters(dense, experts), groups.replicate)
         gather = self._gathers_s(ranks, runtime.gather_count(ranks.layers))
         # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
         seconds = np.where(zero > 0, runtime.scattered_s(reduce_scatter_s), all_reduce_s)
@@ -103,13 +109,46 @@ class CommunicationTimes:
         cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
         if layouts.offload.any():
             # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
-            cover_s = np.where(added(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
+            cover_s = np.where(accumulates_on_host(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
         exposed = np.maximum(seconds - cover_s, 0.0) + runtime.slowed_s(np.minimum(seconds, cover_s))
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
         late_gather_s = np.where((zero == 1) | (zero == 2), runtime.scattered_s(gather), 0.0)
         cover_s = sharded_overlap * ranks.forward_busy * window
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
+
+    def _value_bytes(self, codes: Array, exact: Values) -> Array:
+        """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
+        by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values())]
+        return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
+
+    def _copies_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
+        """Returns seconds to sum gradients over copies, (N, P): exactly, or rounded where the layout compresses.
+
+        Args:
+            elements: (N, P).
+            span: of the copies.
+            collectives: messages; 1 when None.
+        """
+        layouts = self._model.layouts
+        exact_s = self._collective_s(traffic.all_reduce_s, elements * self._reduce_bytes, span, collectives)
+        compressed = layouts.compress > 0
+        if not compressed.any():
+            return exact_s
+        # Copies of a node reduce-scatter and gather exact values; between nodes each has its part of them.
+        run = np.where(compressed & (span.inside % layouts.node_copies == 0), layouts.node_copies, 1.0)
+        inside = GroupSpan(run, np.ones_like(run), span.sharing)
+        across = GroupSpan(span.inside / run, span.nodes, np.maximum(span.sharing, run))
+        inside_bytes, part = elements * self._reduce_bytes, elements / run[:, None]
+        wire_bytes = part * self._value_bytes(layouts.compress, 0.0)
+        seconds = self._collective_s(traffic.reduce_scatter_s, inside_bytes, inside, collectives)
+        seconds += self._collective_s(traffic.all_gather_s, inside_bytes, inside, collectives)
+        seconds += self._collective_s(traffic.all_to_all_s, wire_bytes, across, collectives)
+        seconds += self._collective_s(traffic.all_gather_s, wire_bytes, across, collectives)
+        # Rounding and decoding read and write the values some times: encode, decode and add, encode, decode.
+        device = self._model.machine.device
+        seconds += CODEC_BYTES * part / (device.bandwidth_bytes_per_s * device.memory_share)
+        return np.asarray(np.where(compressed[:, None] & (span.ranks > 1)[:, None], seconds, exact_s))
 
     def _overlap_microbatches(self) -> Array:
         """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.

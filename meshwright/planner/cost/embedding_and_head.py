@@ -16,7 +16,7 @@ UNALIGNED = 3.2
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on 50,257 words on A100."""
 
 
-def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
+def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns the cost of the embedding on one micro-batch; figures are (N,).
 
     Args:
@@ -33,6 +33,7 @@ def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
         return cost
     size = model.tokens * shape.width * element
     all_reduce_s = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp)
+    # Each rank of tp looks up its rows of the vocabulary; the sum over ranks is the embedding.
     reduce_scatter_s = model.groups.seconds(traffic.reduce_scatter_s, size, model.groups.tp)
     tp_s = reduce_scatter_s * (model.layouts.sequence > 0) + all_reduce_s * (model.layouts.sequence == 0)
     forward_s = move_s(2 * size, model.machine.device)
@@ -50,7 +51,7 @@ def embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     return cost
 
 
-def head(model: PricedModel, timed: bool = True) -> LayerCost:
+def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     """Returns the cost of the last norm, the head and the loss on one micro-batch; figures are (N,).
 
     Args:

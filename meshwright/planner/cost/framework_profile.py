@@ -102,14 +102,14 @@ class ActivationModel:
         """
         return 0.0
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, held: Array) -> Values:
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, in_flight: Array) -> Values:
         """Returns bytes of activations that are freed late when another micro-batch follows, (N, P) or a scalar.
 
         Args:
             layouts: N layouts.
             elements: of a micro-batch's hidden state on a rank of cp, (N,).
             layers: number of layers of each rank, (N or 1, P).
-            held: in-flight micro-batches of each rank, (N, P).
+            in_flight: micro-batches micro-batches of each rank, (N, P).
         """
         return 0.0
 

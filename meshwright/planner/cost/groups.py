@@ -106,6 +106,7 @@ class CollectiveTimes:
         has_peers = group.ranks > 1
         if not has_peers.any():
             return np.zeros(np.broadcast_shapes(size.shape, has_peers.shape[:1] + (1,) * (size.ndim - 1)))
+        # A link at a share of its rate takes as long as more bytes at the full rate.
         between_nodes_scale = self._layouts.outside_scale * self._machine.network_share
         scale = np.where(group.nodes > 1, between_nodes_scale, self._layouts.inside_scale)
         arrays = [scale, group.inside, group.nodes, group.sharing]
@@ -117,6 +118,7 @@ class CollectiveTimes:
     def send(self, size: Values) -> Array:
         """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
         layouts, devices = self._layouts, self._machine.fabric.devices
+        # pp is the outermost axis: neighbouring stages share a node where two whole stages fit into it.
         inside_node = layouts.world / layouts.pp * 2 <= devices
         group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
         sharing = np.minimum(devices, layouts.world / layouts.pp)

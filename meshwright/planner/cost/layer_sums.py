@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.array_types import Index
-from meshwright.planner.cost.embedding_and_head import embedding, head
+from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
-from meshwright.planner.cost.stages import StageCut, kinds
+from meshwright.planner.cost.stages import StageCut, block_kinds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +48,9 @@ class LayerCosts:
             timed: price time and traffic too; else they are 0.
         """
         model = PricedModel(job, layouts, machine, engine)
-        price_layer = model.layer if timed else model.sizes
-        layers = tuple(price_layer(job.shape.blocks[block]) for block in kinds(job.shape)[1])
-        return cls(model=model, layers=layers, embedding=embedding(model, timed), head=head(model, timed))
+        price_layer = model.price_layer if timed else model.price_bytes
+        layers = tuple(price_layer(job.shape.blocks[block]) for block in block_kinds(job.shape)[1])
+        return cls(model=model, layers=layers, embedding=price_embedding(model, timed), head=price_head(model, timed))
 
     def take(self, index: Index) -> LayerCosts:
         """Returns the costs of the layouts at an index, slice or mask."""
@@ -108,16 +108,16 @@ class LayerSums:
         """Returns the cut of one layout."""
         return self.cuts[int(self._cut_index[layout_index])]
 
-    def layered(self, figure: Callable[[LayerCost], Any]) -> Array:
+    def sum_layers(self, figure: Callable[[LayerCost], Any]) -> Array:
         """Returns the sum of a figure over each rank's layers, (N, P)."""
         total = np.zeros((self.count, self.ranks))
         for cost, counts in zip(self.costs.layers, self.counts):
             total += np.broadcast_to(figure(cost), self.count)[:, None] * counts
         return total
 
-    def summed(self, figure: Callable[[LayerCost], Any]) -> Array:
+    def sum_layers_and_ends(self, figure: Callable[[LayerCost], Any]) -> Array:
         """Returns the sum of a figure over each rank's layers and ends, (N, P)."""
-        total = self.layered(figure)
+        total = self.sum_layers(figure)
         self._add_to_rank(total, self.first_rank, figure(self.costs.embedding))
         self._add_to_rank(total, self.last_rank, figure(self.costs.head))
         return total
@@ -129,8 +129,8 @@ class LayerSums:
         else:
             total[np.arange(self.count), rank] += value
 
-    def picked(self, figure: Callable[[LayerCost], Any], rank: Array) -> Array:
-        """Returns one rank's column of `summed` for each layout, (N,); ``rank`` is (N,) int64."""
+    def sum_on_rank(self, figure: Callable[[LayerCost], Any], rank: Array) -> Array:
+        """Returns one rank's column of `sum_layers_and_ends` for each layout, (N,); ``rank`` is (N,) int64."""
         total = np.zeros(self.count)
         for cost, counts in zip(self.costs.layers, self.counts):
             total += figure(cost) * (counts[0, rank] if len(counts) == 1 else counts[np.arange(self.count), rank])
@@ -140,22 +140,22 @@ class LayerSums:
     @cached_property
     def forward_busy(self) -> Array:
         """Device seconds of a micro-batch's forward, (N, P)."""
-        return self.summed(lambda cost: cost.forward.busy)
+        return self.sum_layers_and_ends(lambda cost: cost.forward.busy)
 
     @cached_property
     def backward_busy(self) -> Array:
         """Device seconds of a micro-batch's backward, (N, P)."""
-        return self.summed(lambda cost: cost.backward.busy)
+        return self.sum_layers_and_ends(lambda cost: cost.backward.busy)
 
     @cached_property
     def forward_host(self) -> Array:
         """Host seconds of a micro-batch's forward, (N, P)."""
-        return self.summed(lambda cost: cost.forward.host) + self.engine.runtime.host_microbatch_s / 2
+        return self.sum_layers_and_ends(lambda cost: cost.forward.host) + self.engine.runtime.host_microbatch_s / 2
 
     @cached_property
     def backward_host(self) -> Array:
         """Host seconds of a micro-batch's backward, (N, P)."""
-        return self.summed(lambda cost: cost.backward.host) + self.engine.runtime.host_microbatch_s / 2
+        return self.sum_layers_and_ends(lambda cost: cost.backward.host) + self.engine.runtime.host_microbatch_s / 2
 
     def with_host_s(self, busy_s: Array, host_s: Array) -> Array:
         """Returns seconds of a pass, (N, P), from those of the device and of the host that launches it.
@@ -169,4 +169,4 @@ class LayerSums:
         """Seconds of a micro-batch's weight gradients, which a schedule may delay, (N, P)."""
         # Half of backward's products are weight gradients; recompute keeps them together.
         can_split = (self.layouts.recompute == 0)[:, None] & self.job.splits_backward
-        return np.asarray(self.summed(lambda cost: cost.backward.matmul) / 2 * can_split)
+        return np.asarray(self.sum_layers_and_ends(lambda cost: cost.backward.matmul) / 2 * can_split)

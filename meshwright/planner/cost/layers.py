@@ -107,13 +107,16 @@ class PricedModel:
             is_dispatched = layouts.ep > 1
             routed = self.tokens * layer.active_experts
             local_experts = layer.experts / layouts.ep
+            # ep dispatches the tokens of each rank of tp separately; without it all ranks of tp compute the same ones.
             m = np.where(is_dispatched, routed / tp, routed) / local_experts
             n = n / np.where(is_dispatched | (product.split != "columns"), 1.0, tp)
             k = k / np.where(is_dispatched | (product.split != "rows"), 1.0, tp)
             # With ep a rank has experts / ep full experts; without, a slice of every expert.
             return local_experts * self._products_s(m, n, k, products)
+        # Column-parallel linears divide the result, row-parallel ones the contracted size: Shoeybi et al. (2019), 3.
         n = n / tp if product.split == "columns" else n
         k = k / tp if product.split == "rows" else k
+        # A replicated product runs on the rank's share of the tokens under sequence parallelism.
         m = m / self.token_shards if not product.split else m
         return self._products_s(m, n, k, products)
 
@@ -122,9 +125,10 @@ class PricedModel:
         device, dtype, share = self.machine.device, self.job.dtype, self.engine.runtime.matmul
         if products == 1:
             return matmul_s(m, n, k, device, dtype, share)
+        # dX = dY W': (m, n) x (n, k); dW = X' dY: (k, m) x (m, n).
         return matmul_s(m, k, n, device, dtype, share) + matmul_s(k, n, m, device, dtype, share)
 
-    def layer(self, layer: LayerShape) -> LayerCost:
+    def price_layer(self, layer: LayerShape) -> LayerCost:
         """Returns the cost of a layer: time, traffic and bytes."""
         forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
         backward = self._compute_pass(layer, True)
@@ -136,11 +140,11 @@ class PricedModel:
         self._add_recompute(forward, repeated, backward)
         for pass_time in (forward, backward):
             pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
-        cost = self.sizes(layer)
+        cost = self.price_bytes(layer)
         cost.forward, cost.backward = forward, backward
         return cost
 
-    def sizes(self, layer: LayerShape) -> LayerCost:
+    def price_bytes(self, layer: LayerShape) -> LayerCost:
         """Returns the bytes and parameters of a layer alone; its time and traffic are 0."""
         cost = LayerCost()
         tp, ep = self.layouts.tp, self.layouts.ep
@@ -275,6 +279,7 @@ class PricedModel:
         full, selective, block = (layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK))
         all_s = repeated.matmul + repeated.attention + repeated.elementwise
         selective_s = repeated.elementwise + (1.0 - self.engine.saved.selective_share) * repeated.matmul
+        # Full recompute repeats the forward, selective all but the kept products, block the attention scores.
         redone_s = np.where(full, all_s, np.where(selective, selective_s, 0.0))
         redone_s = redone_s + np.where(block, self.engine.runtime.recomputed_scores_s(repeated.attention), 0.0)
         backward.recompute = redone_s * layouts.recompute_share
@@ -296,6 +301,7 @@ class PricedModel:
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
+        # tp divides heads and F; what lies outside its linears is divided by sequence parallelism alone.
         all_bytes = self.tokens * (outside_tp / self.token_shards + (inside_tp + scores) / layouts.tp)
         # Selective recompute keeps a share of the products' outputs: attention output, feed-forward output, qkv, up.
         inside_outputs = qkv + layer.ffn * (2.0 if layer.gated else 1.0)

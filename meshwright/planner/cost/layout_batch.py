@@ -16,6 +16,7 @@ from meshwright.planner.cost.axis_columns import column_degrees, priced_columns
 from meshwright.schedules.file import find_choice
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.compression import FORMATS
 from meshwright.spec.groups import axes_with, carved_shards, state_shards
 from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
@@ -26,12 +27,16 @@ RECOMPUTES = ("none", "selective", "full", "block")
 """Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
 
 
+COMPRESSIONS = ("none", *FORMATS)
+"""Numbers of compressed collectives by code."""
+
+
 def schedule_names() -> tuple[str, ...]:
     """Returns the names of the schedules by code: the default first, then every other known one."""
     return (DEFAULT_SCHEDULE, *(name for name in known_schedules() if name != DEFAULT_SCHEDULE))
 
 
-def splits(schedules: Array) -> Array:
+def splits_backward(schedules: Array) -> Array:
     """Returns the layouts whose schedule splits the backward, (N,) bool; in the search these never recompute.
 
     Args:
@@ -133,6 +138,12 @@ class LayoutBatch:
     """Rows of the global batch where they differ from the job's; else 0."""
     offload: Array
     """Index into `OFFLOADS`."""
+    compress: Array
+    """Index into `COMPRESSIONS`: numbers in which gradients are summed over copies."""
+    node_copies: Array
+    """Neighbouring copies that sum exactly first; 1 for none."""
+    compress_weights: Array
+    """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
     """Layers of each stage, for layouts that name them; empty where none does."""
     files: tuple[str, ...] = ()
@@ -216,7 +227,7 @@ class LayoutBatch:
             splits: layers of each stage, for layouts that name them.
             files: schedules from files, whose codes follow those of the known ones.
         """
-        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload"}
+        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "compress", "compress_weights"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -263,4 +274,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "sequence": layout.sequence,
         "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages_per_rank,
+        "compress": COMPRESSIONS.index(layout.compress.name),
+        "node_copies": layout.compress.node_copies,
+        "compress_weights": COMPRESSIONS.index(layout.compress_weights),
     }

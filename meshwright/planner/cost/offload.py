@@ -39,7 +39,7 @@ ONE_WEIGHT = 0.25
 """Share of the largest weight in two layers and the ends: what a single rank copies at a time."""
 
 
-def without(
+def move_state_to_host(
     memory: dict[str, Array],
     states: StateBytesPerParameter,
     layouts: LayoutBatch,
@@ -60,6 +60,7 @@ def without(
         size: bytes of a master weight.
     """
     mode, gathered = layouts.offload[:, None], np.minimum(units, total)
+    # What a rank's device still holds under `parameters`: gathered units, shards that arrive, gradients that leave.
     is_optimizer, is_parameters = mode == OPTIMIZER, mode == PARAMETERS
     is_pipelined, accumulates = (layouts.pp > 1)[:, None], (layouts.microbatches > 1)[:, None]
     full_gradients = states.keeps_full_gradients(layouts.zero[:, None], accumulates, is_pipelined)
@@ -74,7 +75,7 @@ def without(
     memory["host"] = np.where(mode > 0, (2.0 * PINNED + 2.0) * size * trained, 0.0)
 
 
-def least_seconds(parameters: float, sharing: Values, host: HostShare, size: float) -> Values:
+def host_update_bound_s(parameters: float, sharing: Values, host: HostShare, size: float) -> Values:
     """Returns a lower bound on the seconds that offload adds to a step: the update of a rank's mean share.
 
     Args:
@@ -86,7 +87,7 @@ def least_seconds(parameters: float, sharing: Values, host: HostShare, size: flo
     return ADAM_PASSES * size * parameters / sharing / host.kernel_bytes_per_s
 
 
-def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
+def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
     """Returns seconds of the update in host memory and of exposed copies, (N, P) each; 0 without offload.
 
     Args:
@@ -99,7 +100,7 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
     mode, zero, microbatches = layouts.offload[:, None], layouts.zero[:, None], layouts.microbatches[:, None]
     pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
     is_pipelined = layouts.pp[:, None] > 1
-    accumulates = added(layouts)[:, None]
+    accumulates = accumulates_on_host(layouts)[:, None]
     update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
     # To the host: backward hides the copy of a gradient shard, unless it is accumulated there.
     hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
@@ -110,12 +111,13 @@ def spent(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Arr
     forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
     backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
     up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
+    # `optimizer` copies gradients down and masters up once a step, with nothing left to hide them.
     copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
     offloads = mode > 0
     return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
 
 
-def added(layouts: LayoutBatch) -> Array:
+def accumulates_on_host(layouts: LayoutBatch) -> Array:
     """Returns the layouts that accumulate gradients in host memory, for which the host waits, (N,) bool."""
     accumulates = (layouts.zero >= 2) & (layouts.microbatches > 1) & (layouts.pp == 1)
     return np.asarray((layouts.offload == PARAMETERS) & accumulates)

@@ -137,6 +137,7 @@ def operator_s(operator: Operator, calibration: Calibration, dtype: str, busy: b
     """
     if operator.kind == "product":
         batch, m, n, k = operator.sizes
+        # Y = X W' in forward; backward contracts over tokens (dW = X' dY, tn) or over weight rows (dX = dY W, nn).
         form = "nt" if not is_backward else ("tn" if operator.summed else "nn")
         return batch * float(calibration.matmul_s(m, n, k, dtype, form, busy))
     if operator.kind == "attention" and calibration.has_attention(dtype):
@@ -150,6 +151,7 @@ def _elementwise_s(operator: Operator, calibration: Calibration, dtype: str, bus
     name, tensors = MEASURED.get(operator.name, DEFAULT_OPERATION)
     if not calibration.has_operation(name, dtype):
         name, tensors = "copy", 2
+    # As many elements as give the measured operation the operator's bytes.
     elements = max(1.0, operator.bytes / (tensors * ELEMENT_BYTES[dtype]))
     is_core_draw = operator.name == "draw" and calibration.machine.get("kind") == "cpu"
     if is_core_draw and calibration.has_operation("exp", dtype):

@@ -20,7 +20,7 @@ from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout
 
-Holds = Callable[[LayoutBatch, Mapping[str, Array]], Array]
+FeasibilityRule = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """Maps (N layouts, bytes of their fullest ranks by part, (N,) each, as `Prices` names them) to (N,) bool."""
 
 
@@ -69,7 +69,7 @@ def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ..
             layers=bounds[rank],
             forward_s=float(ranks.forward[layout_index, rank]),
             backward_s=float(ranks.backward[layout_index, rank]),
-            held=float(ranks.held[layout_index, rank]),
+            held=float(ranks.in_flight[layout_index, rank]),
             memory={name: float(memory[name][layout_index, rank]) for name in MEMORY},
             peak=float(memory["peak"][layout_index, rank]),
             host=float(memory["host"][layout_index, rank]) if "host" in memory else 0.0,
@@ -83,7 +83,7 @@ def price_many(
     layouts: LayoutBatch,
     cluster: Cluster | Machine,
     engine: FrameworkProfile = MESHWRIGHT,
-    is_feasible: Holds | None = None,
+    is_feasible: FeasibilityRule | None = None,
 ) -> Prices:
     """Returns the prices of N layouts; layouts with equally many pipeline ranks are priced together.
 
@@ -113,7 +113,9 @@ def price_many(
     return columns.prices(np.argsort(order))
 
 
-def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT) -> Array:
+def bound_step_s(
+    job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile = MESHWRIGHT
+) -> Array:
     """Returns seconds a step, (N,) float64, without data-parallel traffic and update.
 
     It is a lower bound on every layout that shares the state in another way.
@@ -127,7 +129,7 @@ def piped_many(job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: F
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
     for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
-        step_s[order[run]] = sum(ranks.piped().values())
+        step_s[order[run]] = sum(ranks.pipeline_parts().values())
     return step_s + engine.runtime.host_step_s
 
 
@@ -151,7 +153,16 @@ class _PriceColumns:
 
     def __init__(self, count: int) -> None:
         self.parts = {name: np.zeros(count) for name in PARTS}
-        names = ("allocated", "reserved", "peak", "first_allocated", "first_reserved", "fullest", "host", "whole")
+        names = (
+            "allocated",
+            "reserved",
+            "peak",
+            "first_allocated",
+            "first_reserved",
+            "fullest",
+            "host",
+            "unoffloaded_peak",
+        )
         self.memory = {name: np.zeros(count) for name in (*MEMORY, *names)}
 
     def put(self, columns: dict[str, Array], index: Index, values: dict[str, Array]) -> None:
@@ -165,7 +176,7 @@ class _PriceColumns:
         self.put(
             self.memory, index, {name: values[np.arange(len(fullest)), fullest] for name, values in memory.items()}
         )
-        for name in ("host", "whole"):
+        for name in ("host", "unoffloaded_peak"):
             if name in memory:
                 self.memory[name][index] = memory[name].max(axis=1)
         first = {f"first_{name}": memory[name][:, 0] for name in ("allocated", "reserved")}

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.spec.axis import Mechanics
 
-LAYER_TRAFFIC = tuple(one.value for one in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS))
+LAYER_TRAFFIC = tuple(mechanics.value for mechanics in (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS))
 """Parts of traffic inside layers: tp, cp and ep."""
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC, "host", "engine", "send", "bubble",
@@ -41,7 +41,7 @@ class Prices:
     """Bytes of its device that are in use, context and communicators included: must fit."""
     host: Array
     """Bytes in host memory of the rank with the most."""
-    whole: Array
+    unoffloaded_peak: Array
     """`peak` without offload; 0 if no layout of the batch offloads."""
     first_allocated: Array
     """`allocated` of the first stage's ranks."""
@@ -50,7 +50,7 @@ class Prices:
     fullest: Array
     """Index along pp of the fullest rank."""
 
-    def part(self, index: Array) -> Prices:
+    def take(self, index: Array) -> Prices:
         """Returns the prices of some of the layouts, by mask or index."""
         fields: dict[str, Any] = {}
         for item in dataclasses.fields(self):
@@ -61,9 +61,9 @@ class Prices:
             fields[item.name] = selected
         return Prices(**fields)
 
-    def take(self, index: int) -> dict[str, float]:
+    def parts_of(self, layout_index: int) -> dict[str, float]:
         """Returns parts of a layout's time as plain numbers."""
-        return {name: float(values[index]) for name, values in self.parts.items()}
+        return {name: float(values[layout_index]) for name, values in self.parts.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,11 +17,11 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.offload import spent, without
+from meshwright.planner.cost.offload import move_state_to_host, price_offload
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
-from meshwright.planner.cost.stages import StageCut, cut
+from meshwright.planner.cost.stages import StageCut, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
-from meshwright.planner.cost.timing import held, makespan
+from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.schedules.spec import ScheduleSpec
 
 PASS_PARTS = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
@@ -52,8 +52,9 @@ def _distinct_cuts(model: PricedModel) -> tuple[list[StageCut], Array]:
         cut_index = np.array([index_by_key.setdefault(key, len(index_by_key)) for key in split_keys])
         stages_specs_splits = [(*stages_and_specs[index], split) for index, split in index_by_key]
     rule = model.engine.split
+    # A layout's own split of its layers goes before the framework's rule.
     return [
-        cut(model.job.shape, ranks, stages, _stage_owners(spec, ranks, stages), rule, split)
+        cut_stages(model.job.shape, ranks, stages, _stage_owners(spec, ranks, stages), rule, split)
         for stages, spec, split in stages_specs_splits
     ], cut_index
 
@@ -67,20 +68,20 @@ class RankTimes(LayerSums):
 
     def __init__(self, costs: LayerCosts) -> None:
         super().__init__(costs, *_distinct_cuts(costs.model))
-        self.held = held(self.layouts, self.ranks)
+        self.in_flight = in_flight_microbatches(self.layouts, self.ranks)
         self.communication = CommunicationTimes(self.model)
 
     @cached_property
     def parameters(self) -> tuple[Array, Array]:
         """(dense, expert) parameters of each rank before the data axes shard them, (N, P) each."""
-        dense = self.summed(lambda cost: cost.parameters)
+        dense = self.sum_layers_and_ends(lambda cost: cost.parameters)
         if self.job.shape.tied:
             # A tied embedding and head on one rank are one weight.
             tied_parameters = self.job.shape.vocab * self.job.shape.width / self.layouts.tp
             self._add_to_rank(
                 dense, self.first_rank, -np.where(self.last_rank == self.first_rank, tied_parameters, 0.0)
             )
-        return dense, self.summed(lambda cost: cost.experts)
+        return dense, self.sum_layers_and_ends(lambda cost: cost.experts)
 
     def trained(self) -> tuple[Array, Array]:
         """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
@@ -97,19 +98,19 @@ class RankTimes(LayerSums):
         return np.asarray(sum(self.counts))
 
     @cached_property
-    def sends(self) -> Array:
+    def exposed_send_s(self) -> Array:
         """Exposed seconds of a send to the next stage, (N,)."""
         piped = self.ranks > 1
         exposed = self.engine.runtime.exposed_send_s(self.communication.send_s()) if piped else 0.0
         return np.broadcast_to(exposed, self.count)
 
     @cached_property
-    def action(self) -> Any:
+    def engine_action_s(self) -> Any:
         """Seconds of pipeline overhead on a forward or backward of all stages of a rank, (N,)."""
         return self.engine.runtime.action_s * (self.ranks > 1) * self.layouts.stages
 
     @cached_property
-    def adds(self) -> Array:
+    def accumulation_s(self) -> Array:
         """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
         dense, experts = self.parameters
         return move_s((dense + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
@@ -117,14 +118,14 @@ class RankTimes(LayerSums):
     @cached_property
     def forward(self) -> Array:
         """Seconds of each rank on a micro-batch's forward, exposed traffic included, (N, P)."""
-        extra = (self.sends * self.layouts.stages + self.action)[:, None]
+        extra = (self.exposed_send_s * self.layouts.stages + self.engine_action_s)[:, None]
         return self.with_host_s(self.forward_busy, self.forward_host) + extra
 
     @cached_property
     def backward(self) -> Array:
         """Seconds of each rank on a micro-batch's backward, exposed traffic included, (N, P)."""
-        extra = (self.sends * self.layouts.stages + self.action)[:, None]
-        return self.with_host_s(self.backward_busy + self.adds, self.backward_host) + extra
+        extra = (self.exposed_send_s * self.layouts.stages + self.engine_action_s)[:, None]
+        return self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host) + extra
 
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
@@ -133,11 +134,12 @@ class RankTimes(LayerSums):
     def parts(self) -> dict[str, Array]:
         """Returns seconds by part of `PARTS`, (N,) each."""
         step = np.full(self.count, self.engine.runtime.host_step_s)
-        return self.piped() | self.ending() | {"step": step}
+        return self.pipeline_parts() | self.update_parts() | {"step": step}
 
-    def piped(self) -> dict[str, Array]:
+    def pipeline_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
         makespan_s = makespan(self.layouts, self.forward, self.backward, self.weight)
+        # In the steady phase every rank waits for the slowest: its work fills the step, the remainder is bubble.
         parts = self.busy_parts(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(makespan_s - sum(parts.values()), 0.0)
         return parts
@@ -148,19 +150,21 @@ class RankTimes(LayerSums):
         parts = {}
         for name in PASS_PARTS:
             both_passes = attrgetter(f"forward.{name}", f"backward.{name}")
-            both_s = self.picked(lambda cost, read=both_passes: sum(read(cost)), rank)  # type: ignore[misc]
+            both_s = self.sum_on_rank(lambda cost, read=both_passes: sum(read(cost)), rank)  # type: ignore[misc]
             parts[name] = both_s * microbatches
-        parts["elementwise"] = parts["elementwise"] + np.take_along_axis(self.adds, rank_column, 1)[:, 0] * microbatches
+        parts["elementwise"] = (
+            parts["elementwise"] + np.take_along_axis(self.accumulation_s, rank_column, 1)[:, 0] * microbatches
+        )
         # The device idles where the host takes longer to launch a pass than the device to run it.
-        backward_busy = self.backward_busy + self.adds
+        backward_busy = self.backward_busy + self.accumulation_s
         idle_s = self.with_host_s(self.forward_busy, self.forward_host) - self.forward_busy
         idle_s = idle_s + self.with_host_s(backward_busy, self.backward_host) - backward_busy
         parts["host"] = np.take_along_axis(idle_s, rank_column, 1)[:, 0] * microbatches
-        parts["engine"] = 2 * self.action * microbatches
-        parts["send"] = 2 * self.sends * self.layouts.stages * microbatches
+        parts["engine"] = 2 * self.engine_action_s * microbatches
+        parts["send"] = 2 * self.exposed_send_s * self.layouts.stages * microbatches
         return parts
 
-    def ending(self) -> dict[str, Array]:
+    def update_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of the data axes' gathers and reductions, and of the update."""
         runtime, device = self.engine.runtime, self.model.machine.device
         dense, experts = self.trained()
@@ -170,7 +174,7 @@ class RankTimes(LayerSums):
         parts = {"reduce": reduce_s, "optimizer": update_s, "offload": np.zeros_like(update_s)}
         if self.layouts.offload.any():
             host = self._host_share()
-            host_update_s, copy_s = spent(self, owned, host, size)
+            host_update_s, copy_s = price_offload(self, owned, host, size)
             update_s = np.where(self.layouts.offload[:, None] > 0, host_update_s, update_s)
             parts |= {"optimizer": update_s, "offload": copy_s}
         # All ranks must end before the next step begins, so the slowest one counts: (N, 1).
@@ -188,7 +192,7 @@ class RankTimes(LayerSums):
     def memory(self) -> dict[str, Array]:
         """Returns bytes by part of `MEMORY`, (N, P) each, and ``allocated``, ``reserved``, ``peak``.
 
-        If any layout offloads, also ``host``, the bytes in host memory, and ``whole``, the peak without offload.
+        If any layout offloads, also ``host``, the bytes in host memory, and ``unoffloaded_peak``, as if all stayed.
         """
         layouts, engine = self.layouts, self.engine
         dense, experts = self.parameters
@@ -197,7 +201,7 @@ class RankTimes(LayerSums):
         offloads = layouts.offload.any()
         state_before = sum(memory[name] for name in OFFLOADABLE) if offloads else 0.0
         if offloads:
-            without(
+            move_state_to_host(
                 memory,
                 engine.states,
                 layouts,
@@ -219,7 +223,7 @@ class RankTimes(LayerSums):
         memory["reserve"] = reserved - resident - forward + engine.context_bytes
         memory["peak"] = np.asarray(sum(memory[name] for name in MEMORY))
         if offloads:
-            memory["whole"] = memory["peak"] + state_before - sum(memory[name] for name in OFFLOADABLE)
+            memory["unoffloaded_peak"] = memory["peak"] + state_before - sum(memory[name] for name in OFFLOADABLE)
         return memory
 
     def _state(self, gathered_at_once: Array) -> dict[str, Array]:
@@ -228,6 +232,7 @@ class RankTimes(LayerSums):
         zero, total, owned = layouts.zero[:, None], dense + experts, self.owned_parameters(dense, experts)
         gathers_once, accumulates = states.gathers_once(layouts.pp)[:, None], (layouts.microbatches > 1)[:, None]
         gathered = np.where(gathers_once | (zero < 3), total, np.minimum(gathered_at_once, total))
+        # Without mixed precision the weights that compute are the masters.
         is_mixed = compute_bytes(self.job.precision) == 2
         memory = state_bytes(
             states,
@@ -247,9 +252,10 @@ class RankTimes(LayerSums):
         layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
         elements = self.model.tokens * self.job.shape.width
-        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.held)
-        activations = self.summed(lambda cost: cost.saved) * self.held + late_bytes + working[:, None]
+        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.in_flight)
+        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + late_bytes + working[:, None]
         measured = self.job.activations
+        # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
         if measured is None:
             return np.asarray(activations)
         return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])
@@ -257,6 +263,6 @@ class RankTimes(LayerSums):
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
-        all_layers = self.summed(lambda cost: cost.parameters + cost.experts)
-        end_parameters = dense - self.layered(lambda cost: cost.parameters)
+        all_layers = self.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
+        end_parameters = dense - self.sum_layers(lambda cost: cost.parameters)
         return np.minimum(2 * np.broadcast_to(largest, self.count)[:, None] + np.maximum(end_parameters, 0), all_layers)

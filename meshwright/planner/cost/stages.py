@@ -34,14 +34,14 @@ class _IdentityKey:
         return isinstance(other, _IdentityKey) and other.shape is self.shape
 
 
-def kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def block_kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (kind of each block, index of the first block of each kind); equal blocks are one kind."""
     return _kinds(_IdentityKey(shape))
 
 
 @lru_cache(maxsize=8)
 def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns `kinds`, cached: a search calls it hundreds of times."""
+    """Returns `block_kinds`, cached: a search calls it hundreds of times."""
     shape = key.shape
     kind_by_identity: dict[int, int] = {}
     kind_by_block: dict[object, int] = {}
@@ -55,7 +55,7 @@ def _kinds(key: _IdentityKey) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(kinds_of_blocks), tuple(kinds_of_blocks.index(kind) for kind in range(len(kind_by_block)))
 
 
-def divide(
+def divide_blocks(
     shape: ModelShape, stages: int, rule: str, split: Sequence[float] | None = None
 ) -> tuple[tuple[int, int], ...]:
     """Returns (start, stop) of the blocks of each stage.
@@ -124,6 +124,7 @@ def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int
     layers = len(costs)
     if stages > layers:
         raise PlanError(f"{stages} stages of {layers} layers: each stage needs a layer; nearest that works: {layers}")
+    # The head runs with the last layer, on the last stage.
     bounds, _ = _cached_cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
     return tuple(pairwise(bounds[0].tolist()))
 
@@ -148,7 +149,7 @@ class StageCut:
     """Rank of the last stage."""
 
 
-def cut(
+def cut_stages(
     shape: ModelShape,
     ranks: int,
     stages_per_rank: int,
@@ -169,13 +170,13 @@ def cut(
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    kinds_of_blocks, kind_blocks = kinds(shape)
+    kinds_of_blocks, kind_blocks = block_kinds(shape)
     if rule == "balanced" and not split and ranks * stages_per_rank > 1:
         end_parameters = shape.vocab * shape.width + shape.other_parameters
         costs = tuple(block.parameters for block in shape.blocks)
         return _balanced_cut(costs, end_parameters, kinds_of_blocks, len(kind_blocks), ranks, owners)
     return _count_layers(
-        divide(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
+        divide_blocks(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
     )
 
 
@@ -188,7 +189,7 @@ def _balanced_cut(
     ranks: int,
     owners: tuple[int, ...],
 ) -> StageCut:
-    """Returns `cut` of the balanced rule, cached: a search repeats the same cuts."""
+    """Returns `cut_stages` of the balanced rule, cached: a search repeats the same cuts."""
     return _count_layers(_balanced(costs, end_parameters, len(owners)), kinds_of_blocks, kind_count, ranks, owners)
 
 
@@ -201,6 +202,7 @@ def _count_layers(
 ) -> StageCut:
     """The layers of each of ``kind_count`` kinds on each rank; the counts are read-only, as they are cached."""
     sizes = [stop - start for start, stop in bounds]
+    # One number for each (kind, rank) pair, so that one bincount counts all pairs.
     kind_and_rank = np.repeat(np.array(owners), sizes) + np.array(kinds_of_blocks[: sum(sizes)]) * ranks
     counts = np.bincount(kind_and_rank, minlength=kind_count * ranks).astype(float).reshape(kind_count, ranks)
     counts.flags.writeable = False

@@ -24,8 +24,9 @@ def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Arra
         backward: of each rank on one micro-batch; (N, P).
         weight: weight gradients of a backward, which no other rank waits for; (N, P).
     """
+    # Which rank is slow matters, not in which pass: the formulas know sums of forward and backward alone.
     both_passes = forward + backward
-    sums = PassSums(dearest=both_passes.max(axis=1), whole=both_passes.sum(axis=1), weight=weight.max(axis=1))
+    sums = PassSums(slowest_rank=both_passes.max(axis=1), all_ranks=both_passes.sum(axis=1), weight=weight.max(axis=1))
     ranks, seconds = both_passes.shape[1], np.empty(layouts.count)
     for spec, index in _by_schedule(layouts.schedules, layouts.schedule):
         stages, microbatches = layouts.stages[index], layouts.microbatches[index]
@@ -33,7 +34,7 @@ def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Arra
     return seconds
 
 
-def held(layouts: LayoutBatch, ranks: int) -> Array:
+def in_flight_microbatches(layouts: LayoutBatch, ranks: int) -> Array:
     """Returns the most in-flight micro-batches of each rank, in units of all its stages, (N, P) float64.
 
     Args:

@@ -26,7 +26,7 @@ class UnequalRankTimes:
 
     def __init__(self, by_kind: Sequence[RankTimes], stage_kinds: Sequence[int]) -> None:
         self._by_kind, self._stage_kinds = by_kind, np.array(stage_kinds)
-        self.layouts, self.ranks, self.held = by_kind[0].layouts, by_kind[0].ranks, by_kind[0].held
+        self.layouts, self.ranks, self.in_flight = by_kind[0].layouts, by_kind[0].ranks, by_kind[0].in_flight
         self.forward = self._by_stage([times.forward for times in by_kind])
         self.backward = self._by_stage([times.backward for times in by_kind])
 
@@ -40,8 +40,8 @@ class UnequalRankTimes:
 
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
-        ending_s = sum(self.ending().values())
-        return np.asarray(self._pipeline_s() + ending_s + self._by_kind[0].engine.runtime.host_step_s)
+        update_s = sum(self.update_parts().values())
+        return np.asarray(self._pipeline_s() + update_s + self._by_kind[0].engine.runtime.host_step_s)
 
     def parts(self) -> dict[str, Array]:
         """Returns seconds by part of `PARTS`, (N,) each."""
@@ -49,19 +49,20 @@ class UnequalRankTimes:
         parts = self._of_kind([times.busy_parts(busiest) for times in self._by_kind], self._stage_kinds[busiest])
         parts["bubble"] = np.maximum(self._pipeline_s() - sum(parts.values()), 0.0)
         step = np.full(self.layouts.count, self._by_kind[0].engine.runtime.host_step_s)
-        return parts | self.ending() | {"step": step}
+        return parts | self.update_parts() | {"step": step}
 
     def _pipeline_s(self) -> Array:
         """Returns seconds of all micro-batches, (N,): the makespan, and no less than the busiest stage computes."""
+        # The closed form of 1F1B is exact for unequal stages, others' may fall short of the busiest one.
         weight = self._by_stage([times.weight for times in self._by_kind])
         busiest_s = self.layouts.microbatches * (self.forward + self.backward).max(axis=1)
         return np.maximum(makespan(self.layouts, self.forward, self.backward, weight), busiest_s)
 
-    def ending(self) -> dict[str, Array]:
+    def update_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,) each, after the last backward: those of the kind that takes longest."""
-        by_kind = [times.ending() for times in self._by_kind]
-        ending_s = np.stack([np.sum(list(parts.values()), axis=0) for parts in by_kind])
-        return self._of_kind(by_kind, np.argmax(ending_s, axis=0))
+        by_kind = [times.update_parts() for times in self._by_kind]
+        update_s = np.stack([np.sum(list(parts.values()), axis=0) for parts in by_kind])
+        return self._of_kind(by_kind, np.argmax(update_s, axis=0))
 
     def _of_kind(self, by_kind: Sequence[Mapping[str, Array]], kind: Array) -> dict[str, Array]:
         """Returns figures, (N,) each, of one kind for each layout; ``kind`` is (N,) int64."""

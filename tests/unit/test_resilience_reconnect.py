@@ -12,12 +12,12 @@ import pytest
 
 from meshwright.errors import LaunchError
 from meshwright.launch.addresses import listen_at
-from meshwright.resilience import contact as contact_module
-from meshwright.resilience.agent import Agent, Seat
+from meshwright.resilience import reconnect_backoff as backoff_module
+from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.claims import Claim, Claims
-from meshwright.resilience.contact import CAP_S, FIRST_S, Contact
 from meshwright.resilience.messages import End
 from meshwright.resilience.peers import Hub
+from meshwright.resilience.reconnect_backoff import CAP_S, FIRST_S, ReconnectBackoff
 from meshwright.spec.layout import Layout
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.outcome import TrainOutcome
@@ -27,30 +27,30 @@ from tests.runs import events
 
 def test_pauses_grow_to_a_cap_and_end_with_another_leader(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr(contact_module.time, "monotonic", lambda: now)
-    contact, pauses = Contact(draw=lambda: 1.0), []
+    monkeypatch.setattr(backoff_module.time, "monotonic", lambda: now)
+    backoff, pauses = ReconnectBackoff(draw=lambda: 1.0), []
     for _ in range(12):
-        assert contact.may_call("a")
-        contact.failed()
-        pauses.append(contact._next_call_at - now)
-        assert not contact.may_call("a")
+        assert backoff.may_call("a")
+        backoff.record_failed_call()
+        pauses.append(backoff._next_call_at - now)
+        assert not backoff.may_call("a")
         now += pauses[-1]
     assert pauses[:3] == pytest.approx([FIRST_S, 2 * FIRST_S, 4 * FIRST_S]) and pauses[-2:] == [CAP_S, CAP_S]
-    contact.failed()
-    assert not contact.may_call("a") and contact.may_call("b")
-    nodes = {Contact() for _ in range(4)}
+    backoff.record_failed_call()
+    assert not backoff.may_call("a") and backoff.may_call("b")
+    nodes = {ReconnectBackoff() for _ in range(4)}
     for one in nodes:
-        one.failed()
+        one.record_failed_call()
     assert len({one._next_call_at for one in nodes}) == 4 and all(
         FIRST_S / 2 <= one._next_call_at - now <= FIRST_S for one in nodes
     )
 
 
 def test_a_loss_is_told_once_until_a_connection_has_stood() -> None:
-    contact = Contact()
-    assert [contact.lost("a"), contact.lost("a"), contact.lost("b")] == [True, False, True]
-    contact.mark_stable()
-    assert contact.lost("b")
+    backoff = ReconnectBackoff()
+    assert [backoff.record_loss("a"), backoff.record_loss("a"), backoff.record_loss("b")] == [True, False, True]
+    backoff.mark_stable()
+    assert backoff.record_loss("b")
 
 
 def follower(path: Path, key: RunKey) -> Agent:
@@ -60,8 +60,8 @@ def follower(path: Path, key: RunKey) -> Agent:
     )
     job = SimpleNamespace(run_dir=path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
     devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
-    seat = Seat(node=1, nodes=2, address="127.0.0.1", key=key)
-    return Agent(job, devices, seat, SimpleNamespace(remake=None))  # type: ignore[arg-type]
+    endpoint = NodeEndpoint(node=1, nodes=2, address="127.0.0.1", key=key)
+    return Agent(job, devices, endpoint, SimpleNamespace(make_job=None))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("says_so", [True, False])
@@ -77,7 +77,7 @@ def test_the_end_of_a_run_counts_though_the_connection_ends_with_it(says_so: boo
             for connection, _ in hub.pump(0.01)[0]:
                 if says_so:
                     connection.send(End(outcome=outcome, error=""))
-                claims.end(0, outcome)
+                claims.record_outcome(0, outcome)
                 hub.drop(connection)
 
     leader = threading.Thread(target=lead)

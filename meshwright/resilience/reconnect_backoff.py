@@ -14,7 +14,7 @@ STEADY_S = 3.0
 """A connection that has lasted this long counts as stable, and its end as a new loss."""
 
 
-class Contact:
+class ReconnectBackoff:
     """Spaces a follower's calls of a leader by exponential back-off with jitter.
 
     Args:
@@ -34,7 +34,7 @@ class Contact:
             self._leader, self._failed_calls, self._next_call_at = leader, 0, 0.0
         return time.monotonic() >= self._next_call_at
 
-    def failed(self) -> None:
+    def record_failed_call(self) -> None:
         """Doubles the pause after a failed call."""
         # The exponent is capped, since 2.0 ** 1024 overflows.
         pause = min(CAP_S, FIRST_S * 2.0 ** min(self._failed_calls, 32))
@@ -45,7 +45,7 @@ class Contact:
         """Resets the back-off, since the connection is stable."""
         self._reported_leader, self._failed_calls, self._next_call_at = "", 0, 0.0
 
-    def lost(self, leader: str) -> bool:
+    def record_loss(self, leader: str) -> bool:
         """Records the end of a connection; returns whether to report it: once until a connection was stable again."""
         news, self._reported_leader = self._reported_leader != leader, leader
         return news

@@ -1,4 +1,4 @@
-"""Plans for fewer ranks, made in a forked process before a failure needs them."""
+"""Plans for other numbers of ranks: how a run gets them, and how they are made before a failure needs them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,29 @@ import contextlib
 import pickle
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.resilience.helper import Helper
+from meshwright.spec.plan import Plan
+from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.session import TrainJob
 
 Planner = Callable[[int], Any]
 """Returns the plan and model analysis for a number of ranks; raises `MeshwrightError` without a layout."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planning:
+    """How a run gets plans and jobs for other numbers of ranks than it began with."""
+
+    plan_for_ranks: Callable[[int], tuple[Plan, ModelAnalysis]]
+    """Returns the plan for a number of ranks, with its model analysis; raises for a number without a layout."""
+    make_job: Callable[[Plan, ModelAnalysis | None], TrainJob]
+    """Returns the job of a plan; the analysis is that of the plan, where it is known."""
+    announce_plan: Callable[[Plan], None]
+    """Called with each later plan before its ranks start."""
 
 
 class PlanPrefetcher:
@@ -83,7 +99,7 @@ class PlanPrefetcher:
 
     def _collect(self) -> None:
         """Reads the child's answers; requests of a child that died are left to `answer`."""
-        if self._helper is None or not self._helper.died:
+        if self._helper is None or not self._helper.has_ended:
             return
         with contextlib.suppress(Exception), warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,0 +1,101 @@
+"""Layouts that send rounded numbers: priced beside the finalists, chosen where the user allows it, else mentioned."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+
+from meshwright.errors import PlanError
+from meshwright.planner.choose import Candidate, Choice, Question, sort_candidates
+from meshwright.spec.axis import Holds
+from meshwright.spec.compression import Compression
+from meshwright.spec.groups import row_axes
+from meshwright.spec.layout import Layout
+from meshwright.units import format_seconds
+
+EXPOSED_SHARE = 0.1
+"""Share of a step that exposed traffic of gradients or weights must have before rounding is mentioned."""
+GAIN_SHARE = 0.05
+"""Share of a step that rounding must save for that."""
+
+
+def lossy_variants(layout: Layout, node_devices: int) -> Iterator[Layout]:
+    """Yields layouts like one that sends exact values, with sums over copies, gathers, or both in ``int8``.
+
+    Args:
+        layout: that sends exact values.
+        node_devices: devices of a node, of which some may hold copies that sum exactly first.
+    """
+    for copied in (layout, *_with_more_copies(layout)):
+        choices = [Compression("int8", run) for run in range(1, node_devices + 1)] if copied.copies > 1 else []
+        sums = [choice for choice in choices if choice.exact_copies(copied.copies) == choice.node_copies]
+        for compress in (Compression(), *sums):
+            for weights in ("none", "int8") if copied.zero == 3 else ("none",):
+                if compress or weights != "none":
+                    yield dataclasses.replace(copied, compress=compress, compress_weights=weights)
+
+
+def _with_more_copies(layout: Layout) -> Iterator[Layout]:
+    """Yields a layout with fewer shards and more copies: an exact reduce-scatter between nodes can't be rounded."""
+    shards, copies = row_axes(Holds.SHARD)[0], row_axes(Holds.COPY)[0]
+    degree = layout.degree(shards)
+    for fewer in (size for size in range(1, degree) if degree % size == 0):
+        degrees = {**layout.degrees, shards: fewer, copies: layout.degree(copies) * degree // fewer}
+        try:
+            yield layout.with_degrees(degrees)
+        except PlanError:  # experts over ranks that are fewer now
+            continue
+
+
+def consider_lossy(
+    question: Question, choice: Choice, is_allowed: bool, price: Callable[[Layout], Candidate]
+) -> Choice:
+    """Returns the choice, which a layout with rounded numbers may lead where that is allowed; else it gets a note.
+
+    Args:
+        question: what was planned.
+        choice: of exact layouts.
+        is_allowed: whether the plan may be lossy.
+        price: prices a layout as the finalists are.
+    """
+    exact = choice.best[0]
+    if not is_allowed:
+        hint = _lossy_hint(exact, question, price)
+        return dataclasses.replace(choice, notes=(*choice.notes, hint)) if hint else choice
+    fastest = [_fastest_variant(option.layout, question, price) for option in choice.best]
+    faster = [option for option in fastest if option and option.price.step_s * (1 + question.same) < exact.price.step_s]
+    if not faster:
+        return choice
+    best, ties = sort_candidates([*choice.best, *faster], question.same)
+    plan = best[0].layout
+    notes = choice.notes
+    if plan.is_lossy:
+        notes += (
+            f"the plan rounds what it sends, as --allow lossy permits; the fastest exact layout, {exact.layout}, takes "
+            f"{format_seconds(exact.price.step_s)} a step",
+        )
+    return dataclasses.replace(choice, best=best, ties=ties, notes=notes)
+
+
+def _fastest_variant(layout: Layout, question: Question, price: Callable[[Layout], Candidate]) -> Candidate | None:
+    """Returns the fastest way to round what a layout sends; None where it sends nothing that can be."""
+    variants = [price(variant) for variant in lossy_variants(layout, question.machine.fabric.devices)]
+    fitting = [variant for variant in variants if variant.price.peak <= question.usable_bytes]
+    return min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
+
+
+def _lossy_hint(exact: Candidate, question: Question, price: Callable[[Layout], Candidate]) -> str:
+    """Returns a sentence on what rounding would save; empty where traffic is hidden, or the gain is small."""
+    step_s = exact.price.step_s
+    exposed = sum(exact.price.parts.get(name, 0.0) for name in ("reduce", "gather")) / step_s
+    if exposed < EXPOSED_SHARE or (variant := _fastest_variant(exact.layout, question, price)) is None:
+        return ""
+    gain = 1 - variant.price.step_s / step_s
+    if gain < GAIN_SHARE:
+        return ""
+    fields = set(str(exact.layout).split(","))
+    changes = ",".join(field for field in str(variant.layout).split(",") if field not in fields)
+    return (
+        f"{exposed:.0%} of the step waits for gradients and weights on the wire: {changes} would save {gain:.0%} of it "
+        "by rounding them, which trains otherwise than exact numbers; --allow lossy lets the plan choose it"
+    )

@@ -1,0 +1,107 @@
+"""Readers that draw micro-batches from a queue train what plain PyTorch trains on one device, in float64."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.spec.layout import Layout
+from meshwright.strategy import DynamicTaskScheduler, HybridParallelStrategy
+from tests.own_models import mean_loss, output, plain_model, rows
+from tests.ranks.group import run_ranks
+from tests.tiers import cases
+
+TASKS = 8
+
+
+def one_device(_rank: int) -> tuple[list[float], list[float]]:
+    """Returns losses and gradient norms of three steps of plain PyTorch."""
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for x, y in rows():
+        loss = mean_loss(output(model, x), y)
+        loss.backward()
+        norms.append(float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses, norms
+
+
+def drawn(_rank: int, layout: str) -> tuple[list[float], list[float], list[list[int]], list[int]]:
+    """Returns a reader's terms of the losses, the norms, its tasks of each step, and the statistics' counts."""
+    strategy = HybridParallelStrategy(layout)
+    model = strategy.shard(plain_model())
+    optimizer = strategy.optimizer(torch.optim.AdamW, lr=1e-2)
+    scheduler = DynamicTaskScheduler(strategy, timeout_s=100)
+    losses, norms, steps = [], [], []
+    for x, y in rows():
+        indices, total = [], 0.0
+        for task in scheduler.tasks(TASKS):
+            with task:
+                part = slice(task.index, task.index + 1)
+                loss = mean_loss(output(model, x[part]), y[part])
+                # Reader 1 is slow: it must not get half of them.
+                time.sleep(0.2 if strategy.reader[0] == 1 else 0.0)
+                (loss * task.weight).backward()
+            indices.append(task.index)
+            total += float(loss.detach()) / TASKS
+        norms.append(float(strategy.grad_norm()))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+        steps.append(indices)
+    return losses, norms, steps, [item.tasks for item in scheduler.statistics()]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), cases([("replicate=2", 2), ("shard=2,zero=1", 2), ("replicate=2,tp=2", 4)], each_time=(0, 1))
+)
+def test_who_draws_which_makes_no_difference(layout: str, ranks: int) -> None:
+    ((losses, norms),) = run_ranks(1, one_device)
+    results = run_ranks(ranks, drawn, layout)
+    readers = [results[0], results[-1]]
+    for step, loss in enumerate(losses):
+        indices = [index for _, _, steps, _ in readers for index in steps[step]]
+        assert sorted(indices) == list(range(TASKS)), indices
+        # A later step's loss shows the updates of those before.
+        assert sum(terms[step] for terms, _, _, _ in readers) == pytest.approx(loss, rel=1e-11)
+    assert all(row[1] == pytest.approx(norms, rel=1e-11) for row in results)
+    # All ranks of a reader ran the same; the slow reader ran fewer.
+    assert ranks == 2 or (results[0][2] == results[1][2] and results[2][2] == results[3][2])
+    counts = results[0][3]
+    assert sum(counts) == TASKS * len(losses) and counts[0] > counts[1], counts
+    assert all(row[3] == counts for row in results)
+
+
+def misused(_rank: int) -> list[str]:
+    strategy = HybridParallelStrategy("replicate=2")
+    model = strategy.shard(plain_model())
+    scheduler = DynamicTaskScheduler(strategy)
+    said = []
+    for misuse in (lambda: scheduler.statistics(), lambda: list(scheduler.tasks(1)), lambda: list(scheduler.tasks(4))):
+        with pytest.raises(ConfigError) as caught:
+            misuse()
+        said.append(str(caught.value))
+    del model
+    return said
+
+
+def test_misuse_is_named() -> None:
+    for said in run_ranks(2, misused):
+        assert "first" in said[0] and "each needs one" in said[1] and "not run" in said[2]
+
+
+@pytest.mark.parametrize(
+    ("layout", "why"),
+    [("shard=2,zero=3", "meet in every backward"), ("pp=2", "schedule"), ("ep=2,shard=2,zero=1", "exchange")],
+)
+def test_readers_in_lockstep_are_refused(layout: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        DynamicTaskScheduler(SimpleNamespace(layout=Layout.parse(layout)))  # type: ignore[arg-type]
