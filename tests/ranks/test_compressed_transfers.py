@@ -1,0 +1,156 @@
+"""Rounded sums on the wire and in whole runs: bytes by the kernel's counters, draws by step, what isn't finite."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
+from meshwright.parallel.block_codec import WeightBlocks
+from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey
+from meshwright.spec.compression import Compression
+from meshwright.strategy import HybridParallelStrategy
+from meshwright.train.trainer import Trainer
+from tests.plain_model import PlainModel
+from tests.ranks.group import run_ranks
+from tests.runs import call, curve, rows, words, write_corpus
+
+SIZE = 1 << 20
+
+
+def compressor(log: TrafficLog, key: RoundingKey, name: str = "int8") -> GradientCompressor:
+    group = AxisGroup("replicate", dist.group.WORLD, log)
+    return GradientCompressor(Compression(name), CopyGroups(group, None, group), key)
+
+
+def summed(rank: int, step: int, bad: float | None = None) -> torch.Tensor:
+    key = RoundingKey(3, step)
+    gradient = torch.randn(1000, generator=torch.Generator().manual_seed(rank))
+    if bad is not None and rank == 1:
+        gradient[300] = bad
+    compressor(TrafficLog(), key).all_reduce(WeightBlocks(["w"], [1000]), [gradient]).wait()
+    return gradient
+
+
+def test_draws_follow_from_the_step_and_what_is_not_finite_reaches_every_rank() -> None:
+    def work(rank: int) -> list[torch.Tensor]:
+        return [summed(rank, 5), summed(rank, 5), summed(rank, 6), summed(rank, 5, float("inf"))]
+
+    ranks = run_ranks(3, work)
+    for first, again, later, bad in ranks:
+        assert torch.equal(first, again) and not torch.equal(first, later)
+        assert torch.isnan(bad[256:512]).all() and torch.equal(bad[:256], first[:256])
+    for results in ranks[1:]:
+        for mine, theirs in zip(results[:3], ranks[0][:3]):
+            assert torch.equal(mine, theirs)
+
+
+def counted(rank: int) -> tuple[int, int]:
+    """Returns bytes over loopback during ten sums, by the kernel's counter, and what both ranks book."""
+    log = TrafficLog()
+    engine, weights = compressor(log, RoundingKey()), WeightBlocks(["w"], [SIZE])
+    gradient = torch.randn(SIZE)
+    engine.all_reduce(weights, [gradient.clone()]).wait()
+    log.drain()
+    dist.barrier()
+    before = _loopback_bytes()
+    for _ in range(10):
+        engine.all_reduce(weights, [gradient.clone()]).wait()
+    dist.barrier()
+    return _loopback_bytes() - before, sum(total.bytes for total in log.drain())
+
+
+def _loopback_bytes() -> int:
+    line = next(line for line in Path("/proc/net/dev").read_text().splitlines() if line.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[0])
+
+
+def test_the_kernel_counts_the_bytes_that_are_booked() -> None:
+    """In a network namespace of its own, whose loopback carries nothing else."""
+    command = "ip link set lo up && exec " + sys.executable + " -m tests.ranks.test_compressed_transfers"
+    try:
+        result = subprocess.run(["unshare", "-n", "sh", "-c", command], capture_output=True, text=True, timeout=200)
+    except FileNotFoundError:
+        pytest.skip("no unshare")
+    if "Operation not permitted" in result.stderr:
+        pytest.skip("no namespaces for this user")
+    assert result.returncode == 0, result.stderr
+    kernel, booked = map(int, result.stdout.split()[-2:])
+    # Headers of packets come on top.
+    assert booked == 10 * 2 * 2 * (SIZE // 256 // 2) * 260
+    assert booked <= kernel <= 1.03 * booked
+
+
+def custom_loop(rank: int, text: str) -> list[Any]:
+    torch.manual_seed(0)
+    strategy = HybridParallelStrategy(text)
+    model = strategy.shard(PlainModel(61, 8, 2))
+    optimizer = strategy.optimizer(torch.optim.SGD, lr=0.1)
+    tokens = torch.randint(0, 61, (8, 11), generator=torch.Generator().manual_seed(1))
+    index, count = strategy.reader
+    mine = tokens.chunk(count)[index]
+    gradients = []
+    for _ in range(2):
+        for half, part in enumerate(mine.chunk(2)):
+            with strategy.accumulate() if half == 0 else nullcontext():
+                strategy.loss(model(part[:, :-1]), part[:, 1:]).div(2).backward()
+        gradients.append(torch.cat([weight.gradient.flatten().clone() for weight in strategy.weights]))  # type: ignore[union-attr]
+        optimizer.zero_grad()
+    return gradients
+
+
+@pytest.mark.parametrize("text", ["replicate=2", "shard=2,zero=3"])
+def test_a_custom_loop_compresses_too(text: str) -> None:
+    choice = "compress=int8" if text.startswith("replicate") else "compress_weights=int8"
+    exact, rounded = run_ranks(2, custom_loop, text), run_ranks(2, custom_loop, f"{text},{choice}")
+    for rank in range(2):
+        for step in range(2):
+            off = (rounded[rank][step] - exact[rank][step]).norm() / exact[rank][step].norm()
+            assert 1e-4 < off < 0.1, (rank, step, off)
+    if text.startswith("replicate"):
+        assert torch.equal(rounded[0][0], rounded[1][0])
+        # The same gradient again is rounded by other numbers.
+        assert not torch.equal(rounded[0][0], rounded[0][1])
+
+
+@pytest.mark.slow
+def test_a_resumed_run_draws_the_same_and_another_layout_takes_it_up(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    layout = "replicate=2,compress=int8"
+    for run, stops in (("whole", (9,)), ("resumed", (3, 6, 9))):
+        for stop in stops:
+            argv = words(tmp_path, run, "--train.steps", "9", layout=layout, devices=2)
+            status, text = call(argv, tmp_path / f"{run}.log", before=lambda stop=stop: _end_after(stop))
+            assert status == (0 if stop == 9 else 1), text
+    assert curve(tmp_path / "whole") == curve(tmp_path / "resumed")
+    line = rows(tmp_path / "whole")[-1]["comm"]
+    assert {total["op"] for total in line if total["rounding_error"]} == {"all_gather"}
+    argv = words(tmp_path, "resumed", "--train.steps", "12", layout="shard=2,zero=2,compress_weights=int8", devices=2)
+    status, text = call(argv, tmp_path / "other.log")
+    assert status == 0 and sorted(curve(tmp_path / "resumed")) == list(range(1, 13)), text
+
+
+def _end_after(step: int) -> None:
+    """Makes ranks fail once a step is done and saved."""
+    one_step = Trainer._one_step
+
+    def ending(self: Trainer, steps: int) -> Any:
+        if self.step >= step and step < steps:
+            raise RuntimeError("the end, for now")
+        return one_step(self, steps)
+
+    Trainer._one_step = ending  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    results = run_ranks(2, counted)
+    print(max(kernel for kernel, _ in results), sum(booked for _, booked in results))
