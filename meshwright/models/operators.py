@@ -31,7 +31,7 @@ FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", 
 
 DRAWN_BYTES = 125
 """Bytes moved for each element that dropout draws by `parallel.keyed_random` on a device, which isn't run here:
-`bernoulli_` stands for it. The planner's `cost.own` counts them."""
+`bernoulli_` stands for it. The planner's `cost.meshwright_profile` counts them."""
 
 
 class BlankGroup(DifferentiableCollectives):
