@@ -269,7 +269,6 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     stack.callback(feed.close)
     if config.train.rebalance:
         deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
-    optimizer.outer = outer = _make_outer(job, program, optimizer)
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
