@@ -8,6 +8,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.models.forward import model_forward
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.training_modes import evaluation_mode
 
 
 def generate_tokens(
@@ -48,27 +49,23 @@ def generate_tokens(
     device = next(module.parameters()).device
     limit = structure.positions or structure.context
     generator = torch.Generator().manual_seed(seed)
-    tokens, training = list(prompt), module.training
+    tokens = list(prompt)
     cached = _cached(module, structure) and (limit is None or len(prompt) + max_tokens <= limit)
     cache = None
-    module.eval()
-    try:
-        with torch.no_grad():
-            for step in range(max_tokens):
-                if cached:
-                    # the cache has the keys of all earlier tokens: read only the newest
-                    new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
-                    output = module(input_ids=new, past_key_values=cache, use_cache=True)
-                    cache, logits = output.past_key_values, output.logits
-                else:
-                    window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
-                    logits = model_forward(module, structure, window)
-                token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
-                if token == stop:
-                    break
-                tokens.append(token)
-    finally:
-        module.train(training)
+    with evaluation_mode([module]), torch.no_grad():
+        for step in range(max_tokens):
+            if cached:
+                # the cache has the keys of all earlier tokens: read only the newest
+                new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
+                output = module(input_ids=new, past_key_values=cache, use_cache=True)
+                cache, logits = output.past_key_values, output.logits
+            else:
+                window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
+                logits = model_forward(module, structure, window)
+            token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
+            if token == stop:
+                break
+            tokens.append(token)
     return tokens[len(prompt) :]
 
 

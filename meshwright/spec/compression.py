@@ -161,6 +161,8 @@ def assign_buckets(sizes: Sequence[int], kinds: Sequence[object] = ()) -> Iterat
         kind, size = kinds[position] if kinds else None, sizes[position]
         if size >= alone_bytes:
             buckets.append([position])
+            # Collectives leave in this order: an older bucket that still waits for gradients would hold this one back.
+            open_buckets.pop(kind, None)
             continue
         if kind not in open_buckets:
             open_buckets[kind] = ([], 0)

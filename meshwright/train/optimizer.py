@@ -71,9 +71,10 @@ class LocalAdamW:
             members = [parameter for parameter, decayed in zip(self._parameters, decays) if decayed is decays_group]
             if members:
                 groups.append({"params": members, "weight_decay": decay})
+        # A rank without an element still counts the updates, since a checkpoint may take its number.
+        self._idle = [] if groups else [nn.Parameter(torch.zeros(1), requires_grad=False)]
         self._optimizer = torch.optim.AdamW(
-            # torch refuses an optimizer without parameters.
-            groups or [{"params": [nn.Parameter(torch.zeros(1))]}],
+            groups or self._idle,
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
@@ -108,6 +109,8 @@ class LocalAdamW:
         else:
             for parameter, weight in zip(self._parameters, self._local_weights):
                 parameter.grad = weight.gradient
+        for parameter in self._idle:
+            parameter.grad = torch.zeros_like(parameter)
         self._run_kernel(factor)
         for parameter in self._parameters:
             parameter.grad = None
@@ -139,7 +142,7 @@ class LocalAdamW:
             optimizer.step()
         elif bool(torch.isfinite(factor)):
             if float(factor) != 1.0:
-                foreach_mul_([parameter.grad for parameter in self._parameters], float(factor))
+                foreach_mul_([parameter.grad for parameter in (*self._parameters, *self._idle)], float(factor))
             optimizer.step()
 
     @property
@@ -158,7 +161,8 @@ class LocalAdamW:
 
     def moments(self) -> list[torch.Tensor]:
         """Returns exp_avg and exp_avg_sq of each weight in turn, shaped like its local shard; none before an update."""
-        return [state[moment] for state in self._optimizer.state.values() for moment in MOMENTS]
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        return [state[moment] for state in states if state for moment in MOMENTS]
 
     def moment_addresses(self) -> list[int]:
         """Returns the memory addresses of all moments."""
@@ -168,14 +172,18 @@ class LocalAdamW:
         if parameter is None:
             # An empty shard has no state, but appears in checkpoints like every other.
             return torch.empty_like(weight.local)
-        state = self._optimizer.state[parameter]
+        return self._begun_state(parameter)[moment]
+
+    def _begun_state(self, parameter: nn.Parameter) -> dict[str, torch.Tensor]:
+        """Returns torch's state of a parameter, zeros before the first update."""
+        state: dict[str, torch.Tensor] = self._optimizer.state[parameter]
         if not state:
             # Where torch's own AdamW keeps the step counter: fused kernels read it on the device.
             step_device = parameter.device if self.config.implementation == "fused" else torch.device("cpu")
             state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
             for name in MOMENTS:
                 state[name] = torch.zeros_like(parameter)
-        return state[moment]
+        return state
 
     def weights_changed(self) -> None:
         """Reads weights again that something else than an update has changed: host copies are the master weights."""
@@ -185,16 +193,13 @@ class LocalAdamW:
 
     def restored(self, steps: int) -> None:
         """Sets the number of updates after `state`'s tensors were filled from a checkpoint."""
-        for weight, parameter in zip(self._local_weights, self._parameters):
-            self._moment(weight, parameter, MOMENTS[0])
-            self._optimizer.state[parameter]["step"].fill_(steps)
+        for parameter in (*self._parameters, *self._idle):
+            self._begun_state(parameter)["step"].fill_(steps)
         self.weights_changed()
 
     def bytes(self) -> int:
         """Returns the bytes of optimizer state that this rank holds."""
-        return sum(
-            tensor.nbytes for state in self._optimizer.state.values() for tensor in state.values() if tensor.dim()
-        )
+        return sum(moment.nbytes for moment in self.moments())
 
 
 def _host_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -112,6 +112,9 @@ def test_buckets_hold_every_gradient_once_back_to_front() -> None:
         assert sorted(position for bucket in buckets for position in bucket) == list(range(len(sizes)))
         assert [bucket[0] for bucket in buckets] == sorted((bucket[0] for bucket in buckets), reverse=True)
         assert all(len(bucket) == 1 for bucket in buckets if sizes[bucket[0]] >= 1 << 20)
+        # Messages leave in this order, so none may wait for a gradient that backward makes after a later message's.
+        alike = [position for bucket in assign_buckets(sizes) for position in bucket]
+        assert alike == sorted(alike, reverse=True)
 
 
 @pytest.mark.parametrize(

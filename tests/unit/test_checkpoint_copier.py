@@ -112,6 +112,8 @@ def test_the_next_copy_waits_for_the_checksums_of_the_last(monkeypatch: pytest.M
 class Optimizer:
     """Stands for one: moments that are there from the first snapshot on."""
 
+    outer = None
+
     def __init__(self) -> None:
         self.moments: list[torch.Tensor] = []
         self.waits_for: list[Any] = []
