@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -307,6 +307,18 @@ class AxisGroup(DifferentiableCollectives):
         return PendingCollective(
             works, lambda: _copy(outputs[self.index], chunks[self.index]), self, "all_to_all", sent, of
         )
+
+    def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> PendingCollective:
+        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, of some peers; any shapes."""
+        # Receives first, as in `all_gather`; NCCL takes all of them as one.
+        operations = [
+            dist.P2POp(dist.irecv, output, self._global[peer], group=self.group) for peer, output in outputs.items()
+        ]
+        operations += [
+            dist.P2POp(dist.isend, chunk, self._global[peer], group=self.group) for peer, chunk in chunks.items()
+        ]
+        sent = sum(chunk.nbytes for chunk in chunks.values())
+        return PendingCollective(dist.batch_isend_irecv(operations), lambda: None, self, "send", sent)
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""

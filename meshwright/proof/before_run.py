@@ -81,6 +81,8 @@ class Proof:
             return f"not proved: {self.layout}: {self.why}{instead}"
         assert self.verdict is not None
         off = f"gradient off by at most {self.verdict['grad_error']:.0e}"
+        if distance := self.verdict.get("rounding_distance"):
+            off += f" but for what is rounded on the wire ({distance:.0e} of it, as in plain numpy)"
         return f"proved: {self.proven or self.layout} equals one device, {off}, {self.seconds:.1f} s{instead}"
 
 

@@ -128,7 +128,7 @@ class OuterConfig(Config):
     compress: Literal["none", "bf16", "int8", "fp8"] = "none"
     """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values."""
     topology: str = "all_reduce"
-    """Whom an island exchanges with: ``all_reduce``, all others."""
+    """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
 
     @property
     def rate(self) -> float:

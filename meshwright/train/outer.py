@@ -8,6 +8,9 @@ after n_i target tokens, all islands continue from
     b     = momentum b + delta
     theta = theta_0 - lr (delta + momentum b)                   Nesterov; lr b without
 
+Where islands exchange with some others alone (`parallel.sync`: ring, exponential), each goes on from the mean of its
+own weights and theirs, and the outer weights are the mean over all, taken before they are evaluated or saved.
+
 AdamW's moments stay with their island. The rate 1 without momentum is the mean of the weights: local SGD.
 Source: Douillard et al., DiLoCo (2023), algorithm 1; McMahan et al., FedAvg (2017), algorithm 1.
 """
@@ -27,6 +30,7 @@ from meshwright.parallel.axis_group import PendingCollective
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.parallel.sync import find_exchange
+from meshwright.parallel.sync.all_reduce import EXCHANGE as ALL_REDUCE
 from meshwright.parallel.sync.contract import PendingMean
 from meshwright.parallel.weights import Weight
 from meshwright.spec.groups import round_axes
@@ -58,7 +62,14 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
         if config.outer != OuterConfig() and not resumes:
             raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
         return
-    find_exchange(config.outer.topology).check(layout.islands)
+    exchange, outer = find_exchange(config.outer.topology), config.outer
+    exchange.check(layout.islands)
+    if not exchange.global_mean and (outer.kind != "local_sgd" or outer.compress != "none"):
+        raise ConfigError(
+            f"outer.topology = {exchange.name} averages the weights of a few islands, so that there is no movement of "
+            "all to step along or to round; write --outer local_sgd and leave outer.compress out, or --outer.topology "
+            "all_reduce"
+        )
     if config.train.rebalance:
         raise ConfigError(
             f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on "
@@ -79,10 +90,10 @@ class JoinReport:
     """Mean loss of each island over the targets of its round."""
     tokens: tuple[float, ...]
     """Target tokens of each island's round."""
-    pseudo_gradient_norm: float
-    """2-norm of the mean movement of the islands' weights."""
+    pseudo_gradient_norm: float | None
+    """2-norm of the mean movement of the islands' weights; None where no island has that mean."""
     consensus_distance: float
-    """Root of the mean over islands of the squared distance of their weights from the islands' mean."""
+    """Root of the mean over islands of the squared distance of their weights from the mean that they got."""
     raw_bytes: int
     """Bytes of this rank's movement in the type of its weights."""
     sent_bytes: int
@@ -180,20 +191,44 @@ class OuterOptimizer:
             self._round_tokens, self._round_loss = self._round_tokens + tokens, self._round_loss + tokens * loss
         if step % self._config.every and not last:
             return None
-        return self._apply(self._begin())
+        report = self._apply(self._begin())
+        if last and not self._exchange.global_mean:
+            with torch.no_grad():
+                self._average_all()
+                for weight, start in zip(self._weights, self._start_views):
+                    weight.local.copy_(start)
+            self._on_change()
+        return report
+
+    def _average_all(self) -> None:
+        """Sets the outer weights to the mean over all islands, where exchanges leave their weights apart."""
+        if self._exchange.global_mean:
+            return
+        values = torch.empty(self._start.shape, dtype=self._start.dtype, device=self._device)
+        for view, weight in zip(self._split(values), self._weights):
+            view.copy_(weight.local)
+        self._start.copy_(ALL_REDUCE.start(values, 1.0, self._group, 0).finish())
+
+    def _take_outer_step(self, mean: torch.Tensor) -> None:
+        """Moves the outer weights along the mean movement, (n,), which is overwritten."""
+        config = self._config
+        self._momentum.mul_(config.decay).add_(mean)
+        # Nesterov looks ahead: the movement, and what the momentum makes of it in the next round.
+        direction = mean.add_(self._momentum, alpha=config.decay) if config.nesterov else self._momentum
+        self._start.sub_(direction, alpha=config.rate)
 
     def _begin(self) -> _Transfer:
         """Starts the exchange of this rank's movement since the round's start, and of the round's summary."""
         # The movement is taken at the round's end: start minus present, weight by weight into one flat tensor.
-        movement = torch.empty(self._start.shape, dtype=self._start.dtype, device=self._device)
-        for view, start, weight in zip(self._split(movement), self._start_views, self._weights):
-            view.copy_(start - weight.local)
+        values = torch.empty(self._start.shape, dtype=self._start.dtype, device=self._device)
+        for view, start, weight in zip(self._split(values), self._start_views, self._weights):
+            view.copy_(start - weight.local if self._exchange.global_mean else weight.local)
         summary = torch.zeros(len(VOTES) + 2 * self.islands, dtype=torch.float64)
         summary[: len(VOTES)] = torch.tensor(self._votes)
         summary[len(VOTES) + self.island] = self._round_tokens
         summary[len(VOTES) + self.islands + self.island] = self._round_loss
         summary = summary.to(self._device)
-        mean = self._exchange.start(movement, self._round_tokens, self._group, self._joins, self._config.compress)
+        mean = self._exchange.start(values, self._round_tokens, self._group, self._joins, self._config.compress)
         return _Transfer(mean, summary, self._group.all_reduce(summary, "the islands' losses"))
 
     @torch.no_grad()
@@ -203,8 +238,9 @@ class OuterOptimizer:
         transfer.pending_summary.wait()
         summary = transfer.summary.tolist()
         means = self._split(mean)
+        global_mean = self._exchange.global_mean
         deviations = [
-            (start - weight.local).to(view.device) - view
+            ((start - weight.local) if global_mean else weight.local).to(view.device) - view
             for start, weight, view in zip(self._start_views, self._weights, means)
         ]
         squares = torch.stack(
@@ -213,13 +249,11 @@ class OuterOptimizer:
         # Partial over an island's ranks; over the islands it is a mean.
         self._world.all_reduce(squares).wait()
         norm, distance = (squares / self.islands).sqrt().tolist()
-        config, mean = self._config, mean.to(self._start.device)
-        self._momentum.mul_(config.decay).add_(mean)
-        # Nesterov looks ahead: the movement, and what the momentum makes of it in the next round.
-        direction = mean.add_(self._momentum, alpha=config.decay) if config.nesterov else self._momentum
-        self._start.sub_(direction, alpha=config.rate)
-        for weight, start in zip(self._weights, self._start_views):
-            weight.local.copy_(start)
+        if global_mean:
+            self._take_outer_step(mean.to(self._start.device))
+            means = self._start_views
+        for weight, view in zip(self._weights, means):
+            weight.local.copy_(view)
         self._round_tokens = self._round_loss = 0.0
         self._round_steps, self._votes, self._joins = 0, [0.0] * len(VOTES), self._joins + 1
         self._program.weights_changed()
@@ -228,9 +262,9 @@ class OuterOptimizer:
         return JoinReport(
             losses=tuple(loss / max(1.0, count) for loss, count in zip(summary[len(VOTES) + self.islands :], tokens)),
             tokens=tuple(tokens),
-            pseudo_gradient_norm=norm,
+            pseudo_gradient_norm=norm if global_mean else None,
             consensus_distance=distance,
-            raw_bytes=mean.nbytes,
+            raw_bytes=self._start.nbytes,
             sent_bytes=transfer.mean.sent_bytes,
             votes=tuple(summary[: len(VOTES)]),
         )
@@ -238,6 +272,7 @@ class OuterOptimizer:
     @contextlib.contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Puts the weights of the last join in place of this island's own, as long as the context lasts."""
+        self._average_all()
         self._swap()
         try:
             yield
@@ -268,12 +303,16 @@ class OuterOptimizer:
         """Returns the bytes of the outer optimizer's state that this rank holds between joins."""
         return self._start.nbytes + self._momentum.nbytes
 
-    def write_counters(self, values: JsonObject) -> None:
-        """Writes this island's plain values into the tensor that checkpoints hold of them.
+    def prepare_state(self, values: JsonObject) -> None:
+        """Writes this island's plain values into the tensor that checkpoints hold, and takes the outer weights.
+
+        Args:
+            values: of the loop.
 
         Raises:
             CheckpointError: when they are too long.
         """
+        self._average_all()
         rounds = {"tokens": self._round_tokens, "loss": self._round_loss, "steps": self._round_steps}
         own = {"round": rounds, "joins": self._joins, "votes": self._votes}
         text = json.dumps(own | dict(values)).encode()
@@ -283,7 +322,7 @@ class OuterOptimizer:
         self._counters.copy_(torch.frombuffer(padded, dtype=torch.uint8))
 
     def read_counters(self) -> JsonObject:
-        """Restores the round from the tensor that a checkpoint filled; returns the values of `write_counters`."""
+        """Restores the round from the tensor that a checkpoint filled; returns the values of `prepare_state`."""
         values = json.loads(bytes(self._counters.cpu().numpy()).decode())
         rounds = values["round"]
         self._round_tokens, self._round_loss = float(rounds["tokens"]), float(rounds["loss"])

@@ -225,7 +225,7 @@ class Trainer:
         if deps.outer is not None:
             counters = self._shared_counters()
             own = plain_values(deps.optimizer, deps.stepper.scaler, self.tokens) | self._island_counters()
-            deps.outer.write_counters(own)
+            deps.outer.prepare_state(own)
             if deps.memory is not None:
                 # No island may overwrite its older snapshot before all have completed the last one.
                 deps.memory.wait()

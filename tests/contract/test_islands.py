@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError, PlanError
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.program import Program
+from meshwright.parallel.sync import known_exchanges
 from meshwright.proof import one_device
 from meshwright.proof.plain_islands import OuterRecipe
 from meshwright.proof.verify import random_batches, verify
@@ -149,10 +152,53 @@ def test_what_islands_cannot_do_is_refused_by_name() -> None:
         check_islands(dataclasses.replace(config, train=dataclasses.replace(config.train, rebalance=5)), two)
     with pytest.raises(ConfigError, match="'all_reduse' is not known; did you mean 'all_reduce'"):
         check_islands(RunConfig(outer=OuterConfig(topology="all_reduse")), two)
+    with pytest.raises(ConfigError, match="write --outer local_sgd"):
+        check_islands(RunConfig(outer=OuterConfig(topology="ring")), two)
+    with pytest.raises(ConfigError, match="nearest that works: islands=4"):
+        check_islands(RunConfig(outer=OuterConfig(topology="exponential")), Layout.parse("islands=6"))
     with pytest.raises(ConfigError, match="local_sgd takes the mean"):
         OuterConfig(kind="local_sgd", momentum=0.5).check()
     with pytest.raises(PlanError, match="a custom loop doesn't run; write replicate=2"):
         layout_of_dims({"islands": 2})
+
+
+def exchanged(rank: int, name: str, times: int) -> list[float]:
+    """What a rank holds after so many exchanges of the value 10 ** rank in a row."""
+    values = torch.tensor([10.0**rank], dtype=torch.float64)
+    group = AxisGroup("islands", dist.group.WORLD, TrafficLog())
+    held = []
+    for number in range(times):
+        values = known_exchanges()[name].start(values.clone(), 1.0, group, number).finish()
+        held.append(float(values))
+    return held
+
+
+@pytest.mark.parametrize("name", list(known_exchanges()))
+def test_an_exchange_keeps_the_mean_and_brings_islands_together(name: str) -> None:
+    """Of any topology: the weights of a mean sum to one; exponential is exact after log2 n."""
+    held = run_ranks(4, exchanged, name, 8)
+    mean = (1 + 10 + 100 + 1000) / 4
+    for number in range(8):
+        assert sum(rank[number] for rank in held) / 4 == pytest.approx(mean, rel=1e-12)
+    assert max(abs(rank[7] - mean) for rank in held) < 0.01 * mean
+    if name == "exponential":
+        assert all(rank[1] == mean for rank in held)
+    if name == "ring":
+        assert [rank[0] for rank in held] == pytest.approx([1011 / 3, 111 / 3, 1110 / 3, 1101 / 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["ring", "exponential"])
+def test_gossip_saves_and_evaluates_the_mean_and_goes_on_to_the_bit(root: Path, topology: str) -> None:
+    more = ("--outer", "local_sgd", "--outer.topology", topology, "--evaluation.every", "3")
+    whole = train(root, "whole", "islands=4", 10, 4, *more)
+    kill = ("--recovery.faults", "kill:rank=3,step=7", "--recovery.snapshot-every", "1")
+    assert train(root, "killed", "islands=4", 10, 4, *more, *kill) == whole
+    # By step: a rank that was killed while a snapshot was written takes its step, and its evaluation, again.
+    losses = [{event["step"]: event["loss"] for event in events(root, run, "evaluated")} for run in ("whole", "killed")]
+    assert losses[0] == losses[1] and sorted(losses[0]) == [3, 6, 9, 10]
+    reports = [row["outer"] for row in rows(root / "whole") if row["outer"]]
+    assert all(report["pseudo_gradient_norm"] is None and report["consensus_distance"] > 0 for report in reports)
 
 
 @pytest.fixture
