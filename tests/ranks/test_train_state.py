@@ -241,7 +241,7 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
     def work(rank: int) -> tuple[list[bool], list[torch.Tensor], list[torch.Tensor]]:
         torch.set_num_threads(1)
         left: list[bool] = []
-        scatter = DeferredReductions.scatter
+        scatter = DeferredReductions.defer_scatter
         batch = random_batches(1, ROWS, CONTEXT, VOCAB, documents=False)[0]
         index, count = layout.reader(rank)
         mine = slice(index * ROWS // count, (index + 1) * ROWS // count)
@@ -255,7 +255,7 @@ def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
                 left.append(self.enabled)
                 scatter(self, started)
 
-            DeferredReductions.scatter = seen  # type: ignore[method-assign]
+            DeferredReductions.defer_scatter = seen  # type: ignore[method-assign]
             program = program_of(model(), layout)
             program.forward_backward(micro, 1.0, (0, 0))
             found.append([weight.gradient.clone() for weight in program.weights if weight.gradient is not None])
