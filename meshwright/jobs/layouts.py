@@ -88,6 +88,7 @@ def plan_for_fewer_ranks(
         PlanError: when no layout of that many ranks can run.
     """
     ranks, named = machines.ranks, fallback_layouts(config, full_layout)
+    config = _without_rebalance(config)
     for layout in named:
         if layout.world == ranks:
             return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
@@ -114,6 +115,11 @@ def plan_for_fewer_ranks(
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
     raise refusal
+
+
+def _without_rebalance(config: RunConfig) -> RunConfig:
+    """Returns the config for ranks that are left over, whose layout may have shares that can't change."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, rebalance=0))
 
 
 def fallback_layouts(config: RunConfig, full_layout: Layout) -> list[Layout]:
@@ -144,7 +150,7 @@ def fallback_layouts(config: RunConfig, full_layout: Layout) -> list[Layout]:
 def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Layout, devices: Devices) -> None:
     """Refuses, before a rank starts, layouts for fewer ranks that can't run."""
     for layout in fallback_layouts(config, full_layout):
-        analyse_layout(config, model, layout, devices)
+        analyse_layout(_without_rebalance(config), model, layout, devices)
 
 
 LEANER_SHARE = 0.8
