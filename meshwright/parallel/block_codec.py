@@ -7,7 +7,7 @@ as it is without compression. Values beyond float32's range count as not finite.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -18,6 +18,8 @@ from meshwright.spec.compression import BLOCK_VALUES, NumberFormat, count_blocks
 _WIRE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _FLOAT32_MAX, _BF16_MAX = torch.finfo(torch.float32).max, torch.finfo(torch.bfloat16).max
 _EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
+SLICE_BLOCKS = 4096
+"""Blocks that are rounded at a time, 4 MiB of float32: temporaries are some times that, however long the message."""
 _BLOCK_BOX = RowBox(np.zeros(1, dtype=np.int64), np.arange(BLOCK_VALUES))
 
 
@@ -63,6 +65,37 @@ class BlockCodec:
         if self._format.largest:
             values *= encoded[:, self._value_bytes :].contiguous().view(torch.float32).to(dtype)
         return values
+
+    def encode_in_slices(
+        self, blocks: torch.Tensor, draw_fractions: Callable[[int, int], torch.Tensor] | None
+    ) -> torch.Tensor:
+        """Returns the same bytes as `encode`, with temporaries of a slice.
+
+        Args:
+            blocks: (N, 256) float32 or float64.
+            draw_fractions: returns the random numbers, (count, 256) float32, of ``count`` blocks from ``first`` on, by
+                ``(first, count)``; None rounds to the nearest.
+        """
+        encoded = blocks.new_empty((len(blocks), self.block_bytes), dtype=torch.uint8)
+        for first, count in _slices(len(blocks)):
+            fractions = None if draw_fractions is None else draw_fractions(first, count)
+            encoded[first : first + count] = self.encode(blocks[first : first + count], fractions)
+        return encoded
+
+    def decode_into(self, blocks: torch.Tensor, encoded: torch.Tensor, adds: bool = False) -> None:
+        """Writes decoded values to ``blocks``, or adds them, with temporaries of a slice.
+
+        Args:
+            blocks: (N, 256) float32 or float64.
+            encoded: (N, block_bytes) uint8.
+            adds: whether values are added to what is there.
+        """
+        for first, count in _slices(len(blocks)):
+            values, target = self.decode(encoded[first : first + count], blocks.dtype), blocks[first : first + count]
+            if adds:
+                target.add_(values)
+            else:
+                target.copy_(values)
 
     def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
@@ -144,6 +177,12 @@ class WeightBlocks:
         if len(drawn) == count:
             return drawn
         return torch.cat([drawn, drawn.new_zeros(count - len(drawn), BLOCK_VALUES)])
+
+
+def _slices(blocks: int) -> Iterator[tuple[int, int]]:
+    """Yields (first, count) of runs of at most `SLICE_BLOCKS` blocks."""
+    for first in range(0, blocks, SLICE_BLOCKS):
+        yield first, min(SLICE_BLOCKS, blocks - first)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -162,25 +162,29 @@ class GradientCompressor:
         chunk, own = len(blocks) // across.size, across.index
         draw = f"{step_draw},{self._copies_name}"
         raw_bytes = blocks[chunk:].nbytes
-        encoded = codec.encode(blocks, weights.fractions(f"{draw},{own}", first, len(blocks), blocks.device))
+        encoded = codec.encode_in_slices(
+            blocks, lambda start, count: weights.fractions(f"{draw},{own}", first + start, count, blocks.device)
+        )
         received = torch.empty_like(encoded)
         exchange = across.all_to_all(received.split(chunk), encoded.split(chunk), of)
         exchange.raw_bytes = raw_bytes
         yield exchange
         # In rank order, so that the sum doesn't depend on who computes it.
         terms = received.split(chunk)
-        total = codec.decode(terms[0], blocks.dtype)
-        for term in terms[1:]:
-            total += codec.decode(term, blocks.dtype)
-        fractions = weights.fractions(f"{draw},sum", first + own * chunk, chunk, blocks.device)
-        encoded_total = codec.encode(total, fractions)
+        total = torch.empty_like(blocks[:chunk])
+        for index, term in enumerate(terms):
+            codec.decode_into(total, term, adds=index > 0)
+        first_own = first + own * chunk
+        encoded_total = codec.encode_in_slices(
+            total, lambda start, count: weights.fractions(f"{draw},sum", first_own + start, count, blocks.device)
+        )
         own_blocks = blocks[own * chunk : (own + 1) * chunk]
         self._book_error(own_blocks, codec.decode(terms[own], blocks.dtype), total, encoded_total)
         gathered = torch.empty_like(encoded)
         gather = across.all_gather(gathered.view(-1), encoded_total.view(-1), of)
         gather.raw_bytes = raw_bytes
         yield gather
-        blocks.copy_(codec.decode(gathered, blocks.dtype))
+        codec.decode_into(blocks, gathered)
 
     def _book_error(
         self, own: torch.Tensor, decoded: torch.Tensor, total: torch.Tensor, encoded_total: torch.Tensor
@@ -228,7 +232,7 @@ class WeightCompressor:
         group, sizes = self._axis_group, list(weights.sizes)
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
         before = [values.clone() for values in shard.split(sizes)] if self.observer is not None else []
-        encoded = self._codec.encode(weights.pack(shard.split(sizes), weights.count, dtype), None)
+        encoded = self._codec.encode_in_slices(weights.pack(shard.split(sizes), weights.count, dtype), None)
         gathered = encoded.new_empty(group.size, *encoded.shape)
         transfer = group.all_gather(gathered.view(-1), encoded.view(-1), of)
         transfer.raw_bytes = shard.nbytes * (group.size - 1)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from meshwright.errors import PlanError
+from meshwright.parallel import block_codec
 from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
 from meshwright.proof.plain_rounding import representable, round_weight
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, assign_buckets
@@ -143,3 +144,17 @@ def test_a_layout_with_other_copies_keeps_what_fits() -> None:
     assert str(layout.with_degrees({"shard": 2})) == "shard=2,zero=3,compress_weights=int8"
     assert layout.with_degrees({"replicate": 8}).compress == Compression("int8", 2)
     assert str(layout.with_degrees({"tp": 2})) == "tp=2"
+
+
+def test_slices_have_the_bytes_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, codec = WeightBlocks(["v", "w"], [1000, 1500]), BlockCodec("int8", FORMATS["int8"])
+    blocks = torch.randn(weights.count + 2, BLOCK_VALUES, generator=torch.Generator().manual_seed(0))
+    at_once = codec.encode(blocks, weights.fractions("0,1", 0, len(blocks), blocks.device))
+    monkeypatch.setattr(block_codec, "SLICE_BLOCKS", 3)
+    draw = lambda first, count: weights.fractions("0,1", first, count, blocks.device)  # noqa: E731
+    assert torch.equal(codec.encode_in_slices(blocks, draw), at_once)
+    decoded = torch.ones_like(blocks)
+    codec.decode_into(decoded, at_once)
+    assert torch.equal(decoded, codec.decode(at_once, torch.float32))
+    codec.decode_into(decoded, at_once, adds=True)
+    assert torch.equal(decoded, 2 * codec.decode(at_once, torch.float32))
