@@ -25,7 +25,8 @@ class RoundingKey:
     """What the random roundings of a step follow from, beside weight, place and rank; whoever runs steps sets it."""
 
     seed: int = 0
-    step: int = 0
+    step: int | torch.Tensor = 0
+    """A scalar tensor in a custom loop, whose checkpoint is loaded in place."""
 
 
 class PhasedCollective(dist.Work):  # type: ignore[misc]
@@ -130,7 +131,7 @@ class GradientCompressor:
         chunk = chunk_blocks(weights.count, self._groups.copies.size)
         blocks = weights.pack(tensors, chunk * self._groups.copies.size, dtype)
         before = [tensor.clone() for tensor in tensors] if self.observer is not None else []
-        draw = f"{self._key.seed},{self._key.step}"
+        draw = f"{self._key.seed},{int(self._key.step)}"
         if inside is None:
             yield from self._sum_across(weights, blocks, 0, draw, of)
         else:

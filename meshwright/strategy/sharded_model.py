@@ -57,6 +57,10 @@ class ShardedModel:
         self.random_step = torch.zeros((), dtype=torch.int64)
         """Counts the forwards of a custom loop, or the steps of a schedule, for dropout; a tensor, since a checkpoint
         is loaded in place."""
+        self.rounding_step = torch.zeros((), dtype=torch.int64)
+        """Counts the sums over copies of a custom loop, for the rounding of compressed ones."""
+        if self.sync is not None:
+            program.rounding_key.step = self.rounding_step
 
     def _publish(self) -> None:
         """Hands reduced gradients to the optimizers' shards."""
@@ -120,9 +124,14 @@ class ShardedModel:
             model |= dict.fromkeys((weight.name, *self._ties.get(weight.name, ())), saved)
         model |= dict(program.buffers())
         state: dict[str, Any] = {"model": model}
-        if program.dropout_rng is not None:
-            # else a resumed run would draw the masks of its first steps again
-            state["random"] = {"step": self.random_step}
+        # else a resumed run would draw the masks and roundings of its first steps again
+        steps: dict[str, torch.Tensor] = {}
+        if program.dropout_rng is not None or (self.layout.compress and self.sync is None):
+            steps["step"] = self.random_step
+        if self.layout.compress and self.sync is not None:
+            steps["rounding_step"] = self.rounding_step
+        if steps:
+            state["random"] = steps
         if optimizer is None:
             return state
         # loading in place needs tensors to load into
