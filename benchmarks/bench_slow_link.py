@@ -1,6 +1,7 @@
 """A slow network between two machines, planned and measured: what each layout loses to it, and what the planner says.
 
-    sudo python benchmarks/bench_slow_link.py [--rates 100mbit,none] [--slots 1] [--models gpt2,llama] [--json OUT]
+    sudo python benchmarks/bench_slow_link.py [--rates 100mbit,none] [--slots 1] [--models gpt2,llama]
+        [--layouts "replicate=2;replicate=2,compress=int8"] [--json OUT]
 
 Two network namespaces on this machine, joined by a wire whose rate is held down in both directions (``tc tbf``); the
 ranks of each run on cores of their own. Both first calibrate together. Then each layout runs for some steps beside its
@@ -51,10 +52,12 @@ LAYOUTS = {
     2: (
         "replicate=2", "shard=2,zero=1", "shard=2,zero=2", "shard=2,zero=3", "tp=2", "cp=2,attention=heads",
         "pp=2,microbatches=4,schedule=1f1b", "pp=2,microbatches=8,schedule=1f1b",
+        "replicate=2,compress=bf16", "replicate=2,compress=int8", "shard=2,zero=3,compress_weights=int8",
     ),
     4: (
         "replicate=4", "shard=4,zero=3", "replicate=2,shard=2,zero=2", "replicate=2,tp=2", "pp=2,tp=2,microbatches=4",
         "pp=2,replicate=2,microbatches=4", "pp=2,shard=2,zero=1,microbatches=4", "pp=4,microbatches=8,schedule=1f1b",
+        "replicate=4,compress=int8:2", "replicate=2,shard=2,zero=2,compress=int8",
     ),
 }  # fmt: skip
 ROWS, TOKENS = 16, 128
@@ -89,6 +92,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--rates", default="100mbit,none", help="as tc writes them; none for an unlimited wire")
     parser.add_argument("--slots", type=int, default=1, help="ranks of each of the two machines")
     parser.add_argument("--models", default="gpt2,llama")
+    parser.add_argument("--layouts", default="", help="with ; between them; all of the benchmark's when not given")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--node", type=int, help=argparse.SUPPRESS)
@@ -130,6 +134,7 @@ def _run(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
             own = ",".join(map(str, cores[at::2] or cores))
             words = ["ip", "netns", "exec", name, "taskset", "-c", own, sys.executable, __file__, "--node", str(at)]
             words += ["--slots", str(options.slots), "--models", options.models, "--steps", str(options.steps)]
+            words += ["--layouts", options.layouts]
             variables = {**os.environ, "XDG_CACHE_HOME": f"{folder}/{at}"}
             more = {"stdout": None if at == 0 else subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
             nodes.append(subprocess.Popen([*words, "--out", str(out)], env=variables, **more))  # type: ignore[call-overload]
@@ -159,7 +164,8 @@ def _node(options: argparse.Namespace) -> int:
             print(f"{name}: one rank alone {_told(alone)}", flush=True)
         machines = Machines(devices=found_devices(options.slots), ranks=ranks, nodes=2)
         chosen = str(_chosen(name, machines))
-        for text in dict.fromkeys((*LAYOUTS[ranks], chosen)):
+        given = [text for text in options.layouts.split(";") if text]
+        for text in dict.fromkeys((*(given or LAYOUTS[ranks]), chosen)):
             port += 1
             place = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
             try:

@@ -89,6 +89,7 @@ def plan_for_fewer_ranks(
         PlanError: when no layout of that many ranks can run.
     """
     ranks, named = machines.ranks, fallback_layouts(config, full_layout)
+    config = _without_rebalance(config)
     for layout in named:
         if layout.world == ranks:
             return _plan_fallback(config, layout, model, machines, say)
@@ -137,6 +138,11 @@ def _check_fallback_islands(config: RunConfig, layout: Layout) -> None:
         raise PlanError(f"{layout}: {error}") from error
 
 
+def _without_rebalance(config: RunConfig) -> RunConfig:
+    """Returns the config for ranks that are left over, whose layout may have shares that can't change."""
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, rebalance=0))
+
+
 def fallback_layouts(config: RunConfig, full_layout: Layout) -> list[Layout]:
     """Returns the layouts that the config names for fewer ranks than ``full_layout`` has, in its precision.
 
@@ -166,7 +172,7 @@ def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Lay
     """Refuses, before a rank starts, layouts for fewer ranks that can't run."""
     for layout in fallback_layouts(config, full_layout):
         _check_fallback_islands(config, layout)
-        analyse_layout(config, model, layout, devices)
+        analyse_layout(_without_rebalance(config), model, layout, devices)
 
 
 LEANER_SHARE = 0.8

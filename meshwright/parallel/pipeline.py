@@ -139,6 +139,14 @@ class PipelineProgram(Program):
         self._batches = ()
         return self._loss_sums()
 
+    def change_reader_shares(self, shares: Sequence[int]) -> None:
+        """Takes other shares; the next step finds its shapes by a trial forward on every rank.
+
+        The trial gathers over readers, who must all run it, also those that keep their rows.
+        """
+        super().change_reader_shares(shares)
+        self._current_run = None
+
     @torch.no_grad()
     def evaluate(self, batch: RowBatch) -> torch.Tensor:
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""

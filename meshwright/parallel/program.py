@@ -105,6 +105,10 @@ class Program:
                     if buffer is not None and is_saved:
                         yield full_name, buffer
 
+    def change_reader_shares(self, shares: Sequence[int]) -> None:
+        """Takes other shares of the rows, from the next step on; every rank calls it after the same step."""
+        self.reader_shares = shares
+
     def forward_backward(
         self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None
     ) -> torch.Tensor:

@@ -108,7 +108,9 @@ class HybridParallelStrategy:
         self.layout = as_layout(choose_layout(layout, device_mesh, dims, zero))
         _refuse_unsupported(self.layout)
         self._engine: PipelineEngine | None = None
-        self._split_vocabulary, self._average = split_vocabulary, average
+        self._split_vocabulary = split_vocabulary
+        self.average = average
+        """Whether gradients are means over the readers, not sums."""
         self._mesh: Mesh | None = None
         self._sharded_model: ShardedModel | None = None
         self._local_batch_norm = local_batch_norm
@@ -238,7 +240,7 @@ class HybridParallelStrategy:
             # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
             # it is, and compile=true in the layout compiles its layers.
             wrap_forward(module, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
-        return ShardedModel(program, layout, mesh.rank, built.structure.ties, (self.reader[1], self._average))
+        return ShardedModel(program, layout, mesh.rank, built.structure.ties, (self.reader[1], self.average))
 
     def _run_by_engine(
         self,
@@ -254,7 +256,7 @@ class HybridParallelStrategy:
         """Builds a pipeline engine, which runs forward and backward itself."""
         if fill is not None:
             raise ConfigError("fill= isn't for a strategy that runs the model by step(): give weights, or a function")
-        if not self._average or self._split_vocabulary:
+        if not self.average or self._split_vocabulary:
             raise ConfigError("average=False and split_vocabulary=True belong to a loop of one's own, not to step()")
         engine = self._engine = PipelineEngine(
             model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device
@@ -344,7 +346,7 @@ class HybridParallelStrategy:
         self._mesh.world.all_reduce(total).wait()
         # ranks that read the same rows, by which the sum over the world overcounts
         readers = self.layout.world // count
-        scale = (count if self._average else 1) * readers / max(1.0, float(total))
+        scale = (count if self.average else 1) * readers / max(1.0, float(total))
         return cross_entropy_sums(logits, targets, scale, program.view.vocab)[0]
 
     def mean(self, value: torch.Tensor | float) -> float:

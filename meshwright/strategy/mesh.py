@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from meshwright.errors import ConfigError, PlanError, nearest
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds
-from meshwright.spec.groups import row_axes
+from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
 
 Dim: TypeAlias = int | str | DeviceMesh | None
@@ -172,9 +172,11 @@ def _check_order(layout: Layout, ranks_by_axis: Mapping[str, list[int]]) -> None
         index[dim] = slice(None)
         expected = grid[tuple(index)].tolist()
         if expected != ranks:
+            # A loop of one's own has no islands.
+            order = ", ".join(name for name in shape if name not in round_axes())
             raise PlanError(
                 f"the dim of '{axis}' has ranks {ranks}, where the layout {layout} puts {expected}: order the mesh's "
-                f"dims as ({', '.join(shape)}), or call device_mesh('{layout}')"
+                f"dims as ({order}), or call device_mesh('{layout}')"
             )
 
 

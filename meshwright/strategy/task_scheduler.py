@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,12 +11,16 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
+import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.hybrid import HybridParallelStrategy
+
+_SCHEDULERS = itertools.count()
+"""Numbers of this process's schedulers, by which their keys differ."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,6 +45,8 @@ class MicroBatchTask:
     """Whether it is this reader's last of the step: its backward sums the gradients over the readers."""
     weight: float
     """Factor on the micro-batch's mean loss before backward: the gradient is then that of the mean over all of them."""
+    on_cuda: bool = False
+    """Whether to wait for the GPU at its end: the host runs ahead of it, and says nothing of its speed."""
     seconds: float = 0.0
     """Time inside of ``with``."""
     is_done: bool = False
@@ -55,6 +62,8 @@ class MicroBatchTask:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize()
         self.seconds, self.is_done = time.perf_counter() - self._started, kind is None
         self._accumulation.__exit__(kind, error, trace)
 
@@ -86,13 +95,15 @@ class DynamicTaskScheduler:
 
     def __init__(self, strategy: HybridParallelStrategy, timeout_s: float = 600.0) -> None:
         _refuse_lockstep(strategy.layout)
-        self._strategy = strategy
-        self._store = dist.PrefixStore("meshwright/tasks", dist.group.WORLD.get_group_store())
-        self._store.set_timeout(timedelta(seconds=timeout_s))
+        self._strategy, self._timeout = strategy, timedelta(seconds=timeout_s)
+        # All ranks make their schedulers in one order, as they make groups.
+        prefix = f"meshwright/tasks/{next(_SCHEDULERS)}"
+        self._store = dist.PrefixStore(prefix, dist.group.WORLD.get_group_store())
         self._reader, self._readers = strategy.reader
         layout, rank = strategy.layout, dist.get_rank()
         # The ranks of one reader (tp) run the same micro-batches: the first of them draws for all.
         self._leads = min(other for other in range(layout.world) if layout.reader(other)[0] == self._reader) == rank
+        self._on_cuda = any(weight.local.is_cuda for weight in strategy.weights)
         self._step = self._draws = self._tasks = self._timed_tasks = 0
         self._seconds = 0.0
 
@@ -115,7 +126,9 @@ class DynamicTaskScheduler:
         while index is not None:
             following = self._draw(count)
             accumulation = contextlib.nullcontext() if following is None else self._strategy.accumulate()
-            task = MicroBatchTask(index, following is None, self._readers / count, _accumulation=accumulation)
+            # Strategies that average divide the sum by the readers.
+            weight = (self._readers if self._strategy.average else 1) / count
+            task = MicroBatchTask(index, following is None, weight, self._on_cuda, _accumulation=accumulation)
             self._tasks += 1
             if task.is_last and self._leads:
                 # Before the backward in which all readers meet: after it, every reader's line is there.
@@ -133,6 +146,7 @@ class DynamicTaskScheduler:
         if not self._step:
             raise ConfigError("statistics() says what readers have done: go through the tasks of a step first")
         rows = []
+        self._store.wait([f"statistics/{reader}" for reader in range(self._readers)], self._timeout)
         for reader in range(self._readers):
             tasks, timed, seconds = self._store.get(f"statistics/{reader}").decode("ascii").split()
             mean_s = float(seconds) / int(timed) if int(timed) else float("nan")
@@ -140,7 +154,8 @@ class DynamicTaskScheduler:
         return rows
 
     def _begin_step(self) -> None:
-        # All ranks have met in the last backward of the step before, so nobody reads its keys any more.
+        # The last task of a step ends when the sum of gradients has, to which every rank has come by then: nobody reads
+        # the step's keys any more.
         if self._leads:
             for draw in range(self._draws):
                 self._store.delete_key(f"{self._step}/{self._reader}/{draw}")
@@ -158,6 +173,7 @@ class DynamicTaskScheduler:
             index = self._readers - 1 + int(self._store.add(f"{self._step}/next", 1))
             self._store.set(key, str(index))
         else:
+            self._store.wait([key], self._timeout)
             index = int(self._store.get(key))
         return index if index < count else None
 

@@ -56,7 +56,7 @@ from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
-from meshwright.train.share_balance import ShareBalancer, ShareChange
+from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_shares_reason
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
@@ -267,7 +267,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     start = trainer.resume() + trainer.passed_over
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    if config.train.rebalance:
+    # After a loss of ranks a layout may be left whose shares can't change.
+    if config.train.rebalance and not fixed_shares_reason(config.train, layout, job.analysis.rows):
         deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
@@ -295,7 +296,7 @@ def _make_balancer(
     context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
 ) -> ShareBalancer:
     """Returns the hook that moves rows between readers; rank 0 reports the changes, which all ranks know."""
-    assert program.mesh is not None  # `check_rebalance`: there are several readers
+    assert program.mesh is not None  # `fixed_shares_reason`: there are several readers
 
     def report_change(change: ShareChange) -> None:
         if context.rank == 0:

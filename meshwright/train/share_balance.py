@@ -15,7 +15,7 @@ from statistics import median
 
 import torch
 
-from meshwright.errors import ConfigError
+from meshwright.errors import PlanError
 from meshwright.events import StepRecord
 from meshwright.launch.host_memory import available_bytes
 from meshwright.parallel.mesh import Mesh
@@ -77,27 +77,28 @@ def check_rebalance(config: TrainConfig, layout: Layout, unit: int = 1) -> None:
         unit: rows that a micro-batch of the model must be a multiple of.
 
     Raises:
-        ConfigError: with the rule and the nearest that works.
+        PlanError: with the rule and the nearest that works.
     """
-    if not config.rebalance:
-        return
-    readers = layout.reader(0)[1]
+    reason = fixed_shares_reason(config, layout, unit)
+    if config.rebalance and reason:
+        raise PlanError(f"train.rebalance = {config.rebalance} moves rows between ranks that read other rows; {reason}")
+
+
+def fixed_shares_reason(config: TrainConfig, layout: Layout, unit: int = 1) -> str:
+    """Returns why the shares of a layout can't change, and what works; empty where they can (`check_rebalance`)."""
+    readers, rows = layout.reader(0)[1], config.batch // layout.microbatches
     if readers == 1:
-        raise ConfigError(
-            f"train.rebalance = {config.rebalance} moves rows between ranks that read other rows, and {layout} has one "
-            "reader; use replicate or shard, or leave it out"
-        )
+        return f"{layout} has one reader: use replicate or shard, or leave it out"
+    if layout.islands > 1:
+        return f"{layout} has islands, which agree on nothing within a round: use replicate in their place"
     if layout.compile:
-        raise ConfigError(
-            f"train.rebalance = {config.rebalance} changes the rows of a micro-batch, and compile=true would compile "
-            "for each number of them anew; drop one"
-        )
-    rows = config.batch // layout.microbatches
+        return "compile=true would compile for each number of rows anew: drop one"
     if rows // unit <= readers:
-        raise ConfigError(
-            f"train.rebalance = {config.rebalance}: a micro-batch has {rows} rows, in units of {unit}, for {readers} "
-            f"readers, so none can be moved; use microbatches=1 or train.batch = {2 * readers * unit} and more"
+        return (
+            f"a micro-batch has {rows} rows, in units of {unit}, for {readers} readers, so none can be moved: use "
+            f"microbatches=1 or train.batch = {2 * readers * unit} and more"
         )
+    return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,6 +182,7 @@ class ShareBalancer:
         shares = [rows * share // sum(layout.reader_shares()) for share in layout.reader_shares()]
         self._decision = ShareDecision(reader_of, shares, unit)
         self._reader = reader_of[mesh.rank]
+        self._most_rows = shares[self._reader]
         self._pending: ShareChange | None = None
         self._busy_s: list[float] = []
         self._ignored_steps = WARM_UP_STEPS
@@ -190,7 +192,7 @@ class ShareBalancer:
         if self._pending is not None:
             if self._feed.next_step >= self._pending.first_step:
                 # From the next step on: what follows from the row's place in the batch (dropout) must move with it.
-                self._program.reader_shares = self._pending.shares
+                self._program.change_reader_shares(self._pending.shares)
                 self._pending, self._ignored_steps = None, WARM_UP_STEPS
         elif self._ignored_steps:
             self._ignored_steps -= 1
@@ -216,16 +218,18 @@ class ShareBalancer:
         mine = torch.tensor([busy_s, float(limit)], dtype=torch.float64, device=self._mesh.device_type)
         values = mine.new_empty(2 * self._mesh.world.size)
         self._mesh.world.all_gather(values, mine).wait()
+        # Else this wait would be taken from the next step's time.
+        self._mesh.log.drain()
         return [(seconds, int(rows)) for seconds, rows in values.view(-1, 2).tolist()]
 
     def _row_limit(self, record: StepRecord) -> int:
-        """Returns the rows of a micro-batch that this rank has memory for; those that it has now at the least."""
-        rows = self._decision.shares[self._reader]
+        """Returns the rows of a micro-batch that this rank has memory for; those that it has had at the least."""
+        # The peak is that of the most rows so far.
+        self._most_rows = max(self._most_rows, self._decision.shares[self._reader])
         peak = record.memory["peak"]
         # What isn't state grows with the rows: a bound from above, since some of it (kernels, buckets) doesn't.
         grows = max(1, peak - sum(size for kind, size in record.memory.items() if kind != "peak"))
-        free = self._free_bytes() * MEMORY_SHARE
-        return rows + int(rows * free / grows)
+        return self._most_rows + int(self._most_rows * MEMORY_SHARE * self._free_bytes() / grows)
 
     def _free_bytes(self) -> int:
         if self._mesh.device_type == "cuda":

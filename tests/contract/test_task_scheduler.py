@@ -34,11 +34,16 @@ def one_device(_rank: int) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
-def drawn(_rank: int, layout: str) -> tuple[list[float], list[float], list[list[int]], list[int]]:
+def drawn(_rank: int, layout: str, average: bool = True) -> tuple[list[float], list[float], list[list[int]], list[int]]:
     """Returns a reader's terms of the losses, the norms, its tasks of each step, and the statistics' counts."""
-    strategy = HybridParallelStrategy(layout)
+    strategy = HybridParallelStrategy(layout, average=average)
     model = strategy.shard(plain_model())
     optimizer = strategy.optimizer(torch.optim.AdamW, lr=1e-2)
+    # One of an epoch before, whose last step's queue nobody empties.
+    for task in DynamicTaskScheduler(strategy, timeout_s=100).tasks(3):
+        with task:
+            mean_loss(output(model, rows()[0][0]), rows()[0][1]).backward()
+    optimizer.zero_grad()
     scheduler = DynamicTaskScheduler(strategy, timeout_s=100)
     losses, norms, steps = [], [], []
     for x, y in rows():
@@ -78,6 +83,13 @@ def test_who_draws_which_makes_no_difference(layout: str, ranks: int) -> None:
     counts = results[0][3]
     assert sum(counts) == TASKS * len(losses) and counts[0] > counts[1], counts
     assert all(row[3] == counts for row in results)
+
+
+def test_strategies_that_sum_have_the_same_gradient() -> None:
+    ((losses, norms),) = run_ranks(1, one_device)
+    results = run_ranks(2, drawn, "replicate=2", False)
+    assert results[0][1] == pytest.approx(norms, rel=1e-11)
+    assert sum(row[0][-1] for row in results) == pytest.approx(losses[-1], rel=1e-11)
 
 
 def misused(_rank: int) -> list[str]:

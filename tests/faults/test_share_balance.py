@@ -53,6 +53,8 @@ def slowed(until_step: int, factor: float, slow_reader: int) -> Callable[[], Non
             ("replicate=2,microbatches=2,precision=float64", 2, ("--model.dropout", "0.1")),
             ("shard=2,zero=3,precision=float64", 2, ()),
             ("replicate=2,pp=2,microbatches=2,precision=float64", 4, ()),
+            # Readers that keep their rows gather with those whose rows change.
+            ("shard=3,pp=2,zero=2,microbatches=2,precision=float64", 6, ("--train.batch", "24")),
         ]
     ),
 )

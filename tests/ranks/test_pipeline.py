@@ -114,6 +114,8 @@ def test_dropout_follows_seed_and_step() -> None:
 
 def test_a_checkpoint_names_each_weight_once_over_the_line() -> None:
     class NoState:
+        outer = None
+
         def state(self) -> dict[str, torch.Tensor]:
             return {}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+import random
 import time
 from pathlib import Path
 
@@ -197,6 +198,38 @@ def test_a_rank_is_slow_against_those_who_do_the_same(busy: dict, stages: list[i
     watch = SlowRankWatch(lambda rank: stages[rank])
     told = [slow for look in looks(busy) for slow in watch.poll(look)]
     assert [slow.rank for slow in told] == found
+
+
+def polled(watch: SlowRankWatch, busy: dict[int, float], polls: int, polls_per_step: int, seed: int) -> list[int]:
+    """Returns the steps in which a verdict named somebody; each poll is an independent draw of each rank."""
+    draw, steps = random.Random(seed), []
+    for poll in range(polls):
+        stamps = [
+            RankStamp(
+                rank=rank, pid=1, generation=0, step=9 + poll // polls_per_step, micro=0, phase="forward", since=0.0,
+                waits_for="" if draw.random() < share else "all_reduce over replicate",
+            )
+            for rank, share in busy.items()
+        ]  # fmt: skip
+        if watch.poll(stamps):
+            steps.append(poll // polls_per_step)
+    return steps
+
+
+def test_a_straggler_is_named_within_twenty_steps() -> None:
+    for seed in range(50):
+        # A step of 0.4 s, polled ten times a second, of which the others wait 0.3 s for rank 1.
+        steps = polled(SlowRankWatch(lambda rank: 0), {0: 0.25, 1: 1.0}, polls=100, polls_per_step=4, seed=seed)
+        assert steps and steps[0] < 20, (seed, steps)
+
+
+def test_equal_ranks_are_rarely_named_by_chance() -> None:
+    verdicts = [
+        polled(SlowRankWatch(lambda rank: 0), {0: 0.6, 1: 0.6, 2: 0.6}, polls=SAMPLES, polls_per_step=4, seed=seed)
+        for seed in range(200)
+    ]
+    # At 200 polls a share of 0.84 of one against 0.6 of the others lies six standard deviations away.
+    assert sum(map(bool, verdicts)) <= 2, verdicts
 
 
 def test_plans_are_made_ahead_by_another_process() -> None:

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.train.config import TrainConfig
 from meshwright.train.share_balance import LEAST_GAIN, ShareDecision, balanced_shares, check_rebalance
@@ -63,17 +63,18 @@ def test_a_clock_that_stood_still_changes_nothing() -> None:
     [
         ("tp=2", 8, "has one reader"),
         ("replicate=2,compile=true", 8, "compile=true"),
+        ("islands=2", 8, "agree on nothing"),
         ("replicate=2,microbatches=4", 8, "none can be moved"),
     ],
 )
 def test_what_cannot_be_balanced_is_refused(layout: str, batch: int, why: str) -> None:
-    with pytest.raises(ConfigError, match=why):
+    with pytest.raises(PlanError, match=why):
         check_rebalance(TrainConfig(batch=batch, rebalance=5), Layout.parse(layout))
     check_rebalance(TrainConfig(batch=batch), Layout.parse(layout))
 
 
 def test_whole_rows_of_a_model_stay_together() -> None:
-    with pytest.raises(ConfigError, match="units of 4"):
+    with pytest.raises(PlanError, match="units of 4"):
         check_rebalance(TrainConfig(batch=8, rebalance=5), Layout.parse("replicate=2"), unit=4)
     with pytest.raises(ConfigError, match="between decisions"):
         TrainConfig(rebalance=-1).check()
