@@ -80,6 +80,8 @@ class LossyTransfer:
     """Neighbours that summed exactly first."""
     draw: str
     """Seed and step of the roundings, ``"0,3"``; empty for rounding to the nearest."""
+    copies_name: str = ""
+    """Tells its ranks' draws from those of other shards' copies; empty for rounding to the nearest."""
 
 
 Observer = Callable[[LossyTransfer], None]
@@ -93,15 +95,16 @@ class GradientCompressor:
         compression: the layout's choice.
         groups: the copies.
         key: of the step's random roundings.
+        copies_name: tells the draws of one shard's copies from those of other shards'; the same on all ranks that hold
+            the same weight, or their copies part.
     """
 
-    def __init__(self, compression: Compression, groups: CopyGroups, key: RoundingKey) -> None:
+    def __init__(self, compression: Compression, groups: CopyGroups, key: RoundingKey, copies_name: str = "0") -> None:
+        self._copies_name = copies_name
         self._name, self._groups, self._key = compression.name, groups, key
         self.observer: Observer | None = None
         """Checks every sum, where a proof set it."""
         self._codec = BlockCodec(compression.name, compression.format)
-        # The copies of one weight's shard are known by the first of them: other shards round otherwise.
-        self._copies_name = str(dist.get_global_rank(groups.copies.group, 0))
 
     def all_reduce(
         self, weights: WeightBlocks, tensors: Sequence[torch.Tensor], of: str = "", dtype: torch.dtype | None = None
@@ -140,7 +143,14 @@ class GradientCompressor:
         if self.observer is not None:
             copies, run = self._groups.copies, inside.size if inside else 1
             transfer = LossyTransfer(
-                weights=weights, before=before, after=tensors, axis_group=copies, name=self._name, run=run, draw=draw
+                weights=weights,
+                before=before,
+                after=tensors,
+                axis_group=copies,
+                name=self._name,
+                run=run,
+                draw=draw,
+                copies_name=self._copies_name,
             )
             self.observer(transfer)
 

@@ -65,10 +65,18 @@ def _apply(context: TransformContext) -> None:
                 (mesh.combined_group(gradient_axes(())), dense_names),
                 (expert_copies, [name for name in names if name in expert_names]),
             ):
-                if group_names and axis_group is not None and axis_group.size > 1:
-                    compressor = mesh.compressor(axis_group, context.rounding_key)
+                if axis_group is None or axis_group.size == 1:
+                    continue
+                # On every rank, also of a stage without experts: it makes groups.
+                compressor = mesh.compressor(axis_group, context.rounding_key)
+                if group_names:
+                    # Ranks that exchange tokens in backward must not wait in its hooks: their graphs may differ.
+                    waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
                     stage.gradient_syncs.insert(
-                        0, LateGradientReducer(stage.module, group_names, axis_group, context.source.layers, compressor)
+                        0,
+                        LateGradientReducer(
+                            stage.module, group_names, axis_group, context.source.layers, compressor, waits
+                        ),
                     )
 
 
@@ -87,7 +95,7 @@ def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp
     expert_modules = {
         name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if expert_axis in shard.axes
     }
-    if not expert_modules:
+    if mesh.layout.degree(Mechanics.EXPERTS) == 1:
         return None
     axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups[f"{expert_axis}_copies"]]
     if mesh.layout.zero:
@@ -95,11 +103,15 @@ def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp
             mesh.axis_groups[f"{expert_axis}_shard"],
             mesh.combined_group(gradient_axes(known_axes()[expert_axis].carves)),
         ]
+    # On every rank, also of a stage without experts: it makes groups.
+    compressors = _compressors(axis_groups[0], axis_groups[1], mesh, key)
+    if not expert_modules:
+        return None
     return fsdp.ExpertFsdpGroup(
         modules=[stage.module.get_submodule(name) for name in expert_modules],
         mesh=mesh.axis_device_mesh(axis_groups[0]),
         axis_groups=_groups_in_use(*axis_groups),
-        compressors=_compressors(axis_groups[0], axis_groups[1], mesh, key),
+        compressors=compressors,
     )
 
 
@@ -113,15 +125,19 @@ class LateGradientReducer:
         axis_group: AxisGroup,
         layers: Sequence[str],
         compressor: GradientCompressor | None,
+        waits_in_backward: bool,
     ) -> None:
         self._module, self._axis_group, self._compressor = module, axis_group, compressor
+        self._waits_in_backward = waits_in_backward
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
 
     @cached_property
     def _reducer(self) -> GradientReducer:
         layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-        return replicate.wrap(list(layers), self._axis_group, layers, self._compressor, list(self._layers))
+        return replicate.wrap(
+            list(layers), self._axis_group, layers, self._compressor, list(self._layers), self._waits_in_backward
+        )
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch."""

@@ -43,6 +43,8 @@ class GradientReducer:
         layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
         compressor: sums in rounded numbers; None for exact sums.
         names: of the parameters, in their order, by which a compressor rounds.
+        waits_in_backward: whether compressed sums go on to their next exchange under backward; False where backward
+            itself communicates with ranks whose graphs may differ, which would wait for each other.
     """
 
     def __init__(
@@ -52,8 +54,11 @@ class GradientReducer:
         layers: Mapping[nn.Parameter, int] | None = None,
         compressor: GradientCompressor | None = None,
         names: Sequence[str] = (),
+        waits_in_backward: bool = True,
     ) -> None:
-        self._axis_group, self._compressor = axis_group, compressor
+        self._axis_group, self._compressor, self._waits_in_backward = axis_group, compressor, waits_in_backward
+        self._unfinished: list[PhasedCollective] = []
+        """Compressed sums under way, in the order in which they started."""
         self._active = False
         self._next_bucket = 0
         self._buckets: list[_Bucket] = []
@@ -77,6 +82,7 @@ class GradientReducer:
         """Announces a micro-batch; gradients are communicated in the ``is_last`` one of a step alone."""
         self._active = is_last
         self._next_bucket = 0
+        self._unfinished.clear()
         for bucket in self._buckets:
             bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None
 
@@ -106,19 +112,15 @@ class GradientReducer:
             self._start(self._buckets[self._next_bucket])
             self._next_bucket += 1
 
-    def _advance_before(self, bucket: _Bucket) -> None:
-        """Starts the second exchange of the compressed bucket before this one: in the same order on every rank."""
-        position = self._buckets.index(bucket)
-        if position and (transfer := self._buckets[position - 1].transfer) is not None:
-            transfer.advance()
-
     def _start(self, bucket: _Bucket) -> None:
         grads = [self._gradient(parameter) for parameter in bucket.parameters]
         if self._compressor is not None:
             assert bucket.blocks is not None
             bucket.transfer = self._compressor.all_reduce(bucket.blocks, grads, bucket.of)
-            # Its own first exchange is under way meanwhile.
-            self._advance_before(bucket)
+            # Its own first exchange is under way while those before it go on to their next: in one order on all ranks.
+            if self._waits_in_backward:
+                self._unfinished = [transfer for transfer in self._unfinished if not transfer.advance()]
+                self._unfinished.append(bucket.transfer)
             return
         # One gradient is summed in place, in the tensor that autograd made; several are copied into one bucket.
         if len(grads) == 1:

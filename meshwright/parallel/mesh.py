@@ -13,7 +13,7 @@ from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.groups import carved_groups, loss_axes, round_axes
+from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
 from meshwright.spec.layout import Layout
 
 _PRODUCT = "+"
@@ -128,9 +128,16 @@ class Mesh:
             inside = self._named_group(copies, f"node_{run}", runs)
             peers = [group[first::run] for group in groups for first in range(run)]
             across = self._named_group(copies, f"nodes_{run}", peers)
-        compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key)
+        compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key, self._copies_name(copies))
         self.compressors.append(compressor)
         return compressor
+
+    def _copies_name(self, copies: AxisGroup) -> str:
+        """Returns the name of a shard's copies in draws: the first of them, by its rank at index 0 along ``tp``."""
+        first_rank = dist.get_global_rank(copies.group, 0)
+        # Ranks of tp hold some weights in full (norms, biases), which stay equal only under the same draws. Those that
+        # it splits then repeat numbers for other elements, which biases nothing.
+        return str(members(first_rank, (self.layout.axis(Mechanics.MATRICES),), self.layout.degrees)[0])
 
     def weight_compressor(self, shards: AxisGroup) -> WeightCompressor | None:
         """Returns what gathers weights in rounded numbers from the ranks that share them; None where they are exact."""

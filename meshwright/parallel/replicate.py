@@ -17,6 +17,7 @@ def wrap(
     layers: Mapping[nn.Parameter, int] | None = None,
     compressor: GradientCompressor | None = None,
     names: Sequence[str] = (),
+    waits_in_backward: bool = True,
 ) -> GradientReducer:
     """Makes every gradient a sum over the axis, communicated while backward still runs.
 
@@ -26,8 +27,9 @@ def wrap(
         layers: number of the layer that each belongs to, for messages.
         compressor: sums in rounded numbers; None for exact sums.
         names: of the parameters, in their order, by which a compressor rounds.
+        waits_in_backward: whether compressed sums go on to their next exchange under backward.
 
     Returns:
         The reducer: call `begin_microbatch` before each micro-batch and `finish` after the last backward.
     """
-    return GradientReducer(parameters, axis_group, layers, compressor, names)
+    return GradientReducer(parameters, axis_group, layers, compressor, names, waits_in_backward)

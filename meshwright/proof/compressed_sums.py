@@ -34,14 +34,13 @@ class CompressedSums:
     def check(self, transfer: LossyTransfer) -> None:
         """Compares a transfer with the plain one, and puts exact values in its place."""
         values_by_rank = _gather_values(transfer)
-        first_rank = dist.get_global_rank(transfer.axis_group.group, 0)
         names, sizes = transfer.weights.names, transfer.weights.sizes
         offset = 0
         for position, (name, size) in enumerate(zip(names, sizes, strict=True)):
             terms = [values[offset : offset + size] for values in values_by_rank]
             offset += size
             if transfer.draw:
-                draw = f"{transfer.draw},{first_rank}"
+                draw = f"{transfer.draw},{transfer.copies_name}"
                 self._compare(
                     transfer.after[position],
                     compressed_sum(terms, transfer.name, transfer.run, draw, name),

@@ -121,6 +121,16 @@ def test_a_custom_loop_compresses_too(text: str) -> None:
         assert not torch.equal(rounded[0][0], rounded[0][1])
 
 
+def test_copies_over_tp_stay_equal_in_a_run(tmp_path: Path) -> None:
+    write_corpus(tmp_path / "corpus.txt")
+    options = ("--train.steps", "4", "--recovery.compare-every", "2")
+    argv = words(tmp_path, "run", *options, layout="replicate=2,tp=2,compress=int8", devices=4)
+    status, text = call(argv, tmp_path / "run.log")
+    assert status == 0 and sorted(curve(tmp_path / "run")) == [1, 2, 3, 4], text
+    events = (tmp_path / "run" / "events.jsonl").read_text()
+    assert "damaged" not in events and "copies_left" not in events, events
+
+
 @pytest.mark.slow
 def test_a_resumed_run_draws_the_same_and_another_layout_takes_it_up(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")

@@ -29,8 +29,8 @@ LAYOUTS = {
     4: [
         "replicate=4", "replicate=4,compress=int8:2", "replicate=2,shard=2,zero=1,microbatches=2",
         "replicate=2,shard=2,zero=2,microbatches=2", "replicate=2,shard=2,zero=3", "replicate=2,tp=2,sequence=true",
-        "replicate=2,pp=2,microbatches=4", "replicate=2,cp=2", "replicate=2,shard=2,zero=3,rows=3-2-2-1",
-        "replicate=2,shard=2,zero=3,precision=fp16",
+        "replicate=2,tp=2", "replicate=2,pp=2,microbatches=4", "replicate=2,cp=2",
+        "replicate=2,shard=2,zero=3,rows=3-2-2-1", "replicate=2,shard=2,zero=3,precision=fp16",
     ],
 }  # fmt: skip
 EXPERTS = ["replicate=2,shard=2,ep=2,zero=2", "replicate=2,cp=2,ep=2"]
@@ -68,7 +68,13 @@ def gradients(layout: Layout, facts: ModelAnalysis, rank: int, experts: bool, st
         program.mesh.log.drain()
         stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, 0.0).read()
     weights = {weight.name: local_tensor(weight.parameter.detach()).clone() for weight in program.weights}
-    return {"gradients": parts, "weights": weights, "comm": program.mesh.log.drain()}
+    whole_over_tp = [weight.name for weight in program.weights if "tp" not in weight.sharded_on]
+    return {
+        "gradients": parts,
+        "weights": weights,
+        "whole_over_tp": whole_over_tp,
+        "comm": program.mesh.log.drain(),
+    }
 
 
 def relative_error(measured: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
@@ -114,22 +120,23 @@ def test_copies_stay_equal_and_near_the_exact_sum(world: int, experts: bool) -> 
                 assert all(torch.equal(first[key][item], again[key][item]) for item in exact), (given, rank)
             booked = [total for total in first["comm"] if total.rounding_error]
             assert booked and all(total.bytes < total.raw_bytes for total in booked if name == "int8")
-        copies = copies_of(layout)
-        for rank, of in copies.items():
-            mine, theirs = ranks[rank][given, name][1], ranks[of][given, name][1]
-            assert all(torch.equal(mine["gradients"][item], theirs["gradients"][item]) for item in mine["gradients"])
-            assert all(torch.equal(mine["weights"][item], theirs["weights"][item]) for item in mine["weights"])
+        for axis in ("replicate", "tp"):
+            for rank, of in firsts_along(axis, layout).items():
+                mine, theirs = ranks[rank][given, name][1], ranks[of][given, name][1]
+                items = mine["weights"] if axis == "replicate" else mine["whole_over_tp"]
+                for key in ("gradients", "weights"):
+                    assert all(torch.equal(mine[key][item], theirs[key][item]) for item in items), (given, axis, rank)
 
 
-def copies_of(layout: Layout) -> dict[int, int]:
-    """Each rank to the first that holds the same part of every weight, by coordinates along ``replicate``."""
+def firsts_along(axis_name: str, layout: Layout) -> dict[int, int]:
+    """Each rank to the one at index 0 along an axis that is like it along all others, by coordinates."""
     shape = list(layout.shape().items())
     firsts = {}
     for rank in range(layout.world):
         rest, other, stride = rank, rank, 1
         for axis, size in reversed(shape):
             rest, index = divmod(rest, size)
-            other -= index * stride if axis == "replicate" else 0
+            other -= index * stride if axis == axis_name else 0
             stride *= size
         firsts[rank] = other
     return firsts

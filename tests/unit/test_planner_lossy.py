@@ -40,6 +40,13 @@ def test_copies_of_a_node_send_once() -> None:
     assert nodes < flat < reduce_s("replicate=8")
 
 
+def test_lines_of_tp_share_a_card() -> None:
+    """Half the weights on twice the devices: a node's card carries the same bytes."""
+    alone = reduce_s("replicate=8,compress=int8:2")
+    shared = reduce_s("replicate=8,tp=2,compress=int8:2", "4x4xa100-40@ethernet-1g")
+    assert shared == pytest.approx(alone, rel=0.1)
+
+
 def test_gathered_weights_cost_their_bytes() -> None:
     exact, rounded = (
         price(JOB, Layout.parse(f"shard=4,zero=3,precision=bf16{choice}"), Cluster.parse("4x1xa100-40@ethernet-1g"))

@@ -138,7 +138,7 @@ class CommunicationTimes:
         # Copies of a node reduce-scatter and gather exact values; between nodes each has its part of them.
         run = np.where(compressed & (span.inside % layouts.node_copies == 0), layouts.node_copies, 1.0)
         inside = GroupSpan(run, np.ones_like(run), span.sharing)
-        across = GroupSpan(span.inside / run, span.nodes, np.maximum(span.sharing, run))
+        across = GroupSpan(span.inside / run, span.nodes, span.sharing * run)
         inside_bytes, part = elements * self._reduce_bytes, elements / run[:, None]
         wire_bytes = part * self._value_bytes(layouts.compress, 0.0)
         seconds = self._collective_s(traffic.reduce_scatter_s, inside_bytes, inside, collectives)
