@@ -92,7 +92,7 @@ class SnapshotWriter:
         Args:
             step: optimizer steps done.
             tensors: name to tensor, as for `tensor_shards.collect_local_shards`; None for the memory of the last call.
-            meta: plain values of the trainer, the same on every rank.
+            meta: plain values of the trainer, of which those of rank 0 are read; an island's own are in its tensors.
 
         Returns:
             Seconds that training was blocked.

@@ -8,7 +8,7 @@ from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
-from meshwright.errors import ClusterError, PlanError
+from meshwright.errors import ClusterError, ConfigError, PlanError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
 from meshwright.jobs.progress import Say, to_stderr
@@ -30,6 +30,7 @@ from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OuterConfig
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
+from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds
@@ -91,7 +92,7 @@ def plan_for_fewer_ranks(
     config = _without_rebalance(config)
     for layout in named:
         if layout.world == ranks:
-            return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
+            return _plan_fallback(config, layout, model, machines, say)
     # The user named layouts to fall back to: none other is chosen silently.
     if any(layout.world < ranks for layout in named):
         raise PlanError(f"recovery.layouts names none for {ranks} ranks, but one for fewer")
@@ -99,7 +100,7 @@ def plan_for_fewer_ranks(
     if full_layout.islands > 1 and ranks >= island_ranks:
         # Another layout inside would change every island: those that lost a rank are left out as a whole.
         fewer_islands = full_layout.with_islands(ranks // island_ranks)
-        return make_plans(dataclasses.replace(config, layout=str(fewer_islands)), model, machines, say=say)[0]
+        return _plan_fallback(config, fewer_islands, model, machines, say)
     if full_layout.precision != "float64":
         try:
             return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
@@ -115,6 +116,26 @@ def plan_for_fewer_ranks(
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
     raise refusal
+
+
+def _plan_fallback(
+    config: RunConfig, layout: Layout, model: ReadModel, machines: Machines, say: Say
+) -> tuple[Plan, ModelAnalysis]:
+    """Returns the plan of a layout for fewer ranks than the run started with."""
+    _check_fallback_islands(config, layout)
+    return make_plans(dataclasses.replace(config, layout=str(layout)), model, machines, say=say)[0]
+
+
+def _check_fallback_islands(config: RunConfig, layout: Layout) -> None:
+    """Refuses a layout for fewer ranks whose islands can't join as the run's do.
+
+    Raises:
+        PlanError: so that a plan for still fewer ranks is tried.
+    """
+    try:
+        check_islands(config, layout, resumes=True)
+    except ConfigError as error:
+        raise PlanError(f"{layout}: {error}") from error
 
 
 def _without_rebalance(config: RunConfig) -> RunConfig:
@@ -150,6 +171,7 @@ def fallback_layouts(config: RunConfig, full_layout: Layout) -> list[Layout]:
 def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Layout, devices: Devices) -> None:
     """Refuses, before a rank starts, layouts for fewer ranks that can't run."""
     for layout in fallback_layouts(config, full_layout):
+        _check_fallback_islands(config, layout)
         analyse_layout(_without_rebalance(config), model, layout, devices)
 
 

@@ -7,8 +7,8 @@ import dataclasses
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout
-from meshwright.planner.memory import ModelParts, StateSizes, rest_bytes
-from meshwright.planner.rounds import JOIN, OUTER, OUTER_TENSORS
+from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
 from meshwright.spec.axis import Mechanics
@@ -29,10 +29,8 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     state = predict(candidate.layout, sizes)
     price, microbatches = candidate.price, candidate.layout.microbatches
     other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
-    if OUTER in price.memory:
+    if OUTER in price.memory and OUTER not in state.memory:
         other_memory[OUTER] = int(price.memory[OUTER])
-        if isinstance(sizes, ModelParts):
-            other_memory[OUTER] = OUTER_TENSORS * rest_bytes(candidate.layout, sizes, 0)
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
     if candidate.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
         parts["optimizer"] += price.parts["offload"]

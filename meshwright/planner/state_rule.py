@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
-from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, state_memory
+from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, rest_bytes, state_memory
+from meshwright.planner.rounds import OUTER, OUTER_TENSORS
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
@@ -15,10 +16,12 @@ STATE_SHARE = 0.6
 
 
 def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
-    """Returns the prediction of a layout's model state alone."""
+    """Returns the prediction of a layout's model state alone, with that of the outer optimizer under islands."""
     memory, formula = state_memory(layout, sizes)
     rank_elements = sizes.total
     if isinstance(sizes, ModelParts):
+        if layout.islands > 1:
+            memory = {**memory, OUTER: OUTER_TENSORS * rest_bytes(layout, sizes, 0)}
         fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
         rank_elements = fullest.weights.elements
     return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})

@@ -1,6 +1,7 @@
 """The cheap part of a proof, made before a run starts: the run's layout on a small clone, in float64 on CPU ranks.
 
-One batch of rows of one length, two micro-batches where the layout has several. A layout of more ranks than this
+One batch of rows of one length, two micro-batches where the layout has several; under islands `JOINS` short rounds,
+whose outer step is the run's own. A layout of more ranks than this
 machine can run side by side is proven over few of them, every axis that it uses still in use where they suffice.
 """
 
@@ -24,14 +25,17 @@ from meshwright.models.analysis.small_config import shrink_config, with_every_ki
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.build import check
+from meshwright.parallel.sync.all_reduce import EXCHANGE as ALL_REDUCE
 from meshwright.proof.compare import Verdict, one_line
 from meshwright.proof.layouts import min_layers
+from meshwright.proof.plain_islands import OuterRecipe
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes, world_size
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.train.config import OuterConfig
 
 FEW, MANY = 4, 8
 """Ranks over which a layout is proven on a machine of few cores, and at most on any."""
@@ -39,6 +43,8 @@ TOKENS = 128
 """Most tokens of a row of a clone."""
 VOCABULARY = 199
 """Tokens of made-up text of a clone; a prime, so that no degree divides it."""
+ROUND_STEPS, JOINS = 2, 2
+"""Most steps of a round, and rounds: momentum shows in the second join."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,6 +101,12 @@ class _StandIn:
     tokens: int
     vocab: int | None
     instead: tuple[str, ...]
+    outer: OuterRecipe = OuterRecipe()  # noqa: RUF009 - frozen
+
+    @property
+    def steps(self) -> int:
+        """Steps that are compared."""
+        return JOINS * self.outer.every if self.layout.islands > 1 else 1
 
     @property
     def text(self) -> str:
@@ -107,7 +119,14 @@ class _StandIn:
 
 
 def prove_ahead(
-    built: BuiltModel, layout: Layout, *, vocab: int, tokens: int, documents: bool, limit_s: float
+    built: BuiltModel,
+    layout: Layout,
+    *,
+    vocab: int,
+    tokens: int,
+    documents: bool,
+    limit_s: float,
+    outer: OuterConfig | None = None,
 ) -> Proof:
     """Proves a run's layout in a process beside this one, which the limit ends whatever it does.
 
@@ -118,6 +137,7 @@ def prove_ahead(
         tokens: a row.
         documents: whether documents of a row are kept apart.
         limit_s: hard limit in seconds.
+        outer: how islands join; None for the defaults.
 
     Returns:
         The outcome; what keeps the proof from being made is in it, not raised.
@@ -129,6 +149,8 @@ def prove_ahead(
     stand_in: _StandIn | None = None
     try:
         stand_in = _small_stand_in(built, layout, vocab, tokens)
+        if layout.islands > 1:
+            stand_in = _with_short_rounds(stand_in, outer or OuterConfig())
         with tempfile.TemporaryDirectory(prefix="meshwright-proof-", ignore_cleanup_errors=True) as folder:
             verdict = _prove_in_child(stand_in, documents, limit_s, folder)
     except Exception as error:  # no reason to keep a run from training
@@ -183,8 +205,9 @@ def _prove_in_process(
     rows = layout.batch_unit * (1 if layout.batch_unit > 1 else 2)
     case = Case(
         build=stand_in.build,
-        batches=random_batches(1, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
+        batches=random_batches(stand_in.steps, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
         recipe=OptimizerRecipe(),
+        outer=stand_in.outer,
         timeout_s=limit_s,
         allow_whole=True,
         device="cpu",
@@ -229,6 +252,21 @@ def _small_stand_in(built: BuiltModel, layout: Layout, vocab: int, tokens: int) 
     if few_rank_layout.degrees != layout.degrees:
         differences.append(f"{few_rank_layout.world} of {layout.world} ranks")
     return dataclasses.replace(stand_in, instead=tuple(differences))
+
+
+def _with_short_rounds(stand_in: _StandIn, outer: OuterConfig) -> _StandIn:
+    """Returns a stand-in whose islands take the run's outer step, after rounds of few steps."""
+    if stand_in.layout.islands == 1:
+        return dataclasses.replace(stand_in, instead=(*stand_in.instead, "no islands, and so no join"))
+    steps, differences = min(outer.every, ROUND_STEPS), []
+    if steps < outer.every:
+        differences.append(f"rounds of {steps} of {outer.every} steps")
+    if outer.topology != ALL_REDUCE.name:
+        differences.append(f"joins by {ALL_REDUCE.name}, not {outer.topology}")
+    if outer.compress != "none":
+        differences.append(f"joins without rounding to {outer.compress}")
+    recipe = OuterRecipe(every=steps, lr=outer.rate, momentum=outer.decay, nesterov=outer.nesterov)
+    return dataclasses.replace(stand_in, outer=recipe, instead=(*stand_in.instead, *differences))
 
 
 def few_ranks(layout: Layout, rank_limit: int, layers: int | None) -> Layout:

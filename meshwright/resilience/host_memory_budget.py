@@ -38,8 +38,11 @@ class HostMemoryBudget(NamedTuple):
 def state_bytes(plan: Plan, ranks: int) -> int:
     """Returns the bytes of one copy of the state of ``ranks`` ranks; replicated state is stored once."""
     # The plan's figures are per rank, as sharded by the layout; replicas hold the same bytes and share a copy.
-    total_bytes = sum(plan.prediction.memory.get(kind, 0) for kind in ("parameters", "optimizer"))
-    return total_bytes * ranks // max(1, _replicas(plan))
+    memory, replicas = plan.prediction.memory, max(1, _replicas(plan))
+    total_bytes = sum(memory.get(kind, 0) for kind in ("parameters", "optimizer"))
+    # Each island stores weights and moments of its own; all together store the outer weights and momentum once.
+    outer_bytes = memory.get("outer", 0) * ranks // (replicas * plan.layout.islands)
+    return total_bytes * ranks // replicas + outer_bytes
 
 
 def _replicas(plan: Plan) -> int:

@@ -50,10 +50,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",
         "takes the list and adds sends and receives",
-        since="2.12",
-    ),
-    PrivateName(
-        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._load_actions", "the same", until="2.11"
     ),
     PrivateName(
         "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.pipeline_order",
@@ -66,18 +62,12 @@ PRIVATE_NAMES = (
         of_instances=True,
     ),
 )
-_LOADERS = ("_prepare_schedule_with_comms", "_load_actions")
-"""The method that takes actions and adds sends and receives, in new and in old versions."""
-
-
-def _loader() -> str | None:
-    runtime = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
-    return next((name for name in _LOADERS if hasattr(runtime, name)), None)
 
 
 def unsupported() -> str:
     """Returns why this torch runs no lists of actions; "" where it does."""
-    if hasattr(torch_schedules, "_Action") and _loader() is not None:
+    runtime = getattr(torch_schedules, "_PipelineScheduleRuntime", None)
+    if hasattr(torch_schedules, "_Action") and hasattr(runtime, "_prepare_schedule_with_comms"):
         return ""
     return f"torch {torch.__version__} runs no lists of actions; torch 2.11 to 2.15 do"
 
@@ -92,11 +82,9 @@ def make_runtime(stages: Sequence[Any], microbatches: int, loss: Any) -> object:
 
 def load_actions(runtime: Any, actions: Mapping[int, Sequence[str]]) -> None:
     """Gives the runtime the actions of every rank, in torch's text form."""
-    loader = _loader()
-    assert loader is not None
     rows = {rank: [torch_schedules._Action.from_str(text) for text in row] for rank, row in actions.items()}
     runtime.pipeline_order = rows
-    getattr(runtime, loader)(rows)
+    runtime._prepare_schedule_with_comms(rows)
 
 
 def actions_with_sends(runtime: Any) -> dict[int, list[Any]]:

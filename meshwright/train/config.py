@@ -110,7 +110,7 @@ class TrainConfig(Config):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OuterConfig(Config):
-    """How islands join (layouts with ``islands=2`` or more; docs/islands.md); without islands it has no effect.
+    """How islands join (layouts with ``islands=2`` or more; docs/islands.md); any but the default is refused without.
 
     Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025); McMahan et al., FedAvg (2017).
     """

@@ -39,7 +39,7 @@ NO_LIMITS = Limits(math.inf, math.inf)
 
 
 class Health:
-    """Judges losses and gradient norms; every rank comes to the same verdict, since all see the same numbers.
+    """Judges losses and gradient norms; an island's ranks come to the same verdict, since they see the same numbers.
 
     The user's limits (`spike`, `largest_norm`) select the steps to which ``recovery.on_sick`` applies. The learned
     limits only select steps to recompute, in case the machine erred; they never change the training of a correct one.

@@ -10,7 +10,10 @@ from meshwright.events import StepRecord
 
 
 class Request(Flag):
-    """A hook's request; several combine with ``|``. Executed before the next step, on all ranks at once."""
+    """A hook's request; several combine with ``|``. Executed before the next step, on all ranks at once.
+
+    Under islands it is executed after the next join, on all islands, if the hooks of any made it.
+    """
 
     NONE = 0
     EVALUATE = auto()
@@ -23,7 +26,10 @@ class Request(Flag):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepInfo:
-    """A hook's argument after a step; the same on every rank, so that all ranks request the same."""
+    """A hook's argument after a step; the same on every rank of an island, so that its ranks request the same.
+
+    Islands have losses, norms and tokens of their own.
+    """
 
     step: int
     """Steps done."""
@@ -32,8 +38,8 @@ class StepInfo:
     record: StepRecord
     """The step's line of metrics; its memory, times and traffic differ between ranks."""
     validation_loss: float | None
-    """Last validation loss, nats per token, if there was one."""
+    """Last validation loss, nats per token, if there was one; the same on all ranks."""
 
 
 Hook = Callable[[StepInfo], Request]
-"""A hook decides by values that all ranks share (step, loss, norm, tokens), never by memory or time of one rank."""
+"""A hook decides by values that all ranks of an island share (step, loss, norm, tokens), never by memory or time."""

@@ -66,7 +66,8 @@ class Integrity:
         optimizer: over its weights.
         agreement: exchanges small values between all ranks.
         memory: holds the damage that ended the previous ranks; None where no supervisor can restart from older state.
-        event: records an event on rank 0.
+        event: records an event that all ranks know.
+        step_event: records an event of a step, which the ranks of an island alone know.
         rewinds_steps: whether a step's suspect numbers may send the ranks back to an older state; islands can't, since
             the others know nothing of the step.
     """
@@ -79,9 +80,10 @@ class Integrity:
         agreement: Agreement,
         memory: DamageHistory | None,
         event: Callable[..., None],
+        step_event: Callable[..., None],
         rewinds_steps: bool = True,
     ) -> None:
-        self._health, self._event, config = health, event, health.config
+        self._health, self._event, self._step_event, config = health, event, step_event, health.config
         # Without a supervisor nobody restarts from an older state: damages then raise.
         self._earlier_damage, self._can_rewind = memory.damage if memory is not None else None, memory is not None
         self._can_rewind_steps = self._can_rewind and rewinds_steps
@@ -100,6 +102,20 @@ class Integrity:
             self._copy_check.start(step)
         if self._bounds is not None:
             self._bounds.start()
+
+    def may_join(self, step: int) -> bool:
+        """Returns, the same on all ranks, whether every rank's state is within bounds before the islands join.
+
+        Args:
+            step: steps done.
+
+        Raises:
+            RankError: when one is out of bounds and no supervisor can restart from older state.
+        """
+        if self._bounds is None:
+            return True
+        reasons = self._agreement.gather(self._bounds.broken())
+        return self._within_bounds(step, reasons, tuple(rank for rank, reason in enumerate(reasons) if reason))
 
     def joined(self) -> None:
         """Takes the weights that the islands joined to as correct: they moved further than by an update."""
@@ -145,7 +161,7 @@ class Integrity:
         second_values = second.read()
         if self._suspect(step, second_values, scaled) is None:
             event_fields = {"first": [values["loss"], values["grad_norm"]], "loss": second_values["loss"]}
-            self._event(
+            self._step_event(
                 "step_repeated", step=step + 1, why=reason, **event_fields, grad_norm=second_values["grad_norm"]
             )
             self._mark_passed(LIMITS, step)
@@ -158,8 +174,10 @@ class Integrity:
             self.damage = Damage(kind=LIMITS, step=step, keep=keep, why=reason, base=self._restored_step)
             return second, second_values
         # They recurred from older states too: the training's own numbers, so learn new limits.
-        self._event("limits_left", step=step + 1, why=reason, replayed=earlier is not None)
-        self._earlier_damage = None
+        self._step_event("limits_left", step=step + 1, why=reason, replayed=earlier is not None)
+        if earlier is not None:
+            # A damage of another kind stays: all islands compare at its step, and one alone comes here.
+            self._earlier_damage = None
         self._health.accept()
         if math.isfinite(second_values["grad_norm"]):
             second = run(self._health.limits)

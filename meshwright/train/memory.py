@@ -276,7 +276,8 @@ class RankMemory:
         """Waits until the last snapshot is complete, if one is due after this step; call before the last all-reduce.
 
         A rank that finishes the step overwrites its older snapshot. None may do so until every rank has completed the
-        last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier.
+        last one, or no state would be complete on all ranks for a moment. The all-reduce provides that barrier within
+        an island; between islands it is the gathering of steps before each copy (`Trainer._agrees`).
         """
         if self._writer is not None and (self.reconfiguration_requested or self.due(step)):
             self._writer.wait()

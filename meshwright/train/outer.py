@@ -44,7 +44,7 @@ _COUNTERS = "counters"
 _COUNTER_BYTES = 16384
 """Bytes of an island's plain values: the losses and norms of its last steps above all."""
 VOTES = ("stop", "evaluate", "checkpoint")
-"""What an island may ask of all islands; it happens after the next join."""
+"""What an island's hooks may ask of all islands; it happens after the next join."""
 
 
 def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
@@ -100,6 +100,8 @@ class JoinReport:
     """Bytes that this rank sent to other islands for it."""
     votes: tuple[float, ...]
     """Sums of `VOTES` over islands."""
+    stop_count: float
+    """Sum over islands of what their ranks were asked (`OuterOptimizer.request_stop`)."""
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values for a line of metrics."""
@@ -119,7 +121,7 @@ class _Transfer:
 
     mean: PendingMean
     summary: torch.Tensor
-    """(3 + 2 islands,) float64: `VOTES`, then tokens and summed loss of each island."""
+    """(4 + 2 islands,) float64: `VOTES`, the stop count, then tokens and summed loss of each island."""
     pending_summary: PendingCollective
 
 
@@ -150,6 +152,7 @@ class OuterOptimizer:
         self._start_views = self._split(self._start)
         self._counters = torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=first.device)
         self._votes = [0.0] * len(VOTES)
+        self._stop_count = 0.0
         self._round_tokens = self._round_loss = 0.0
         self._round_steps = self._joins = 0
         self.restart()
@@ -166,6 +169,14 @@ class OuterOptimizer:
         self._round_tokens = self._round_loss = 0.0
         self._round_steps = 0
 
+    def request_stop(self, count: float) -> None:
+        """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.
+
+        Args:
+            count: ranks of this island that were asked to end so far, below 1 for a reconfiguration.
+        """
+        self._stop_count = max(self._stop_count, count)
+
     def vote(self, **votes: float) -> None:
         """Asks something of all islands, which happens after the next join.
 
@@ -173,6 +184,15 @@ class OuterOptimizer:
             votes: amount for each of `VOTES`.
         """
         self._votes = [self._votes[index] + votes.get(name, 0.0) for index, name in enumerate(VOTES)]
+
+    def ends_round(self, step: int, last: bool) -> bool:
+        """Returns whether the islands join after so many steps.
+
+        Args:
+            step: steps done.
+            last: whether the run ends after this step, which ends the round too.
+        """
+        return last or step % self._config.every == 0
 
     def after_step(self, step: int, tokens: float, loss: float, last: bool) -> JoinReport | None:
         """Counts a step, and joins the islands where a round ends; all ranks call it after each step.
@@ -189,7 +209,7 @@ class OuterOptimizer:
         self._round_steps += 1
         if tokens:
             self._round_tokens, self._round_loss = self._round_tokens + tokens, self._round_loss + tokens * loss
-        if step % self._config.every and not last:
+        if not self.ends_round(step, last):
             return None
         report = self._apply(self._begin())
         if last and not self._exchange.global_mean:
@@ -223,11 +243,10 @@ class OuterOptimizer:
         values = torch.empty(self._start.shape, dtype=self._start.dtype, device=self._device)
         for view, start, weight in zip(self._split(values), self._start_views, self._weights):
             view.copy_(start - weight.local if self._exchange.global_mean else weight.local)
-        summary = torch.zeros(len(VOTES) + 2 * self.islands, dtype=torch.float64)
-        summary[: len(VOTES)] = torch.tensor(self._votes)
-        summary[len(VOTES) + self.island] = self._round_tokens
-        summary[len(VOTES) + self.islands + self.island] = self._round_loss
-        summary = summary.to(self._device)
+        tokens, losses = ([0.0] * self.islands for _ in range(2))
+        tokens[self.island], losses[self.island] = self._round_tokens, self._round_loss
+        values_by_island = [*self._votes, self._stop_count, *tokens, *losses]
+        summary = torch.tensor(values_by_island, dtype=torch.float64, device=self._device)
         mean = self._exchange.start(values, self._round_tokens, self._group, self._joins, self._config.compress)
         return _Transfer(mean, summary, self._group.all_reduce(summary, "the islands' losses"))
 
@@ -237,6 +256,7 @@ class OuterOptimizer:
         mean = transfer.mean.finish()
         transfer.pending_summary.wait()
         summary = transfer.summary.tolist()
+        votes, stop_count, figures = summary[: len(VOTES)], summary[len(VOTES)], summary[len(VOTES) + 1 :]
         means = self._split(mean)
         global_mean = self._exchange.global_mean
         deviations = [
@@ -255,18 +275,20 @@ class OuterOptimizer:
         for weight, view in zip(self._weights, means):
             weight.local.copy_(view)
         self._round_tokens = self._round_loss = 0.0
-        self._round_steps, self._votes, self._joins = 0, [0.0] * len(VOTES), self._joins + 1
+        self._round_steps, self._votes, self._stop_count = 0, [0.0] * len(VOTES), 0.0
+        self._joins += 1
         self._program.weights_changed()
         self._on_change()
-        tokens = summary[len(VOTES) : len(VOTES) + self.islands]
+        tokens, losses = figures[: self.islands], figures[self.islands :]
         return JoinReport(
-            losses=tuple(loss / max(1.0, count) for loss, count in zip(summary[len(VOTES) + self.islands :], tokens)),
+            losses=tuple(loss / max(1.0, count) for loss, count in zip(losses, tokens)),
             tokens=tuple(tokens),
             pseudo_gradient_norm=norm if global_mean else None,
             consensus_distance=distance,
             raw_bytes=self._start.nbytes,
             sent_bytes=transfer.mean.sent_bytes,
-            votes=tuple(summary[: len(VOTES)]),
+            votes=tuple(votes),
+            stop_count=stop_count,
         )
 
     @contextlib.contextmanager

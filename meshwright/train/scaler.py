@@ -1,7 +1,7 @@
 """The dynamic loss scale of fp16 training: halved after an overflow, doubled after `GROWTH_STEPS` without one.
 
-Source: Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. Every rank sees the same global norm, so
-every rank takes the same decision.
+Source: Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.2. All ranks of an island see
+the same norm, so they take the same decision; islands have scales of their own.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ class Trainer:
         self._anomalous_steps = 0
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
         state = (deps.program, deps.optimizer, deps.store.agreement)
-        self._integrity = Integrity(self._health, *state, deps.memory, self._event, rewinds_steps=deps.outer is None)
+        events = (self._event, self._step_event)
+        self._integrity = Integrity(self._health, *state, deps.memory, *events, rewinds_steps=deps.outer is None)
         self._join: JoinReport | None = None
         self._must_rewind = False
         self.passed_over = 0
@@ -282,7 +283,10 @@ class Trainer:
             return None
         reason = self._health.judge(values["loss"], values["grad_norm"])
         if deps.outer is not None:
-            values |= {"stop": self._join_islands(deps.outer, values, reason is None), "targets": targets}
+            stop_count = self._join_islands(deps.outer, values, reason is None)
+            if stop_count is None:
+                return None
+            values |= {"stop": stop_count, "targets": targets}
         record = self._record(outcome, values, time.perf_counter() - started, reason is not None)
         self._handle_anomaly(record, reason)
         self.step += 1
@@ -296,7 +300,7 @@ class Trainer:
         deps.monitor.step(record)
         return record, values["stop"]
 
-    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float:
+    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float | None:
         """Counts a step of this island and joins the islands where a round ends.
 
         Args:
@@ -305,17 +309,22 @@ class Trainer:
             updated: whether the step changed the weights.
 
         Returns:
-            The stop count of all islands: 0 within a round, since they must agree on the step.
+            The stop count of all islands: 0 within a round, since they must agree on the step; None, on all islands,
+            when a rank's state is damaged.
         """
         self._phase("join", 0)
-        outer.vote(stop=values["stop"])
-        tokens, last = values["targets"] if updated else 0.0, self.step + 1 == self._deps.config.train.steps
-        self._join = outer.after_step(self.step + 1, tokens, values["loss"], last)
+        outer.request_stop(values["stop"])
+        step, tokens = self.step + 1, values["targets"] if updated else 0.0
+        last = step == self._deps.config.train.steps
+        # A join would spread one rank's damage to all islands, and start their bounds from it.
+        if outer.ends_round(step, last) and not self._integrity.may_join(step):
+            return None
+        self._join = outer.after_step(step, tokens, values["loss"], last)
         self._deps.program.step_timer.lap("join")
         if self._join is None:
             return 0.0
         self._integrity.joined()
-        return self._join.votes[VOTES.index("stop")]
+        return self._join.stop_count
 
     def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
         deps, tokens = self._deps, int(values["targets"])
@@ -356,7 +365,7 @@ class Trainer:
             self._anomalous_steps = 0
             return
         self._anomalous_steps += 1
-        self._event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
+        self._step_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
         if scaler.active and scaler.scale > 1.0 and not finite:
             return
         if policy == "stop":
@@ -459,6 +468,13 @@ class Trainer:
         """Records on rank 0 an event that all ranks know."""
         if self._deps.rank == 0:
             self._deps.monitor.event(Event(kind=kind, rank=0, data=data))
+
+    def _step_event(self, kind: str, **data: object) -> None:
+        """Records on the first rank of each island an event of a step, which its ranks alone know."""
+        layout, rank = self._deps.layout, self._deps.rank
+        if rank % (layout.world // layout.islands) == 0:
+            island = {"island": layout.island(rank)} if layout.islands > 1 else {}
+            self._deps.monitor.event(Event(kind=kind, rank=rank, data=data | island))
 
     def _phase(self, phase: str, micro: int) -> None:
         self._position.phase(phase, micro)

@@ -6,7 +6,8 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError, PlanError
+from meshwright.jobs.layouts import check_fallback_layouts, plan_for_fewer_ranks
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.program import Program
 from meshwright.parallel.sync import known_exchanges
@@ -162,6 +164,19 @@ def test_what_islands_cannot_do_is_refused_by_name() -> None:
         layout_of_dims({"islands": 2})
 
 
+def test_fewer_islands_that_cannot_join_are_refused_as_a_plan() -> None:
+    """So that fewer ranks are tried next, and a layout that the user named is refused before the start."""
+    outer = OuterConfig(kind="local_sgd", topology="exponential")
+    recovery = dataclasses.replace(RunConfig().recovery, layouts="islands=3")
+    config = dataclasses.replace(RunConfig(), outer=outer, recovery=recovery)
+    full, none = Layout.parse("islands=4"), cast(Any, SimpleNamespace(ranks=3))
+    for named in (config, dataclasses.replace(config, recovery=RunConfig().recovery)):
+        with pytest.raises(PlanError, match=r"islands=3.*nearest that works: islands=2"):
+            plan_for_fewer_ranks(named, cast(Any, None), none, full)
+    with pytest.raises(PlanError, match=r"islands=3.*nearest that works: islands=2"):
+        check_fallback_layouts(config, cast(Any, None), full, cast(Any, None))
+
+
 def exchanged(rank: int, name: str, times: int) -> list[float]:
     """What a rank holds after so many exchanges of the value 10 ** rank in a row."""
     values = torch.tensor([10.0**rank], dtype=torch.float64)
@@ -235,6 +250,42 @@ def test_a_run_goes_on_to_the_bit_within_a_round(root: Path, layout: str) -> Non
     assert events(root, "ended", "resumed")[0]["step"] == 6
     reports = [row["outer"] for row in rows(root / "ended") if row["outer"]]
     assert [len(report["island_losses"]) for report in reports] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_damage_within_a_round_ends_the_ranks_before_it_is_joined(root: Path) -> None:
+    more = ("--recovery.snapshot-every", "1", "--train.no-prove")
+    whole = train(root, "whole", "islands=2", 8, 2, *more)
+    flip = ("--recovery.faults", "flip:rank=1,step=4,phase=join;nan:rank=1,step=6,phase=reduce")
+    assert train(root, "flipped", "islands=2", 8, 2, *flip, *more) == whole
+    (damaged,), (repaired,) = events(root, "flipped", "damaged"), events(root, "flipped", "damage_repaired")
+    assert "rank 1's state is damaged after step 4" in damaged["why"] and repaired["damaged"] == [1]
+    # Island 1 alone computed this step again, and reports it.
+    (repeated,) = events(root, "flipped", "step_repeated")
+    assert (repeated["step"], repeated["rank"], repeated["island"]) == (6, 1, 1)
+
+
+def joined_after_a_restart(rank: int, built: Callable[[], Any]) -> list[tuple[tuple[float, ...], float]]:
+    """Votes and stop count of a join, of the processes that were asked and of those that restored their state."""
+    torch.set_num_threads(1)
+    layout = Layout.parse("islands=2,precision=float64")
+    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=2, reason="test")
+    program, config = build_program(built(), plan, torch.device("cpu")), OuterConfig(every=2)
+    asked, restored = (OuterOptimizer(program, config, lambda: None) for _ in range(2))
+    for _ in range(3):
+        asked.request_stop(float(rank == 0))
+    asked.vote(checkpoint=1.0)
+    asked.prepare_state({})
+    name = f"island{rank}/counters"
+    dict(restored.state())[name].copy_(dict(asked.state())[name])  # type: ignore[union-attr, arg-type]
+    restored.read_counters()
+    reports = [outer.after_step(2, 1.0, 1.0, last=False) for outer in (asked, restored)]
+    return [(report.votes, report.stop_count) for report in reports if report is not None]
+
+
+def test_a_request_to_stop_asks_the_processes_and_a_hooks_vote_the_run() -> None:
+    for reports in run_ranks(2, joined_after_a_restart, models.case("llama").build):
+        assert reports == [((0.0, 0.0, 2.0), 1.0), ((0.0, 0.0, 2.0), 0.0)]
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,8 +16,12 @@ from meshwright.jobs import train_proof
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.proof import before_run
 from meshwright.proof.before_run import few_ranks
+from meshwright.proof.case import Case
+from meshwright.proof.plain_islands import OuterRecipe
 from meshwright.spec.layout import Layout
+from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
+from tests.contract import test_pipeline_models as models
 from tests.runs import call, events, rows, words, write_corpus
 
 TINY = (
@@ -64,6 +69,37 @@ def test_a_layout_that_equals_one_device_is_proven_and_trains(root: Path) -> Non
     assert found["verdict"]["grad_error"] < 1e-9
     kinds = [row["kind"] for row in map(json.loads, (root / "good" / "events.jsonl").read_text().splitlines())]
     assert kinds[0] == "proved" and "run_finished" in kinds
+
+
+def proved_islands(monkeypatch: pytest.MonkeyPatch, outer: OuterConfig) -> tuple[before_run.Proof, Case]:
+    """The proof of two islands that join so, and what was compared."""
+    cases: list[Case] = []
+
+    def prove_here(stand_in: Any, documents: bool, limit_s: float, folder: str) -> Any:
+        def noted(case: Case, _layouts: Any) -> list[Any]:
+            cases.append(case)
+            return [SimpleNamespace(outcome="passed", refused="", crashed="", to_json=lambda: {"grad_error": 0.0})]
+
+        monkeypatch.setattr(before_run, "verify", noted)
+        return before_run._prove_in_process(cast(Any, None), stand_in, documents, limit_s, folder)
+
+    monkeypatch.setattr(before_run, "_prove_in_child", prove_here)
+    # A child sets this to a folder that is then removed.
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    built, layout = models.case("llama").build(), Layout.parse("islands=2")
+    sizes = {"vocab": models.VOCAB, "tokens": models.SEQUENCE, "documents": False, "limit_s": 20.0}
+    return before_run.prove_ahead(built, layout, **cast(Any, sizes), outer=outer), cases[0]
+
+
+def test_the_outer_step_of_a_run_is_proven_over_several_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, case = proved_islands(monkeypatch, OuterConfig(every=1, lr=0.3, momentum=0.5, nesterov=False))
+    assert case.outer == OuterRecipe(every=1, lr=0.3, momentum=0.5, nesterov=False) and len(case.batches) == 2
+    assert found.passed and not [text for text in found.instead if "join" in text or "rounds" in text]
+    gossip = OuterConfig(kind="local_sgd", topology="ring", compress="int8")
+    found, case = proved_islands(monkeypatch, gossip)
+    assert (case.outer.every, case.outer.lr, case.outer.momentum, len(case.batches)) == (2, 1.0, 0.0, 4)
+    differences = {"rounds of 2 of 30 steps", "joins by all_reduce, not ring", "joins without rounding to int8"}
+    assert differences <= set(found.instead)
 
 
 def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(

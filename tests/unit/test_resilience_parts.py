@@ -402,6 +402,12 @@ def test_copies_are_left_out_where_memory_is_short(available: int, found: tuple[
     assert (less.snapshots, less.disk) == found
 
 
+def test_a_copy_of_islands_has_the_outer_weights_and_momentum_once() -> None:
+    prediction = Prediction(memory={"parameters": 400, "optimizer": 600, "outer": 800})
+    plan = Plan(layout=Layout.parse("islands=2,replicate=2,shard=2"), prediction=prediction, ranks=8, reason="")
+    assert state_bytes(plan, 8) == 4 * 1000 + 2 * 800
+
+
 @pytest.mark.parametrize("phase", ["checkpoint", "evaluate"])
 def test_a_disk_or_an_evaluation_may_take_longer_than_ever(phase: str, tmp_path: Path) -> None:
     path = tmp_path / "progress.bin"

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
+from meshwright.checkpoint.agreement import Agreement
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.health import LEAST, Health
+from meshwright.train.integrity import COPIES, Damage, Integrity
+from meshwright.train.step import StepOutcome
 
 
 def run(losses: list[float], norms: list[float], warmup: int = 0) -> list[str | None]:
@@ -49,3 +54,22 @@ def test_a_loss_and_a_norm_far_out_are_suspect_once_there_is_a_past() -> None:
     assert health.suspect(61, 1e9, 1e9) is None and health.suspect(61, math.nan, 1.0) is None
     off = Health(RecoveryConfig(learned_limits=False))
     assert off.suspect(60, math.nan, 1.0) is None
+
+
+def test_an_island_whose_numbers_recur_keeps_the_damage_at_which_all_compare() -> None:
+    """Others know nothing of its step: all ranks must compare at the same ones."""
+    damage = Damage(kind=COPIES, step=9, keep=8, why="copies differ")
+    told: list[str] = []
+    nobody: Any = None
+    integrity = Integrity(
+        Health(RecoveryConfig(compare=False)),
+        *(nobody, nobody, Agreement(None), SimpleNamespace(damage=damage)),
+        lambda kind, **_fields: told.append(kind),
+        lambda kind, **_fields: told.append(f"island: {kind}"),
+        rewinds_steps=False,
+    )
+    integrity._copy_check = cast(Any, SimpleNamespace(due=lambda step: False))
+    nan = {"loss": math.nan, "grad_norm": math.nan, "finite": 0.0}
+    outcome = cast(StepOutcome, SimpleNamespace(read=lambda: dict(nan), lr=0.1))
+    integrity.settled(5, outcome, False, lambda _limits: outcome)
+    assert told == ["island: limits_left"] and integrity.due(9) and not integrity.due(8)
