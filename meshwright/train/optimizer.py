@@ -161,7 +161,8 @@ class LocalAdamW:
 
     def moments(self) -> list[torch.Tensor]:
         """Returns exp_avg and exp_avg_sq of each weight in turn, shaped like its local shard; none before an update."""
-        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+        # By `get`: looking a parameter up in torch's dict would leave an empty state in it.
+        states = [self._optimizer.state.get(parameter) for parameter in self._parameters]
         return [state[moment] for state in states if state for moment in MOMENTS]
 
     def moment_addresses(self) -> list[int]:

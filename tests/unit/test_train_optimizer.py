@@ -22,6 +22,11 @@ def of_elements(count: int, config: OptimizerConfig) -> LocalAdamW:
 def test_a_rank_without_an_element_counts_updates(implementation: Literal["fused", "foreach", "single"]) -> None:
     config = OptimizerConfig(implementation=implementation)
     empty, full = of_elements(0, config), of_elements(3, config)
+    for optimizer in (empty, full):
+        # Nothing has a state yet, and being asked makes none.
+        optimizer.step(0.1, torch.tensor(math.inf, dtype=torch.float64))
+        optimizer.moments()
+        assert optimizer.steps == 0
     # The second isn't finite: it is skipped, and counts on neither rank.
     for factor in (0.5, math.nan, 2.0):
         for optimizer in (empty, full):
