@@ -168,7 +168,8 @@ def merge_ranks(
     Args:
         layout: text form.
         ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights`` (name to `Deviation`);
-            of one that sends rounded numbers ``rounding``: their ``method`` (a `Deviation`) and ``distance``.
+            of one that sends rounded numbers ``rounding``: their ``method`` (a `Deviation`) and ``distance``, and
+            whether the layout asks for any (``expected``).
         scope: what was proven.
         allow_whole: whether a layout passes that left whole what it was asked to split.
     """
@@ -181,12 +182,15 @@ def merge_ranks(
     gaps = (loss, grad, norm, weight)
     rounding = [rank["rounding"] for rank in ranks if "rounding" in rank]
     method = worst_of(item["method"] for item in rounding)
+    distance = max((item["distance"] for item in rounding), default=0.0)
+    # A program that sends exact values equals one device, and isn't what the layout says.
+    unrounded = any(item["expected"] for item in rounding) and distance == 0.0
     equal = all(gap.within for gap in gaps)
     differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
     refused = unsplit_refusal(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
-        passed=equal and method.within and not refused,
+        passed=equal and method.within and not unrounded and not refused,
         loss_error=loss.error,
         grad_error=grad.error,
         grad_norm_error=norm.error,
@@ -194,9 +198,9 @@ def merge_ranks(
         worst=Worst(name=name, error=error.error),
         bounds={} if differs.exact else {kind: gap.bound for kind, gap in zip(KINDS, gaps)},
         refused=refused,
-        wrong=_wrong_sentence(differs, equal, method),
+        wrong=_wrong_sentence(differs, equal, method, unrounded),
         method_error=method.error,
-        rounding_distance=max((item["distance"] for item in rounding), default=0.0),
+        rounding_distance=distance,
         scope=scope,
     )
 
@@ -260,7 +264,9 @@ class _Difference:
         return "forward agrees, so its backward does something else, or gradients are summed over the wrong ranks"
 
 
-def _wrong_sentence(differs: _Difference, equal: bool, method: Deviation) -> str:
+def _wrong_sentence(differs: _Difference, equal: bool, method: Deviation, unrounded: bool) -> str:
+    if equal and unrounded:
+        return f"under {differs.layout} nothing that was sent is rounded, though the layout asks for it"
     if equal and not method.within:
         return (
             f"under {differs.layout} rounded numbers are off by {method.error:.1e} from the same method in numpy: "

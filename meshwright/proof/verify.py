@@ -178,7 +178,7 @@ def _train_under_layout(
         if outer is not None:
             outer.after_step(step + 1, outcome["targets"], outcome["loss"], step + 1 == len(case.batches))
     difference.trained(program.weights, len(case.batches))
-    rounding = {"method": sums.method, "distance": sums.distance}
+    rounding = {"method": sums.method, "distance": sums.distance, "expected": layout.is_lossy}
     return difference.deviations | {"held": held_elements, "rounding": rounding}
 
 

@@ -12,6 +12,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
 from meshwright.parallel.compression import GradientCompressor
+from meshwright.parallel.mesh import Mesh
 from meshwright.proof.case import Case
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import random_batches, verify
@@ -99,3 +100,9 @@ def test_planted_faults_are_noticed(
     (verdict,) = verify(case(), [Layout.parse("replicate=2,compress=int8,precision=float64")])
     assert not verdict.passed and not verdict.refused and verdict.method_error > 1e-7
     assert "rounded numbers are off" in verdict.wrong
+
+
+def test_a_program_that_rounds_nothing_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "compressor", lambda *_: None)
+    (verdict,) = verify(case(), [Layout.parse("replicate=2,compress=int8,precision=float64")])
+    assert not verdict.passed and "nothing that was sent is rounded" in verdict.wrong
