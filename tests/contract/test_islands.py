@@ -242,10 +242,12 @@ def test_a_run_goes_on_to_the_bit_within_a_round(root: Path, layout: str) -> Non
     """From memory after a killed rank of the second island, and from the disk of a run that ended."""
     devices = Layout.parse(layout).world
     whole = train(root, "whole", layout, 10, devices)
-    kill = ("--recovery.faults", f"kill:rank={devices - 1},step=7")
+    # Before its own snapshot of step 7, when the one of step 6 is complete on every rank.
+    kill = ("--recovery.faults", f"kill:rank={devices - 1},step=7,phase=snapshot")
     assert train(root, "killed", layout, 10, devices, *kill, "--recovery.snapshot-every", "1") == whole
     assert events(root, "killed", "restored")[0]["step"] == 6
-    train(root, "ended", layout, 10, devices, *kill, "--recovery.no-enabled", fails=True)
+    ends = ("--recovery.faults", f"kill:rank={devices - 1},step=7", "--recovery.no-enabled")
+    train(root, "ended", layout, 10, devices, *ends, fails=True)
     assert train(root, "ended", layout, 10, devices, "--recovery.no-enabled") == whole
     assert events(root, "ended", "resumed")[0]["step"] == 6
     reports = [row["outer"] for row in rows(root / "ended") if row["outer"]]
@@ -315,7 +317,7 @@ def test_a_checkpoint_of_islands_is_read_by_any_number_of_them(root: Path) -> No
 def test_an_island_that_lost_a_device_is_left_out_as_a_whole(root: Path) -> None:
     more = ("--recovery.on-death", "shrink", "--recovery.snapshot-every", "1")
     layout = "islands=2,shard=2,zero=2"
-    losses = train(root, "run", layout, 10, 4, "--recovery.faults", "kill:rank=3,step=7", *more)
+    losses = train(root, "run", layout, 10, 4, "--recovery.faults", "kill:rank=3,step=7,phase=snapshot", *more)
     assert len(losses) == 10 and losses[-1][0] < losses[0][0]
     assert events(root, "run", "planned")[0]["layout"] == "shard=2,zero=2"
     change = events(root, "run", "islands_changed")[0]
