@@ -10,7 +10,7 @@ from functools import cached_property
 
 from torch import nn
 
-from meshwright.parallel import fsdp, replicate
+from meshwright.parallel import fsdp
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.compression import GradientCompressor, RoundingKey
 from meshwright.parallel.forward_stack import ForwardLayer
@@ -135,7 +135,7 @@ class LateGradientReducer:
     @cached_property
     def _reducer(self) -> GradientReducer:
         layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-        return replicate.wrap(
+        return GradientReducer(
             list(layers), self._axis_group, layers, self._compressor, list(self._layers), self._waits_in_backward
         )
 

@@ -44,7 +44,7 @@ def copy(tmp_path) -> Path:
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("parallel/replicate.py", "import meshwright.train"),
+        ("parallel/gradient_reducer.py", "import meshwright.train"),
         ("planner/search.py", "import meshwright.models"),
         ("train/trainer.py", "def f():\n    import meshwright.proof"),
         ("events.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import meshwright.config"),
