@@ -31,7 +31,7 @@ ExportType = Literal["float32", "bfloat16", "float16", "as-trained"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class RecipeStage:
     """A stage of a recipe."""
 
     name: str
@@ -50,7 +50,7 @@ class RecipeResult:
 
     run: str
     """The run's directory."""
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[RecipeStage, ...] = ()
     """Those that have a result, in their order."""
     finished: bool = False
     """Whether all stages are done; else the same command goes on."""
@@ -97,7 +97,7 @@ def run_recipe(
     token_set = prepare(text, say=say)
     sizes = [format_count(len(split.tokens)) for split in (token_set.train, token_set.validation)]
     summary = f"{sizes[0]} + {sizes[1]} held out tokens, vocabulary {token_set.vocab_size}"
-    prepared = Stage(name="prepare", was_done=was_prepared, summary=summary, path=str(folder))
+    prepared = RecipeStage(name="prepare", was_done=was_prepared, summary=summary, path=str(folder))
     earlier = read_run(run_dir)
     was_trained, terminated = is_finished(earlier, config), False
     if was_trained:
@@ -123,7 +123,7 @@ def is_finished(run_data: RunFiles, config: RunConfig) -> bool:
     return run_data.state == "finished" and int(run_data.final().get("step", 0)) >= config.train.steps
 
 
-def _trained_stages(run_data: RunFiles, earlier_layout: str, began: float, was_trained: bool) -> list[Stage]:
+def _trained_stages(run_data: RunFiles, earlier_layout: str, began: float, was_trained: bool) -> list[RecipeStage]:
     """Returns plan, proof, training and evaluation, as far as they have results.
 
     Args:
@@ -137,33 +137,35 @@ def _trained_stages(run_data: RunFiles, earlier_layout: str, began: float, was_t
     if run_data.layout:
         summary = f"{run_data.layout}: {run_data.plan.get('reason', '')}"
         was_planned = run_data.layout == earlier_layout
-        stages.append(Stage(name="plan", was_done=was_planned, summary=summary, path=str(plan_path)))
+        stages.append(RecipeStage(name="plan", was_done=was_planned, summary=summary, path=str(plan_path)))
     if proof_path.is_file():
         was_proven = proof_path.stat().st_mtime < began
         outcome = str(_read_json(proof_path).get("outcome", ""))
-        stages.append(Stage(name="verify", was_done=was_proven, summary=outcome, path=str(proof_path)))
+        stages.append(RecipeStage(name="verify", was_done=was_proven, summary=outcome, path=str(proof_path)))
     if run_data.steps:
         last = run_data.steps[-1]
         summary = f"step {last['step']}, loss {last['loss']:.4f}"
-        stages.append(Stage(name="train", was_done=was_trained, summary=summary, path=str(run_data.path / _REPORT)))
+        stages.append(
+            RecipeStage(name="train", was_done=was_trained, summary=summary, path=str(run_data.path / _REPORT))
+        )
     final = run_data.final()
     if final.get("validation_loss") is not None:
         parts = [f"validation loss {final['validation_loss']:.4f}"]
         if final.get("bits_per_byte") is not None:
             parts.append(f"{final['bits_per_byte']:.3f} bits per byte")
         report = str(run_data.path / _REPORT)
-        stages.append(Stage(name="evaluate", was_done=was_trained, summary=", ".join(parts), path=report))
+        stages.append(RecipeStage(name="evaluate", was_done=was_trained, summary=", ".join(parts), path=report))
     return stages
 
 
-def _export(run_dir: Path, export_type: ExportType, say: Say) -> Stage:
+def _export(run_dir: Path, export_type: ExportType, say: Say) -> RecipeStage:
     """Exports the newest checkpoint into the run's directory, unless that is there; an older export is replaced."""
     target, record_path = run_dir / EXPORT, run_dir / EXPORTED
     record = _read_json(record_path)
     final_step = int(read_run(run_dir).final().get("step", 0))
     described = f"step {final_step}, {export_type}"
     if target.is_dir() and (record.get("step"), record.get("type")) == (final_step, export_type):
-        return Stage(name="export", was_done=True, summary=described, path=str(target))
+        return RecipeStage(name="export", was_done=True, summary=described, path=str(target))
     # Only what this job wrote is replaced; another directory of that name is refused by the export.
     if record:
         record_path.unlink()
@@ -172,7 +174,7 @@ def _export(run_dir: Path, export_type: ExportType, say: Say) -> Stage:
     result = export(run_dir, target, dtype=export_type, trust=True, say=say)
     record_path.write_text(json.dumps({"step": result.step, "type": export_type}), encoding="utf-8")
     say(f"exported step {result.step} to {target}")
-    return Stage(name="export", was_done=False, summary=f"step {result.step}, {export_type}", path=str(target))
+    return RecipeStage(name="export", was_done=False, summary=f"step {result.step}, {export_type}", path=str(target))
 
 
 def _read_json(path: Path) -> dict[str, Any]:
