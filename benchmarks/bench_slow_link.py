@@ -78,7 +78,7 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {}
     for rate in options.rates.split(","):
-        with _networks(rate) as names:
+        with networks(rate) as names:
             print(f"wire: {rate}", flush=True)
             found[rate] = _run(names, options)
     _shares(found, options.rates.split(","))
@@ -101,7 +101,8 @@ def _options() -> argparse.Namespace:
 
 
 @contextmanager
-def _networks(rate: str) -> Iterator[list[str]]:
+def networks(rate: str, delay: str = "0ms") -> Iterator[list[str]]:
+    """Yields the names of two networks, joined by a wire of a rate and a delay one way, as tc writes them."""
     names = [f"slow{os.getpid()}{end}" for end in "ab"]
     try:
         for name in names:
@@ -111,8 +112,11 @@ def _networks(rate: str) -> Iterator[list[str]]:
         for at, name in enumerate(names):
             _ip("-n", name, "address", "add", f"10.79.0.{at + 1}/24", "dev", f"wire{at}")
             _ip("-n", name, "link", "set", f"wire{at}", "up")
+            if delay != "0ms":
+                _ip("netns", "exec", name, *f"tc qdisc add dev wire{at} root handle 1: netem delay {delay}".split())
             if rate != "none":
-                held = ["tc", "qdisc", "add", "dev", f"wire{at}", "root", "tbf", "rate", rate]
+                place = ["root"] if delay == "0ms" else ["parent", "1:1", "handle", "10:"]
+                held = ["tc", "qdisc", "add", "dev", f"wire{at}", *place, "tbf", "rate", rate]
                 _ip("netns", "exec", name, *held, "burst", "64kb", "latency", "100ms")
         yield names
     finally:
