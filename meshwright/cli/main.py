@@ -20,6 +20,9 @@ VERBS = {
     "generate": "continue a prompt with a trained model",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "status": "where a run stands, and what the scheduler says of its job",
+    "logs": "what a run printed; -f follows it",
+    "cancel": "end a run with a checkpoint, wherever it runs",
     "export": "write a run's model in Hugging Face format",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""
