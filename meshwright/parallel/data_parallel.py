@@ -52,6 +52,7 @@ def _apply(context: TransformContext) -> None:
                     axis_groups,
                     expert_group,
                     _compressors(shard_group, copies, mesh, context.rounding_key),
+                    mesh.secondary_shards(shard_group),
                 ),
             )
         elif mesh is not None:

@@ -29,6 +29,7 @@ from meshwright.parallel.fsdp_collectives import (
 )
 from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
+from meshwright.parallel.secondary_shards import SecondaryAllGather, SecondaryShards
 from meshwright.torch_compat.fsdp2 import (
     accumulate_unsharded_gradients,
     clear_unsharded_gradients,
@@ -185,6 +186,7 @@ def wrap(
     axis_groups: Sequence[AxisGroup],
     expert_group: ExpertFsdpGroup | None = None,
     compressors: Compressors = NO_COMPRESSION,
+    secondary: SecondaryShards | None = None,
 ) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
@@ -197,6 +199,8 @@ def wrap(
         axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
         expert_group: modules that are sharded over other ranks; None for none.
         compressors: send in rounded numbers.
+        secondary: ranks that share the layers' weights between forward and backward; None where all share them. The
+            modules of an `expert_group` are freed as ever.
 
     Returns:
         The state that the step steers.
@@ -221,6 +225,8 @@ def wrap(
         fully_shard(layer, **settings)
     # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
     root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    if secondary is not None:
+        secondary.share(layers)
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
     deferred, layer_names = (
@@ -229,7 +235,8 @@ def wrap(
     )
     prefixes = {submodule: prefix for prefix, submodule in module.named_modules()}
     attach = functools.partial(_attach_collectives, deferred=deferred, prefixes=prefixes)
-    replica_all_reduces = attach((root, *layers), (format_layers([REST]), *layer_names), axis_groups, compressors)
+    replica_all_reduces = attach([root], [format_layers([REST])], axis_groups, compressors)
+    replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=secondary)
     if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
@@ -274,14 +281,17 @@ def _attach_collectives(
     *,
     deferred: DeferredReductions,
     prefixes: Mapping[nn.Module, str],
+    secondary: SecondaryShards | None = None,
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     replica_all_reduces = []
     for unit, name in zip(units, names, strict=True):
         _use_axis_group(unit, axis_groups[0], deferred, name)
-        gather = BookedAllGather(axis_groups[0], name)
+        gather: BookedAllGather = BookedAllGather(axis_groups[0], name)
         if compressors.weights is not None:
             gather = CompressedAllGather(compressors.weights, shard_sizes(unit, prefixes), name)
+        if secondary is not None:
+            gather = SecondaryAllGather(gather, secondary.axis_group, name)
         unit.set_custom_all_gather(gather)
         for axis_group in axis_groups[1:]:
             shards = shard_sizes(unit, prefixes, trained=True)
