@@ -52,6 +52,9 @@ class ShardOptions:
     """Layers gathered ahead of the one that computes."""
     first_layer: int = 0
     """Number, in the model, of the first of the layers: what messages call them by."""
+    secondary: SecondaryShards | None = None
+    """Ranks that share the layers' weights from forward to backward; None where they are freed. Experts over other
+    ranks than the rest are freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,6 @@ def wrap(
     axis_groups: Sequence[AxisGroup],
     expert_group: ExpertFsdpGroup | None = None,
     compressors: Compressors = NO_COMPRESSION,
-    secondary: SecondaryShards | None = None,
 ) -> FsdpSync:
     """Shards ``module`` over a mesh of one dimension, layer by layer.
 
@@ -199,8 +201,6 @@ def wrap(
         axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
         expert_group: modules that are sharded over other ranks; None for none.
         compressors: send in rounded numbers.
-        secondary: ranks that share the layers' weights between forward and backward; None where all share them. The
-            modules of an `expert_group` are freed as ever.
 
     Returns:
         The state that the step steers.
@@ -225,18 +225,16 @@ def wrap(
         fully_shard(layer, **settings)
     # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
     root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
-    if secondary is not None:
-        secondary.share(layers)
+    if options.secondary is not None:
+        options.secondary.share(layers)
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
-    deferred, layer_names = (
-        DeferredReductions(),
-        [format_layers([number]) for number in range(options.first_layer, options.first_layer + len(layers))],
-    )
+    deferred = DeferredReductions()
+    layer_names = [format_layers([options.first_layer + index]) for index in range(len(layers))]
     prefixes = {submodule: prefix for prefix, submodule in module.named_modules()}
     attach = functools.partial(_attach_collectives, deferred=deferred, prefixes=prefixes)
     replica_all_reduces = attach([root], [format_layers([REST])], axis_groups, compressors)
-    replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=secondary)
+    replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=options.secondary)
     if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
