@@ -127,7 +127,7 @@ class ShareChange:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
+class RankPace:
     """A rank's times, as all ranks learn them."""
 
     seconds: tuple[float, ...]
@@ -151,7 +151,7 @@ class ShareDecision:
     def __init__(self, reader_of: Sequence[int], shares: Sequence[int], unit: int, every: int) -> None:
         self._reader_of, self.shares, self._unit, self._every = tuple(reader_of), tuple(shares), unit, every
 
-    def decide(self, times: Sequence[RankTimes], first_step: int) -> ShareChange | None:
+    def decide(self, times: Sequence[RankPace], first_step: int) -> ShareChange | None:
         """Returns new shares where they are worth it, by the fewest steps that show it.
 
         Args:
@@ -248,7 +248,7 @@ class ShareBalancer:
             self._feed.change_span(self._pending.first_step, span)
             self._event(self._pending)
 
-    def _gather(self, row_limit: int) -> list[RankTimes]:
+    def _gather(self, row_limit: int) -> list[RankPace]:
         """Returns every rank's times, in rank order; all ranks have seen equally many steps."""
         newest = list(self._busy_s)
         windows = [count * self._every for count in WINDOWS if count * self._every <= len(newest)]
@@ -262,7 +262,7 @@ class ShareBalancer:
         # Else this wait would be taken from the next step's time.
         self._mesh.log.drain()
         return [
-            RankTimes(row_limit=int(limit), noise=noise, seconds=tuple(seconds))
+            RankPace(row_limit=int(limit), noise=noise, seconds=tuple(seconds))
             for limit, noise, *seconds in values.view(-1, len(own)).tolist()
         ]
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import ConfigError, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.train.config import TrainConfig
-from meshwright.train.share_balance import LEAST_GAIN, RankTimes, ShareDecision, balanced_shares, check_rebalance
+from meshwright.train.share_balance import LEAST_GAIN, RankPace, ShareDecision, balanced_shares, check_rebalance
 
 
 def slowest(shares: list[int], costs: list[float]) -> float:
@@ -36,8 +36,8 @@ def test_no_other_shares_are_faster(seed: int) -> None:
     assert not allowed or shares in allowed
 
 
-def measured(seconds: float, row_limit: int = 99, noise: float = 0.0) -> RankTimes:
-    return RankTimes(seconds=(seconds,), row_limit=row_limit, noise=noise)
+def measured(seconds: float, row_limit: int = 99, noise: float = 0.0) -> RankPace:
+    return RankPace(seconds=(seconds,), row_limit=row_limit, noise=noise)
 
 
 def test_shares_change_only_where_it_is_worth_it() -> None:
