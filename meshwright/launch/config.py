@@ -101,6 +101,6 @@ class SlurmConfig(Config):
                 raise ConfigError(f"slurm.{name} = {text!r}: letters, digits and . , : @ + = - _ only")
         for line in self.lines:
             if not re.fullmatch(r"[a-z][a-z0-9-]+(=[^\s\"'`$;|&\\]+)?", line):
-                raise ConfigError(f"slurm.lines: {line!r} is no long option of sbatch without dashes, as constraint=h100")
+                raise ConfigError(f"slurm.lines: {line!r} is no long option without dashes, as constraint=h100")
             if line.partition("=")[0] in _OWN_OPTIONS:
                 raise ConfigError(f"slurm.lines: {line} is set by other settings of slurm, or by the launcher")
