@@ -108,7 +108,7 @@ class Mesh:
             self.axis_groups[key] = AxisGroup(name, group, self.log)
         return self.axis_groups[key]
 
-    def compressor(self, copies: AxisGroup, key: RoundingKey) -> GradientCompressor | None:
+    def compressor(self, copies: AxisGroup, key: RoundingKey, stage_index: int = 0) -> GradientCompressor | None:
         """Returns what sums gradients over copies in rounded numbers; None where the layout sums exactly.
 
         A collective call, since it may make groups.
@@ -116,6 +116,8 @@ class Mesh:
         Args:
             copies: the ranks that hold the same part of a weight.
             key: of the random roundings.
+            stage_index: of the stage that the weights are in: a tied weight of two stages is rounded by other numbers
+                in each.
         """
         compression = self.layout.compress
         if not compression or copies.size == 1:
@@ -128,7 +130,8 @@ class Mesh:
             inside = self._named_group(copies, f"node_{run}", runs)
             peers = [group[first::run] for group in groups for first in range(run)]
             across = self._named_group(copies, f"nodes_{run}", peers)
-        compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key, self._copies_name(copies))
+        name = f"{self._copies_name(copies)}.{stage_index}"
+        compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key, name)
         self.compressors.append(compressor)
         return compressor
 
