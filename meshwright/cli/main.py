@@ -24,6 +24,8 @@ VERBS = {
     "status": "where a run stands, and what the scheduler says of its job",
     "logs": "what a run printed; -f follows it",
     "cancel": "end a run with a checkpoint, wherever it runs",
+    "watch": "serve the live page of a run directory",
+    "trace": "write a run's recorded steps as a trace for Perfetto",
     "export": "write a run's model in Hugging Face format",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""
