@@ -69,7 +69,7 @@ def test_a_job_survives_its_nodes(cluster: SlurmCluster, tmp_path: Path, monkeyp
     slow = ("--train.steps", "400", "--recovery.faults", "slow:rank=0,step=3,seconds=0.3,generation=0")
     assert "trains in" in meshwright(*command(root, *slow))
     wait_until(lambda: last_step(run) >= 5, STARTED_S)
-    assert "RUNNING on n[0-2]" in meshwright("status", str(run))
+    assert "RUNNING, on n[0-2]" in meshwright("status", str(run))
 
     # The power of n1 fails: its daemon, its step daemon, its supervisor and its ranks are gone at once.
     committed = last_step(run)
