@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from meshwright.parallel import block_codec
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey
@@ -51,6 +56,46 @@ def test_draws_follow_from_the_step_and_what_is_not_finite_reaches_every_rank() 
     for results in ranks[1:]:
         for mine, theirs in zip(results[:3], ranks[0][:3]):
             assert torch.equal(mine, theirs)
+
+
+class LiveStorages(TorchDispatchMode):
+    """Adds up storages that operators make, while they live: whatever code makes them, and whatever it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = {item.untyped_storage().data_ptr() for item in tree_leaves((args, kwargs)) if torch.is_tensor(item)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in (item for item in tree_leaves(result) if torch.is_tensor(item) and item.numel()):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in known and storage.data_ptr() not in self._sizes:
+                self._sizes[storage.data_ptr()] = storage.nbytes()
+                weakref.finalize(storage, self._sizes.pop, storage.data_ptr())
+        self.peak = max(self.peak, sum(self._sizes.values()))
+        return result
+
+
+def allocated(rank: int) -> tuple[int, int, int]:
+    """Returns bytes that live at most in a sum, and afterwards, and the peak that the log has."""
+    block_codec.SLICE_BLOCKS = 16
+    log = TrafficLog()
+    engine, weights, gradient = compressor(log, RoundingKey()), WeightBlocks(["w"], [SIZE]), torch.randn(SIZE)
+    with LiveStorages() as live:
+        engine.all_reduce(weights, [gradient]).wait()
+        gc.collect()
+        torch.empty(1)
+    return live.peak, sum(live._sizes.values()), log.buffers.total_peak
+
+
+def test_a_sum_needs_the_bytes_on_the_wire_twice_and_its_part_of_the_sum() -> None:
+    blocks = SIZE // 256
+    expected = 2 * blocks * 260 + blocks // 2 * (1024 + 260)
+    for peak, after, logged in run_ranks(2, allocated):
+        assert logged == expected and after < 1 << 16
+        assert expected <= peak <= expected + 32 * 16 * 1024, "temporaries of a slice come on top"
 
 
 def counted(rank: int) -> tuple[int, int]:
