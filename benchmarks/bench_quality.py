@@ -3,10 +3,10 @@
     python benchmarks/bench_quality.py recipes/shakespeare-chars.toml --data tinyshakespeare.txt --seeds 1,2,3
         --ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30" --out FOLDER
 
-Each way is a layout and further words of `meshwright train`; the others are compared with the first, seed by seed. A run
-that FOLDER holds already isn't made again, so that a comparison can be stopped and go on. Told for each way are the
-validation loss after the last step over all held-out text, its distance from the first way's (mean over seeds, least
-and most), and the bytes that rank 0 sent.
+Each way is a layout and further words of `meshwright train`; the others are compared with the first, seed by seed. A
+run that FOLDER holds already isn't made again, so that a comparison can be stopped and go on. Told for each way are
+the validation loss after the last step over all held-out text, its distance from the first way's (mean over seeds,
+least and most), and the bytes that rank 0 sent.
 """
 
 from __future__ import annotations
