@@ -13,7 +13,7 @@ from meshwright.spec.layout import Layout
 
 
 @dataclass(frozen=True, slots=True)
-class _Message:
+class _MessageBytes:
     """Bytes of a message's buffers: while each of its exchanges is under way, and between it and the next."""
 
     waiting: tuple[int, ...]
@@ -21,7 +21,7 @@ class _Message:
     """After each exchange, at most."""
 
     @classmethod
-    def of(cls, compression: Compression, copies: int, blocks: int, element_bytes: int) -> _Message:
+    def of(cls, compression: Compression, copies: int, blocks: int, element_bytes: int) -> _MessageBytes:
         """Returns the message of a sum: values, encoded blocks and received ones, as `parallel.compression` has them.
 
         Args:
@@ -49,7 +49,7 @@ class _Message:
 class _RecordedMessages(Collectives):
     """Keeps the rounded messages of a rank, by group, instead of their bytes alone."""
 
-    sums: dict[str, list[_Message]] = field(default_factory=dict)
+    sums: dict[str, list[_MessageBytes]] = field(default_factory=dict)
     gathers: list[int] = field(default_factory=list)
     """Bytes of a gather's buffers: this rank's blocks, and every rank's."""
 
@@ -58,7 +58,7 @@ class _RecordedMessages(Collectives):
     ) -> None:
         """Records the exchanges of a rounded sum; see `Collectives`."""
         if len(copies.ranks) > 1 and blocks:
-            message = _Message.of(compression, len(copies.ranks), blocks, element_bytes)
+            message = _MessageBytes.of(compression, len(copies.ranks), blocks, element_bytes)
             self.sums.setdefault(copies.axis, []).append(message)
 
     def add_rounded_gather(self, shards: CollectiveGroup, size: int, count: int) -> None:
@@ -107,7 +107,7 @@ def _waits_at_once(layout: Layout) -> bool:
 
 
 def _peak_bytes(
-    messages: Sequence[_Message], starts_first: bool, is_alone: bool = False, starts_all: bool = False
+    messages: Sequence[_MessageBytes], starts_first: bool, is_alone: bool = False, starts_all: bool = False
 ) -> int:
     """Returns the most bytes of messages under way.
 
@@ -118,7 +118,7 @@ def _peak_bytes(
         starts_all: whether all start before any goes on.
     """
     peak = 0
-    under_way: list[tuple[_Message, int]] = []
+    under_way: list[tuple[_MessageBytes, int]] = []
 
     def note(extra: int = 0) -> None:
         nonlocal peak
