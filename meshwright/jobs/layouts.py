@@ -29,8 +29,8 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OuterConfig
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
-from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds

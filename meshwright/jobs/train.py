@@ -48,9 +48,9 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.hooks import Hook
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY

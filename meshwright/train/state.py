@@ -20,6 +20,10 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 OUTER_MOMENTUM = "outer_momentum"
 """Prefix of the outer optimizer's momentum; under islands the weights of `WEIGHTS` are the outer ones."""
+OUTER_TRANSFER = "outer_transfer"
+"""Prefix of the islands' mean movements that have arrived before the step in which they are taken."""
+TRANSFER_SUMMARIES = "outer_transfer_summaries"
+"""Their summaries, a row for each fragment of the weights."""
 _ISLAND = "island"
 
 
@@ -75,8 +79,10 @@ def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[s
     """
     outer, saved = optimizer.outer, saved_islands(names)
     if saved == (outer.islands if outer is not None else 0):
-        return state_tensors(program, optimizer)
-    tensors: dict[str, StateTensor] = {}
+        tensors = state_tensors(program, optimizer)
+        # A run may have got a delay only now: then nothing was under way.
+        return {name: held for name, held in tensors.items() if name in names or not name.startswith(OUTER_TRANSFER)}
+    tensors = {}
     for weight in (*program.weights, *program.frozen):
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
     prefix = island_prefix(0) if saved else ""
@@ -159,7 +165,9 @@ def load_state(
         expect=expect,
         required=False,
         # Another number of islands reads the outer weights and leaves what single islands saved.
-        may_remain=lambda name: island_of_name(name) is not None or name.startswith(f"{OUTER_MOMENTUM}/"),
+        may_remain=lambda name: (
+            island_of_name(name) is not None or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))
+        ),
     )
     if checkpoint is None:
         return None

@@ -34,6 +34,20 @@ class Exchange(ABC):
     global_mean: bool
     """Whether every island gets the mean over all islands, to the same bits; else the islands' weights stay apart."""
 
+    direct_peers: int = 0
+    """Islands to which each sends all of its values in an exchange, at most; 0 where values are summed on the way."""
+
+    def sent_bytes(self, elements: int, element_bytes: int, islands: int, compress: str = "none") -> int:
+        """Returns the bytes that a rank sends in an exchange.
+
+        Args:
+            elements: values that it hands over.
+            element_bytes: of one in its own type.
+            islands: number of islands.
+            compress: what values travel as, one of `outer.compress`.
+        """
+        return min(self.direct_peers, islands - 1) * elements * element_bytes
+
     @abstractmethod
     def check(self, islands: int) -> None:
         """Refuses a number of islands.

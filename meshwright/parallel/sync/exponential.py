@@ -18,6 +18,7 @@ class Exponential(Exchange):
 
     name = "exponential"
     global_mean = False
+    direct_peers = 1
 
     def check(self, islands: int) -> None:
         """Refuses a number of islands that is no power of two."""
@@ -41,7 +42,7 @@ class Exponential(Exchange):
             pending.wait()
             return received.add_(values).div_(2.0)
 
-        return PendingMean(finish, values.nbytes)
+        return PendingMean(finish, self.sent_bytes(values.numel(), values.element_size(), group.size))
 
 
 EXCHANGE = Exponential()

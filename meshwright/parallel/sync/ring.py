@@ -16,6 +16,7 @@ class Ring(Exchange):
 
     name = "ring"
     global_mean = False
+    direct_peers = 2
 
     def check(self, islands: int) -> None:
         """Refuses no number of islands."""
@@ -35,7 +36,7 @@ class Ring(Exchange):
                 total.add_(received[peer])
             return total.div_(len(neighbours) + 1)
 
-        return PendingMean(finish, len(neighbours) * values.nbytes)
+        return PendingMean(finish, self.sent_bytes(values.numel(), values.element_size(), group.size))
 
 
 EXCHANGE = Ring()
