@@ -16,6 +16,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
 from meshwright.monitor.rundir import RunFiles, column, number, read_run
@@ -52,6 +53,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
         ("", lambda: _head(run)),
         ("What ran", lambda: _what_ran(run)),
         ("Course", lambda: course(run)),
+        ("Islands", lambda: islands(run)),
         ("Compression of the held-out text", lambda: compression(run)),
         ("Layout", lambda: layout_grid(run)),
         ("Time by part", lambda: time(run)),

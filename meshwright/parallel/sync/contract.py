@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.spec.gossip import GOSSIP_PEERS
 
 
 @dataclass(slots=True)
@@ -34,9 +35,6 @@ class Exchange(ABC):
     global_mean: bool
     """Whether every island gets the mean over all islands, to the same bits; else the islands' weights stay apart."""
 
-    direct_peers: int = 0
-    """Islands to which each sends all of its values in an exchange, at most; 0 where values are summed on the way."""
-
     def sent_bytes(self, elements: int, element_bytes: int, islands: int, compress: str = "none") -> int:
         """Returns the bytes that a rank sends in an exchange.
 
@@ -46,7 +44,7 @@ class Exchange(ABC):
             islands: number of islands.
             compress: what values travel as, one of `outer.compress`.
         """
-        return min(self.direct_peers, islands - 1) * elements * element_bytes
+        return min(GOSSIP_PEERS.get(self.name, 0), islands - 1) * elements * element_bytes
 
     @abstractmethod
     def check(self, islands: int) -> None:

@@ -18,7 +18,6 @@ class Exponential(Exchange):
 
     name = "exponential"
     global_mean = False
-    direct_peers = 1
 
     def check(self, islands: int) -> None:
         """Refuses a number of islands that is no power of two."""

@@ -16,7 +16,6 @@ class Ring(Exchange):
 
     name = "ring"
     global_mean = False
-    direct_peers = 2
 
     def check(self, islands: int) -> None:
         """Refuses no number of islands."""
