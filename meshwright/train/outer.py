@@ -131,12 +131,11 @@ class OuterOptimizer:
 
     def _arriving(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange started before and is taken after so many steps."""
-        starting, delay = self._starting(step, last), self._config.delay
+        delay = self._config.delay
         return [
             fragment
             for fragment in self._fragments
-            # A resumed run may have other rounds: no fragment is sent twice at once.
-            if fragment.transfer is not None and (step - fragment.transfer.step >= delay or fragment in starting)
+            if fragment.transfer is not None and (last or step - fragment.transfer.step >= delay)
         ]
 
     def receive(self, step: int, last: bool) -> None:
@@ -349,15 +348,9 @@ class OuterOptimizer:
         values = json.loads(bytes(self._counters.cpu().numpy()).decode())
         # Checkpoints from before there were fragments have one round.
         rounds = values.get("rounds") or [[values["round"]["tokens"], values["round"]["loss"], values["joins"], None]]
-        # Other fragments than were saved: those of the present take the longest round, and transfers are dropped.
-        fits = len(rounds) == len(self._fragments) and self._received is not None
-        longest = max(rounds, key=lambda saved: float(saved[0]))
-        for fragment in self._fragments:
-            tokens, loss, joins, started = rounds[fragment.index] if len(rounds) == len(self._fragments) else longest
+        for fragment, (tokens, loss, joins, started) in zip(self._fragments, rounds):
             fragment.tokens, fragment.loss, fragment.joins = float(tokens), float(loss), int(joins)
-            fragment.transfer = (
-                self._restored_transfer(fragment, int(started)) if fits and started is not None else None
-            )
+            fragment.transfer = None if started is None else self._restored_transfer(fragment, int(started))
         self._votes = [float(vote) for vote in values["votes"]]
         return dict(values)
 

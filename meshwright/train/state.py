@@ -79,10 +79,8 @@ def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[s
     """
     outer, saved = optimizer.outer, saved_islands(names)
     if saved == (outer.islands if outer is not None else 0):
-        tensors = state_tensors(program, optimizer)
-        # A run may have got a delay only now: then nothing was under way.
-        return {name: held for name, held in tensors.items() if name in names or not name.startswith(OUTER_TRANSFER)}
-    tensors = {}
+        return state_tensors(program, optimizer)
+    tensors: dict[str, StateTensor] = {}
     for weight in (*program.weights, *program.frozen):
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
     prefix = island_prefix(0) if saved else ""
