@@ -15,7 +15,7 @@ from meshwright.jobs.progress import Say
 from meshwright.jobs.run_directory import LAUNCH
 from meshwright.launch.slurm import SlurmLauncher, SlurmPlace
 from meshwright.launch.slurm_job import SlurmJob
-from meshwright.launch.slurm_node import NodeKeeper
+from meshwright.launch.slurm_node import NodeKeeper, NodeRevival
 from meshwright.monitor.rundir import read_run
 from meshwright.resilience.claims import read_presence
 from meshwright.spec.layout import Layout
@@ -143,13 +143,13 @@ def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: S
     run_dir = Path(config.run)
     # The allocation says how many nodes there are; the settings may speak of another.
     argv = _arguments(args, config, config.devices or 0)
-    if place.node is None:
-        job = SlurmJob(place, argv, config.slurm, lambda: read_run(run_dir).state == "finished", say)
-        return job.run()
     (run_dir / LAUNCH).mkdir(parents=True, exist_ok=True)
-    launcher = make_launcher(config)
 
     def presence(nodes: Iterable[int]) -> dict[int, int]:
         return read_presence(run_dir, nodes)
 
-    return NodeKeeper(place, argv, launcher, presence, config.launch.group_s, say).run()
+    launcher, start_s = make_launcher(config), config.launch.group_s
+    if place.node is None:
+        revival = NodeRevival(place, argv, launcher, presence, start_s, say)
+        return SlurmJob(place, argv, config.slurm, lambda: read_run(run_dir).state == "finished", say, revival).run()
+    return NodeKeeper(place, argv, launcher, presence, start_s, say).run()

@@ -23,6 +23,7 @@ _LAST_STEP = 0xFFFFFFF0
 """Step ids from here on are Slurm's own: batch, extern, interactive. Source: slurm.h, SLURM_MAX_NORMAL_STEP_ID."""
 _NODE, _PEER, _REPLACE = "MESHWRIGHT_NODE", "MESHWRIGHT_PEER", "MESHWRIGHT_REPLACE"
 _JOB, _NAMES = "MESHWRIGHT_JOB", "MESHWRIGHT_NAMES"
+_WATCHED = "MESHWRIGHT_WATCHED"
 """Environment of a node that is started again: its number, another one's name, the run's job and its nodes."""
 
 
@@ -42,6 +43,8 @@ class SlurmPlace:
     """Name of another node, on the route to which this one's address is found; empty for a run of one node."""
     replaces: bool = False
     """Whether other nodes may be asked for in the stead of lost ones."""
+    is_watched: bool = False
+    """Whether the job's script looks after lost nodes, as long as its host is in the job."""
     is_batch: bool = False
     """Whether this is the job's batch script."""
 
@@ -62,12 +65,13 @@ def slurm_place(environment: Mapping[str, str] | None = None) -> SlurmPlace | No
     # Whose RANK is set was started by torchrun, in a job or not.
     if "SLURM_JOB_ID" not in values or "RANK" in values:
         return None
-    job, replaces = values["SLURM_JOB_ID"], values.get(_REPLACE) == "1"
+    job, replaces, is_watched = values["SLURM_JOB_ID"], values.get(_REPLACE) == "1", values.get(_WATCHED) == "1"
     try:
         if _NODE in values:
             job, node, names = values[_JOB], int(values[_NODE]), tuple(values[_NAMES].split(","))
             return SlurmPlace(
-                job=job, nodes=len(names), node=node, names=names, peer=values[_PEER], replaces=replaces
+                job=job, nodes=len(names), node=node, names=names, peer=values[_PEER], replaces=replaces,
+                is_watched=is_watched,
             )  # fmt: skip
         if int(values.get("SLURM_STEP_ID", _LAST_STEP)) >= _LAST_STEP:
             nodes = int(values.get("SLURM_JOB_NUM_NODES") or values["SLURM_NNODES"])
@@ -85,7 +89,7 @@ def slurm_place(environment: Mapping[str, str] | None = None) -> SlurmPlace | No
         )
     names = expand_hostlist(values.get("SLURM_STEP_NODELIST", ""))
     peer = names[1 if node == 0 else 0] if nodes > 1 else ""
-    return SlurmPlace(job=job, nodes=nodes, node=node, names=names, peer=peer, replaces=replaces)
+    return SlurmPlace(job=job, nodes=nodes, node=node, names=names, peer=peer, replaces=replaces, is_watched=is_watched)  # fmt: skip
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
@@ -152,13 +156,18 @@ def cancel_replacements(job: str, nodes: int) -> None:
         call_slurm("scancel", f"--name={names}", "--me")
 
 
+def watched_environment() -> dict[str, str]:
+    """Returns the environment of a step whose job's script looks after lost nodes."""
+    return {**os.environ, _WATCHED: "1"}
+
+
 def restart_environment(place: SlurmPlace, node: int) -> dict[str, str]:
     """Returns the environment of a node that this one starts again, without the variables of this one's own step."""
     kept_names = ("SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_WORKING_CLUSTER")
     values = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept_names}
-    peer = os.environ.get("SLURMD_NODENAME") or place.peer
+    peer = os.environ.get("SLURMD_NODENAME") or place.peer or place.names[0]
     marks = {_JOB: place.job, _NODE: str(node), _NAMES: ",".join(place.names), _PEER: peer}
-    return values | marks | {_REPLACE: str(int(place.replaces))}
+    return values | marks | {_REPLACE: str(int(place.replaces)), _WATCHED: str(int(place.is_watched))}
 
 
 @dataclass

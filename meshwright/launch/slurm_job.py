@@ -13,11 +13,12 @@ from types import FrameType
 from meshwright.errors import LaunchError
 from meshwright.launch.config import SlurmConfig
 from meshwright.launch.signals import handle_interrupts
-from meshwright.launch.slurm import SlurmPlace, call_slurm, cancel_replacements
-from meshwright.launch.slurm_node import SRUN
+from meshwright.launch.slurm import SlurmPlace, call_slurm, cancel_replacements, watched_environment
+from meshwright.launch.slurm_node import SRUN, NodeRevival
 
 PREEMPTED = 143
 _POLL_S = 0.1
+_LOOK_S = 1.0
 _MARGIN_S = 10.0
 
 
@@ -30,6 +31,7 @@ class SlurmJob:
         config: what was asked for.
         is_finished: whether the run has reached its last step.
         say: takes a line for people.
+        revival: starts lost nodes again.
     """
 
     def __init__(
@@ -39,7 +41,9 @@ class SlurmJob:
         config: SlurmConfig,
         is_finished: Callable[[], bool],
         say: Callable[[str], None],
+        revival: NodeRevival,
     ) -> None:
+        self._revival = revival
         self._place, self._argv, self._config = place, tuple(argv), config
         self._is_finished, self._say = is_finished, say
         self._asked: list[int] = []
@@ -59,7 +63,9 @@ class SlurmJob:
             with handle_interrupts(self._record):
                 try:
                     # A session of its own: Ctrl-C is passed on in order, once.
-                    step = subprocess.Popen(self.command(), stdin=subprocess.DEVNULL, start_new_session=True)
+                    step = subprocess.Popen(
+                        self.command(), stdin=subprocess.DEVNULL, start_new_session=True, env=watched_environment()
+                    )
                 except OSError as error:
                     raise LaunchError(f"srun can't be run: {error.strerror}; is this a Slurm job?") from None
                 try:
@@ -77,9 +83,12 @@ class SlurmJob:
         self._asked.append(number)
 
     def _wait(self, step: subprocess.Popen[bytes]) -> None:
-        handled = 0
+        handled, looked_at = 0, time.monotonic()
         while step.poll() is None:
             time.sleep(_POLL_S)
+            if not self._asked and time.monotonic() - looked_at > _LOOK_S:
+                looked_at = time.monotonic()
+                self._revival.poll()
             for number in self._asked[handled:]:
                 handled += 1
                 self._pass_on(number, handled == 1)

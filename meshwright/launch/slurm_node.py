@@ -64,7 +64,7 @@ class NodeKeeper:
     ) -> None:
         assert place.node is not None
         self._place, self._argv, self._node = place, tuple(argv), place.node
-        self._revival = _Revival(place, argv, launcher, presence, start_s, say) if place.nodes > 1 else None
+        self._revival = NodeRevival(place, argv, launcher, presence, start_s, say) if place.nodes > 1 else None
         self._child: subprocess.Popen[bytes] | None = None
         self._stopping = False
         self._say = say
@@ -110,8 +110,8 @@ class NodeKeeper:
             self._child.terminate()
 
 
-class _Revival:
-    """Starts lost nodes again, where this node is the lowest that lives."""
+class NodeRevival:
+    """Starts lost nodes again: the job's script does, else the lowest node that lives."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class _Revival:
         self._attempts: dict[int, int] = {}
         self._try_at: dict[int, float] = {}
         self._steps: dict[int, subprocess.Popen[bytes]] = {}
-        self._keeps = place.node == 0
+        self._keeps = place.node in (None, 0)
 
     def poll(self) -> None:
         """Looks who lives, and starts who doesn't."""
@@ -141,7 +141,7 @@ class _Revival:
                 self._attempts.pop(node, None)
             self._stamps[node] = stamp
         live = [node for node, seen_at in self._seen_at.items() if now - seen_at < _MISSING_S]
-        self._keeps = self._place.node == min(live, default=-1)
+        self._keeps = self._place.node in (None, min(live, default=-1))
         for node, step in list(self._steps.items()):
             if step.poll() is not None:
                 del self._steps[node]
@@ -154,7 +154,8 @@ class _Revival:
     def _start_again(self, node: int) -> None:
         place = self._place
         current = job_nodes(place.job)
-        if current is None:
+        # A scheduler's signal to this step would reach the srun started here, which would kill the other node's step.
+        if current is None or (place.node is not None and place.is_watched and current[0] in current[1]):
             return
         environment = restart_environment(place, node)
         words = ["-m", "meshwright", *self._argv, "--on", "slurm"]
