@@ -89,7 +89,7 @@ def slurm_place(environment: Mapping[str, str] | None = None) -> SlurmPlace | No
         )
     names = expand_hostlist(values.get("SLURM_STEP_NODELIST", ""))
     peer = names[1 if node == 0 else 0] if nodes > 1 else ""
-    return SlurmPlace(job=job, nodes=nodes, node=node, names=names, peer=peer, replaces=replaces, is_watched=is_watched)  # fmt: skip
+    return SlurmPlace(job=job, nodes=nodes, node=node, names=names, peer=peer, replaces=replaces, is_watched=is_watched)
 
 
 def expand_hostlist(text: str) -> tuple[str, ...]:
@@ -165,7 +165,9 @@ def restart_environment(place: SlurmPlace, node: int) -> dict[str, str]:
     """Returns the environment of a node that this one starts again, without the variables of this one's own step."""
     kept_names = ("SLURM_CONF", "SLURM_CLUSTER_NAME", "SLURM_WORKING_CLUSTER")
     values = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_") or name in kept_names}
-    peer = os.environ.get("SLURMD_NODENAME") or place.peer or place.names[0]
+    # Any node but itself: its own name may resolve to 127.0.1.1 there.
+    own_name = os.environ.get("SLURMD_NODENAME") or place.peer
+    peer = own_name if own_name and own_name != place.names[node] else place.names[1 if node == 0 else 0]
     marks = {_JOB: place.job, _NODE: str(node), _NAMES: ",".join(place.names), _PEER: peer}
     return values | marks | {_REPLACE: str(int(place.replaces)), _WATCHED: str(int(place.is_watched))}
 

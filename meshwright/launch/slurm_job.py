@@ -19,6 +19,7 @@ from meshwright.launch.slurm_node import SRUN, NodeRevival
 PREEMPTED = 143
 _POLL_S = 0.1
 _LOOK_S = 1.0
+_END_S = 45.0
 _MARGIN_S = 10.0
 
 
@@ -73,7 +74,11 @@ class SlurmJob:
                 finally:
                     if step.poll() is None:
                         step.terminate()
-                        step.wait()
+                        try:
+                            step.wait(_END_S)
+                        except subprocess.TimeoutExpired:
+                            step.kill()
+                            step.wait()
         finally:
             signal.signal(signal.SIGUSR1, earlier_handler)
             cancel_replacements(self._place.job, self._place.nodes)
@@ -86,9 +91,12 @@ class SlurmJob:
         handled, looked_at = 0, time.monotonic()
         while step.poll() is None:
             time.sleep(_POLL_S)
-            if not self._asked and time.monotonic() - looked_at > _LOOK_S:
+            if time.monotonic() - looked_at > _LOOK_S:
                 looked_at = time.monotonic()
-                self._revival.poll()
+                self._revival.poll(revives=not self._asked)
+                if self._revival.is_over:
+                    # Of a node that was away for a moment srun waits for ever for the task's end.
+                    return
             for number in self._asked[handled:]:
                 handled += 1
                 self._pass_on(number, handled == 1)

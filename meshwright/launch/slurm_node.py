@@ -35,6 +35,8 @@ _POLL_S = 0.2
 _LOOK_S = 1.0
 _MISSING_S = 10.0
 """A supervisor that forks ranks may not renew its presence for seconds."""
+_OVER_S = 60.0
+"""A last checkpoint, evaluation and sample come after the last sign of life."""
 _MOST_PAUSE_S = 15.0
 _RESTARTS = 5
 _STEADY_S = 600.0
@@ -127,17 +129,24 @@ class NodeRevival:
         # Before its first sign of life a node may take as long as a start does.
         self._seen_at = dict.fromkeys(range(place.nodes), time.monotonic() + start_s - _MISSING_S)
         self._stamps: dict[int, int] = {}
+        self._moved: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._try_at: dict[int, float] = {}
         self._steps: dict[int, subprocess.Popen[bytes]] = {}
         self._keeps = place.node in (None, 0)
 
-    def poll(self) -> None:
-        """Looks who lives, and starts who doesn't."""
+    @property
+    def is_over(self) -> bool:
+        """Whether supervisors have lived, and for a while none does."""
+        return bool(self._moved) and time.monotonic() - max(self._seen_at[node] for node in self._moved) > _OVER_S
+
+    def poll(self, revives: bool = True) -> None:
+        """Looks who lives, and starts who doesn't unless the run is to end."""
         now = time.monotonic()
         for node, stamp in self._presence(range(self._place.nodes)).items():
             if self._stamps.get(node, stamp) != stamp:
                 self._seen_at[node] = now
+                self._moved.add(node)
                 self._attempts.pop(node, None)
             self._stamps[node] = stamp
         live = [node for node, seen_at in self._seen_at.items() if now - seen_at < _MISSING_S]
@@ -145,7 +154,8 @@ class NodeRevival:
         for node, step in list(self._steps.items()):
             if step.poll() is not None:
                 del self._steps[node]
-        for node in range(self._place.nodes) if self._keeps else ():
+        # Where nobody lives the run is over, or has not begun.
+        for node in range(self._place.nodes) if revives and self._keeps and live else ():
             if node not in live and node not in self._steps and now >= self._try_at.get(node, 0.0):
                 self._attempts[node] = self._attempts.get(node, 0) + 1
                 self._try_at[node] = now + min(2.0 ** self._attempts[node], _MOST_PAUSE_S)

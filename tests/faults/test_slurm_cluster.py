@@ -80,10 +80,10 @@ def test_a_job_survives_its_nodes(cluster: SlurmCluster, tmp_path: Path, monkeyp
     assert restored["tier"] in ("memory", "peer")
     cluster.start_node(1)
     wait_until(lambda: len(events(run, "recovered")) >= 2, STARTED_S)
-    assert [event["node"] for event in events(run, "node_ready")].count(1) == 2, "it joined by itself"
+    assert [event["node"] for event in events(run, "node_ready")].count(1) >= 2, "it joined by itself"
 
     reached = last_step(run)
-    assert "ended after step" in meshwright("cancel", str(run), "--wait", "120")
+    assert "ended after step" in meshwright("cancel", str(run), "--wait", "240")
     assert json.loads(meshwright("status", str(run), "--json"))["state"] == "interrupted"
     assert any((run / "checkpoints").iterdir()), "with a checkpoint"
     # Each step that was done twice came out the same.
