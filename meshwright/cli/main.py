@@ -20,6 +20,7 @@ VERBS = {
     "generate": "continue a prompt with a trained model",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "serve-outer": "make versions of the weights from the rounds of islands that dial in from other sites",
     "export": "write a run's model in Hugging Face format",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""
@@ -30,7 +31,7 @@ INTERRUPTED = 130
 
 def usage() -> str:
     """Returns the overview that ``--help`` prints."""
-    verbs = "\n".join(f"  {verb:<10}{purpose}" for verb, purpose in VERBS.items())
+    verbs = "\n".join(f"  {verb:<13}{purpose}" for verb, purpose in VERBS.items())
     return (
         f"meshwright {__version__}: plans, proves, runs and recovers distributed training of language models\n\n"
         f"usage: meshwright VERB ...\n\n{verbs}\n\n"
@@ -40,7 +41,7 @@ def usage() -> str:
 
 def load_file(name: str) -> ModuleType:
     """Imports a file of this folder when it is needed: the verb that was typed, or what takes longer than its help."""
-    return importlib.import_module(f"meshwright.cli.{name}")
+    return importlib.import_module(f"meshwright.cli.{name.replace('-', '_')}")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,9 +11,7 @@ DTYPES = ("float32", "float64")
 _MOST_ELEMENTS = 1 << 42
 
 
-def refusal_of(
-    hello: Hello, declared: Declaration | None, settings: ServerSettings, owner: str
-) -> tuple[str, bool]:
+def refusal_of(hello: Hello, declared: Declaration | None, settings: ServerSettings, owner: str) -> tuple[str, bool]:
     """Returns why a site can't dial in, and whether it is in vain to try again; an empty reason admits it.
 
     Args:

@@ -65,7 +65,7 @@ def fits(box: Box, shape: Sequence[int], rows: tuple[int, int]) -> bool:
 
 
 def relative_slices(box: Box, rows: tuple[int, int]) -> tuple[slice, ...]:
-    """Returns the slices of a box in an array that begins at ``rows[0]`` of dim 0; of a number, in one of shape (1,)."""
+    """Returns a box's slices in an array that begins at ``rows[0]`` of dim 0; of a number, in one of shape (1,)."""
     if not box:
         return (slice(0, 1),)
     (start, stop), *others = box

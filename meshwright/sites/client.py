@@ -248,7 +248,11 @@ class RankSession:
 
 
 def push(
-    session: RankSession, shard: int, round_number: int, number_format: str, boxes: Sequence[tuple[NamedBox, memoryview]]
+    session: RankSession,
+    shard: int,
+    round_number: int,
+    number_format: str,
+    boxes: Sequence[tuple[NamedBox, memoryview]],
 ) -> None:
     """Sends boxes of a movement to a shard.
 
@@ -278,9 +282,7 @@ def push(
             _expect_done(connection)
 
 
-def pull(
-    session: RankSession, shard: int, version: int, boxes: Sequence[tuple[NamedBox, memoryview]]
-) -> None:
+def pull(session: RankSession, shard: int, version: int, boxes: Sequence[tuple[NamedBox, memoryview]]) -> None:
     """Fetches boxes of a version from a shard.
 
     Args:
@@ -332,4 +334,3 @@ def _batches(sizes: Sequence[int]) -> Iterator[slice]:
         total += size
     if start < len(sizes):
         yield slice(start, len(sizes))
-

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from meshwright.records import RecordCodec
 from meshwright.sites.boxes import Box
+from meshwright.sites.settings import Setting
 
 VERSION = 1
 """Of these messages; a site of another version is refused by it."""
@@ -26,7 +27,7 @@ class Declaration:
     """Of the weights: float32 or float64."""
     shapes: dict[str, tuple[int, ...]]
     """Shape of each trained weight, by name."""
-    settings: dict[str, object] = field(default_factory=dict)
+    settings: dict[str, Setting] = field(default_factory=dict)
     """`ServerSettings.agreed`, and rows of a batch."""
 
 

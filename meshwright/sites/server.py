@@ -253,9 +253,7 @@ class OuterServer:
 
     def _welcome(self, session: int, committed: bool) -> Welcome:
         version, grace_s = self.book.version, self._settings.grace_s
-        return Welcome(
-            session=session, version=version, ports=self._shards.ports, grace_s=grace_s, committed=committed
-        )
+        return Welcome(session=session, version=version, ports=self._shards.ports, grace_s=grace_s, committed=committed)
 
     def _seat_waiting(self) -> None:
         """Admits the sites that waited for the first weights."""

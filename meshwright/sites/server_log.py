@@ -27,7 +27,9 @@ class ServerLog:
     def __init__(self, run_dir: Path, version: int, say: Callable[[str], None]) -> None:
         self._say, self._said_at = say, -_LINE_S
         _drop_later_lines(run_dir / METRICS, version)
-        self._metrics, self._events = (open(run_dir / name, "ab", buffering=0) for name in (METRICS, EVENTS))
+        # Unbuffered: each line is one write, which a kill leaves whole or absent.
+        self._metrics = open(run_dir / METRICS, "ab", buffering=0)  # noqa: SIM115
+        self._events = open(run_dir / EVENTS, "ab", buffering=0)  # noqa: SIM115
 
     def event(self, kind: str, **fields: object) -> None:
         """Writes an event."""

@@ -6,6 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Literal
 
 Mode = Literal["sync", "async", "bounded"]
+Setting = bool | int | float | str
+"""A value of a recipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +31,7 @@ class ServerSettings:
     delay: int = 1
     """``async`` and ``bounded``: movements between two updates of the momentum (N of delayed Nesterov)."""
 
-    def agreed(self) -> dict[str, object]:
+    def agreed(self) -> dict[str, Setting]:
         """Returns what every site must have set alike, by its name in a recipe."""
         values = asdict(self)
         return {f"outer.{name}": value for name, value in values.items() if name not in ("quorum", "grace_s")}

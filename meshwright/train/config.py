@@ -130,8 +130,8 @@ class OuterConfig(Config):
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
     meet: str = ""
-    """``HOST:PORT`` of an outer server (``meshwright serve-outer``): this run is then a site of its own, and the islands
-    are those that dial in there. The settings below are for sites and their server."""
+    """``HOST:PORT`` of an outer server (``meshwright serve-outer``): this run is then a site, one island of those that
+    dial in there. The settings below are for sites and their server."""
     key_file: str = ""
     """The server's key, a copy on this machine that only its user may read; the server makes it as ``key`` in its run
     directory where none is given."""
@@ -185,13 +185,13 @@ class OuterConfig(Config):
         if self.quorum is not None and not 1 <= self.quorum <= self.sites:
             raise ConfigError(f"outer.quorum = {self.quorum}: give 1 to outer.sites = {self.sites}")
         if self.staleness < 0 or (self.delay is not None and self.delay < 1):
-            raise ConfigError(f"outer.staleness = {self.staleness} is at least 0, outer.delay = {self.delay} at least 1")
+            raise ConfigError(f"outer.staleness = {self.staleness} must be >= 0, outer.delay = {self.delay} >= 1")
         if not self.grace_s > 0 or not self.wait_s > 0:
             raise ConfigError(f"outer.grace_s = {self.grace_s}, outer.wait_s = {self.wait_s}: give more than 0 seconds")
         if self.mode != "sync" and self.decay and not self.nesterov:
             raise ConfigError(
-                f"outer.mode = {self.mode} takes delayed Nesterov's step, which outer.no-nesterov contradicts; leave it "
-                "out, or write outer.momentum = 0"
+                f"outer.mode = {self.mode} takes delayed Nesterov's step, which outer.no-nesterov contradicts; leave "
+                "it out, or write outer.momentum = 0"
             )
 
 

@@ -58,6 +58,7 @@ from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_shares_reason
 from meshwright.train.shortage import is_shortage, report
+from meshwright.train.site_optimizer import SiteOptimizer
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Trainer, TrainerDeps
@@ -265,6 +266,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
+    if isinstance(outer, SiteOptimizer):
+        stack.enter_context(trainer.dialled_in(outer))
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
     # After a loss of ranks a layout may be left whose shares can't change.
@@ -320,8 +323,10 @@ def _make_faults(context: RankContext, job: TrainJob, program: Program, optimize
     return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
 
 
-def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | None:
-    """Returns what joins the islands; None where there is one."""
+def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | SiteOptimizer | None:
+    """Returns what joins the islands, or this site with others; None where there is neither."""
+    if job.config.outer.meet:
+        return SiteOptimizer(program, job.config, job.fingerprint, optimizer.weights_changed)
     if job.plan.layout.islands == 1:
         return None
     return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
@@ -342,4 +347,5 @@ def _make_feed(
         mask_documents=data.mask_documents,
         device=device,
         start=start,
+        site=(job.config.outer.site, job.config.outer.sites) if job.config.outer.meet else (0, 1),
     )

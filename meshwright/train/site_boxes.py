@@ -57,11 +57,7 @@ class SiteBoxes:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.rank, self._world = dist.get_rank(), dist.get_world_size()
-        own = [
-            (weight.name, tuple(weight.shape), tuple(tuple(span) for span in box.global_box))
-            for weight in weights
-            for box in weight.boxes
-        ]
+        own = [(weight.name, tuple(weight.shape), _plain(box.global_box)) for weight in weights for box in weight.boxes]
         tables = [_CODEC.loads(data) for data in all_gather_bytes(_CODEC.dumps(own))]
         self.shapes: dict[str, tuple[int, ...]] = {name: shape for table in tables for name, shape, _ in table}
         """Shape of each trained weight of the model, by name."""
@@ -76,7 +72,7 @@ class SiteBoxes:
             HeldBox(named, index, box.local_box, tuple(holders[named]), self._owners[named])
             for index, weight in enumerate(weights)
             for box in weight.boxes
-            for named in [NamedBox(weight.name, tuple(tuple(span) for span in box.global_box))]
+            for named in [NamedBox(weight.name, _plain(box.global_box))]
         ]
         self._value_bytes = weights[0].local.element_size() if weights else 4
         self._order = {named: index for index, named in enumerate(holders)}
@@ -131,6 +127,11 @@ class SiteBoxes:
                 view = held.view(views)
                 view.copy_(buffer[offset : offset + view.numel()].view(view.shape))
                 offset += view.numel()
+
+
+def _plain(box: LocalBox) -> Box:
+    """Returns a box as plain tuples of whole numbers."""
+    return tuple((int(start), int(stop)) for start, stop in box)
 
 
 def _check_cover(shapes: Mapping[str, tuple[int, ...]], boxes: Mapping[NamedBox, Sequence[int]]) -> None:

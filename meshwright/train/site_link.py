@@ -165,9 +165,14 @@ class SiteLink:
         )
 
     def leave(self) -> None:
-        """Ends the session."""
+        """Says goodbye to the server."""
         if self._client is not None:
             self._client.leave()
+
+    def close(self) -> None:
+        """Ends the connection without a word: the site may dial in again."""
+        if self._client is not None:
+            self._client.close()
 
     def _agree(self, act: Callable[[SiteClient], dict[str, object]]) -> dict[str, object]:
         """Has the first rank do something; returns on all ranks what came of it, ``failed`` where it didn't succeed."""

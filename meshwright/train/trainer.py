@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,6 +35,7 @@ from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
+from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
@@ -71,8 +72,8 @@ class TrainerDeps:
     """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
     """The injected faults, if any."""
-    outer: OuterOptimizer | None = None
-    """Joins the islands; None where there is one."""
+    outer: OuterOptimizer | SiteOptimizer | None = None
+    """Joins the islands, or this site with others; None where there is neither."""
 
 
 class Trainer:
@@ -87,7 +88,7 @@ class Trainer:
         state = (deps.program, deps.optimizer, deps.store.agreement)
         events = (self._event, self._step_event)
         self._integrity = Integrity(self._health, *state, deps.memory, *events, rewinds_steps=deps.outer is None)
-        self._join: JoinReport | None = None
+        self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
@@ -300,7 +301,21 @@ class Trainer:
         deps.monitor.step(record)
         return record, values["stop"]
 
-    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float | None:
+    @contextlib.contextmanager
+    def dialled_in(self, outer: SiteOptimizer) -> Iterator[None]:
+        """Takes the present version of the outer server, where steps are left; hangs up at the context's end."""
+        outer.stamp = lambda: self._phase("server", 0)
+        try:
+            if self.step < self._deps.config.train.steps:
+                version = outer.dial_in()
+                self._event("site_dialled_in", step=self.step, version=version, meet=self._deps.config.outer.meet)
+            yield
+        finally:
+            outer.close()
+
+    def _join_islands(
+        self, outer: OuterOptimizer | SiteOptimizer, values: Mapping[str, float], updated: bool
+    ) -> float | None:
         """Counts a step of this island and joins the islands where a round ends.
 
         Args:
