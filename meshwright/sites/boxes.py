@@ -30,15 +30,6 @@ def shard_rows(shape: Sequence[int], shard: int, shards: int) -> tuple[int, int]
     return rows * shard // shards, rows * (shard + 1) // shards
 
 
-def shard_elements(shapes: Shapes, shard: int, shards: int) -> int:
-    """Returns the number of elements of all weights that a shard holds."""
-    total = 0
-    for shape in shapes.values():
-        start, stop = shard_rows(shape, shard, shards)
-        total += (stop - start) * math.prod(shape[1:])
-    return total
-
-
 def cut_for_shard(box: Box, shape: Sequence[int], shard: int, shards: int) -> Box | None:
     """Returns the part of a box that lies on a shard; None where none of it does."""
     start, stop = shard_rows(shape, shard, shards)

@@ -12,7 +12,7 @@ VERSION = 1
 """Of these messages; a site of another version is refused by it."""
 MOST_HELLO_BYTES = 64 << 20
 """Largest message: the names and shapes of a model's weights, or the boxes of a rank."""
-MOST_SHARDS, MOST_SITES = 64, 1024
+MOST_SHARDS = 64
 SEED_ROUND = -1
 """Round of the first weights, which one site hands over whole."""
 

@@ -244,8 +244,3 @@ class OuterState:
 
 def _file_name(shard: int) -> str:
     return f"shard-{shard}.safetensors"
-
-
-def element_bytes(shapes: Shapes, dtype: str) -> int:
-    """Returns the bytes of all weights in a type."""
-    return sum(math.prod(shape) for shape in shapes.values()) * np.dtype(dtype).itemsize

@@ -102,7 +102,7 @@ class OuterServer:
         self._links: dict[int, _Link] = {}
         self._seeder: _Link | None = None
         self._waiting_hellos: list[tuple[_Link, Hello]] = []
-        self._inbox: queue.Queue[tuple[_Link, object]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[_Link, object, float]] = queue.Queue()
         self._link_count = 0
         self._listener = listen(host, port)
         self.port = int(self._listener.getsockname()[1])
@@ -133,10 +133,11 @@ class OuterServer:
         door.start()
         try:
             while not stopped():
-                with contextlib.suppress(queue.Empty):
-                    self._handle(*self._inbox.get(timeout=_TICK_S))
+                self._handle_all(_TICK_S)
+                # One at a time: carrying it out may take long, and messages come meanwhile.
                 while (decision := self.book.next_decision(time.monotonic())) is not None:
                     self._carry_out(decision)
+                    self._handle_all()
             self._save()
         finally:
             stopping.set()
@@ -165,24 +166,34 @@ class OuterServer:
         """Puts a site's messages into the inbox, until its connection ends; what isn't valid ends it."""
         try:
             link.connection.limit(_HELLO_S)
-            self._inbox.put((link, CODEC.loads(link.connection.receive(MOST_HELLO_BYTES))))
+            self._put(link, CODEC.loads(link.connection.receive(MOST_HELLO_BYTES)))
             # From here on the round book forgets who is silent.
             link.connection.limit(None)
             while True:
-                self._inbox.put((link, CODEC.loads(link.connection.receive(_LATER_BYTES))))
+                self._put(link, CODEC.loads(link.connection.receive(_LATER_BYTES)))
         except (OSError, RecordError):
-            self._inbox.put((link, None))
+            self._put(link, None)
 
-    def _handle(self, link: _Link, record: object) -> None:
+    def _put(self, link: _Link, record: object) -> None:
+        # The time counts at which it came: while a version is saved, nobody falls silent.
+        self._inbox.put((link, record, time.monotonic()))
+
+    def _handle_all(self, wait_s: float = 0.0) -> None:
+        """Waits for a message, and handles all that have come."""
+        with contextlib.suppress(queue.Empty):
+            self._handle(*(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait()))
+            while True:
+                self._handle(*self._inbox.get_nowait())
+
+    def _handle(self, link: _Link, record: object, received_s: float) -> None:
         """Handles a message, or the end of a connection."""
-        now_s = time.monotonic()
         match record:
             case None:
                 self._end_link(link)
             case Hello() if link.site < 0:
                 self._dial_in(link, record)
             case Alive() if self._is_current(link):
-                self.book.hear(link.site, now_s)
+                self.book.hear(link.site, received_s)
             case Commit() if self._is_current(link):
                 self._commit(link, record)
             case Goodbye() if self._is_current(link):

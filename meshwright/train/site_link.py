@@ -101,6 +101,7 @@ class SiteLink:
             elif self._push(views) and self._commit(SEED_ROUND, RoundFigures(tokens=0.0, loss=0.0, steps=0)):
                 release = self._wait(deadline, backoff)
                 if release is None or release.refused:
+                    self._pause(deadline, backoff)
                     continue
                 self._base = release.version
             else:
@@ -145,6 +146,7 @@ class SiteLink:
                 return None
             release = self._wait(deadline, backoff)
             if release is None:
+                self._pause(deadline, backoff, "the connection ended")
                 continue
             if release.refused:
                 # The round is lost; the present version comes with a new session.

@@ -310,6 +310,7 @@ class Trainer:
                 version = outer.dial_in()
                 self._event("site_dialled_in", step=self.step, version=version, meet=self._deps.config.outer.meet)
             yield
+            outer.leave()
         finally:
             outer.close()
 

@@ -1,6 +1,6 @@
 """Sites that are killed and cut off at random: others wait for the grace window at most, and the log gives the weights.
 
-The sites here train nothing: a round's movement is drawn from its site, session and number by the client that ranks use.
+The sites here train nothing: a round's movement is drawn from its site, session and number by the ranks' own client.
 So the server's weights must be what a plain loop over its log makes of the same draws.
 """
 
