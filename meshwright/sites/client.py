@@ -55,7 +55,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class ServerAddress:
     """Where the server listens, and the key."""
 
     host: str
@@ -87,7 +87,7 @@ class SiteClient:
         declaration: of what it trains.
     """
 
-    def __init__(self, address: Address, site: int, run: str, declaration: Declaration) -> None:
+    def __init__(self, address: ServerAddress, site: int, run: str, declaration: Declaration) -> None:
         self._address, self._site, self._run, self._declaration = address, site, run, declaration
         self._connection: Connection | None = None
         self._lock = threading.Lock()
@@ -241,7 +241,7 @@ class SiteClient:
 class RankSession:
     """What a rank needs to reach the shards within a session."""
 
-    address: Address
+    address: ServerAddress
     site: int
     session: int
     ports: tuple[int, ...]

@@ -165,7 +165,7 @@ class Admit:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stage:
+class CommitStaged:
     """Coordinator to shard: asks whether a round is staged whole, and keeps it until it is applied."""
 
     site: int
@@ -213,6 +213,6 @@ class Save:
 CODEC = RecordCodec(
     (
         *(Declaration, Hello, Welcome, Refused, Alive, Commit, Released, Goodbye, Push, Pull, Done),
-        *(Declare, Admit, Stage, Apply, Pin, Drop, Save),
+        *(Declare, Admit, CommitStaged, Apply, Pin, Drop, Save),
     )
 )

@@ -49,7 +49,7 @@ class _StagedRound:
         return sum(named.elements for named in self.boxes)
 
 
-class OuterState:
+class OuterWeights:
     """A shard of the server's state.
 
     Args:

@@ -23,6 +23,7 @@ from meshwright.sites.messages import (
     Alive,
     Apply,
     Commit,
+    CommitStaged,
     Declaration,
     Declare,
     Drop,
@@ -32,7 +33,6 @@ from meshwright.sites.messages import (
     Refused,
     Released,
     Save,
-    Stage,
     Welcome,
 )
 from meshwright.sites.round_book import Forget, NewVersion, Release, RoundBook
@@ -283,7 +283,7 @@ class OuterServer:
         try:
             if not valid or (commit.round == SEED_ROUND) != (link is self._seeder) or commit.round < SEED_ROUND:
                 raise OrderRefusedError(f"round {commit.round} isn't one of this session")
-            self._shards.order(Stage(site=link.site, session=link.session, round=commit.round))
+            self._shards.order(CommitStaged(site=link.site, session=link.session, round=commit.round))
         except OrderRefusedError as error:
             self._refuse(link, str(error), final=False)
             return

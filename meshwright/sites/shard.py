@@ -20,6 +20,7 @@ from meshwright.sites.messages import (
     SEED_ROUND,
     Admit,
     Apply,
+    CommitStaged,
     Declare,
     Done,
     Drop,
@@ -28,9 +29,8 @@ from meshwright.sites.messages import (
     Push,
     Refused,
     Save,
-    Stage,
 )
-from meshwright.sites.outer_state import OuterState, StageError
+from meshwright.sites.outer_state import OuterWeights, StageError
 from meshwright.sites.pipe import Pipe
 from meshwright.transport.connection import Connection
 from meshwright.transport.gate import Gate
@@ -57,7 +57,7 @@ class Shard:
         self._index, self._shards, self._pipe = index, shards, pipe
         self._gate = Gate(listener, key, Channel.MOVEMENTS)
         self._lock = threading.Lock()
-        self._state: OuterState | None = None
+        self._state: OuterWeights | None = None
         self._connections = 0
 
     def serve(self) -> None:
@@ -90,7 +90,7 @@ class Shard:
 
     def _do(self, order: object) -> float:
         if isinstance(order, Declare):
-            self._state = OuterState(order.shapes, order.dtype, self._index, self._shards)
+            self._state = OuterWeights(order.shapes, order.dtype, self._index, self._shards)
             if order.folder:
                 self._state.load(Path(order.folder), order.version, order.saved_shards)
             return 0.0
@@ -100,7 +100,7 @@ class Shard:
         match order:
             case Admit():
                 state.admit(order.site, order.session)
-            case Stage():
+            case CommitStaged():
                 squares = state.commit(order.site, order.session, order.round)
                 if order.round == SEED_ROUND:
                     state.seed(order.site, order.session, order.round)

@@ -33,11 +33,11 @@ class HeldBox:
     """The rank of them that speaks with the server about it."""
 
     def view(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns this box of the views, one for each weight of this rank, shaped as its local part."""
+        """Returns this box of the views, one for each weight of this rank and of its local part's shape."""
         return view_box(views[self.weight_index], self.local_box)
 
     def cut(self, views: Sequence[torch.Tensor], box: Box) -> torch.Tensor:
-        """Returns a part of this box: ``box`` of the whole weight, with some of its rows."""
+        """Returns some rows of this box, ``box`` of the whole weight; views have the local parts' shapes."""
         view = self.view(views)
         if not box:
             return view
@@ -98,7 +98,7 @@ class SiteBoxes:
         """Copies each box from its owner to the other ranks that have it.
 
         Args:
-            views: a CPU tensor for each weight of this rank, shaped as its local part.
+            views: a CPU tensor for each weight of this rank, of its local part's shape.
         """
         ordered = sorted(self.held, key=lambda held: self._order[held.named])
         received = {

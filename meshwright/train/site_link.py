@@ -18,7 +18,7 @@ from meshwright.errors import RankError
 from meshwright.parallel.block_codec import BlockCodec
 from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import parse_json
-from meshwright.sites.client import Address, Backoff, RankSession, RefusedError, SiteClient, pull, push
+from meshwright.sites.client import Backoff, RankSession, RefusedError, ServerAddress, SiteClient, pull, push
 from meshwright.sites.decode import RAW
 from meshwright.sites.messages import SEED_ROUND, Commit
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, count_blocks
@@ -68,7 +68,7 @@ class SiteLink:
         self,
         boxes: SiteBoxes,
         *,
-        address: Address,
+        address: ServerAddress,
         client: SiteClient | None,
         site: int,
         compress: str,
@@ -88,7 +88,7 @@ class SiteLink:
         """Dials in and fetches the present version; where the server has none, hands over these as its first.
 
         Args:
-            views: CPU tensor for each weight of this rank, which are overwritten by the version.
+            views: CPU tensor for each weight of this rank, of its local part's shape, which the version overwrites.
 
         Returns:
             The version.
@@ -119,7 +119,7 @@ class SiteLink:
         """Hands over a round's movement and fetches the version to go on from.
 
         Args:
-            movements: CPU tensor for each weight of this rank.
+            movements: CPU tensor for each weight of this rank, of its local part's shape.
             views: the same, overwritten by the version.
             figures: of the round.
             wait_s: longest wait, at most `outer.wait_s`.

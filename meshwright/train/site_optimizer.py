@@ -19,7 +19,7 @@ from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
-from meshwright.sites.client import Address, SiteClient
+from meshwright.sites.client import ServerAddress, SiteClient
 from meshwright.sites.messages import Declaration
 from meshwright.sites.settings import ServerSettings
 from meshwright.spec.layout import Layout
@@ -75,7 +75,7 @@ def check_site(config: RunConfig, layout: Layout) -> None:
     server_address(outer)
 
 
-def server_address(config: OuterConfig) -> Address:
+def server_address(config: OuterConfig) -> ServerAddress:
     """Returns where the server listens, and its key.
 
     Raises:
@@ -85,7 +85,7 @@ def server_address(config: OuterConfig) -> Address:
     host, _, port = config.meet.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ConfigError(f"outer.meet = {config.meet}: give HOST:PORT, as the server printed it")
-    return Address(host.strip("[]"), int(port), read_key(Path(config.key_file).expanduser()))
+    return ServerAddress(host.strip("[]"), int(port), read_key(Path(config.key_file).expanduser()))
 
 
 def declare(config: RunConfig, fingerprint: str, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> Declaration:

@@ -22,7 +22,7 @@ from safetensors.numpy import load_file
 
 from meshwright.jobs.serve_outer import serve_outer
 from meshwright.sites.boxes import NamedBox, cut_for_shard
-from meshwright.sites.client import Address, RankSession, RefusedError, SiteClient, pull, push
+from meshwright.sites.client import RankSession, RefusedError, ServerAddress, SiteClient, pull, push
 from meshwright.sites.messages import SEED_ROUND, Commit, Declaration
 from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
@@ -78,7 +78,7 @@ def ended(pid: int, limit_s: float = 60.0) -> int:
 class PlainSite:
     """One site of one rank: dials in, and commits drawn movements until it is killed."""
 
-    def __init__(self, site: int, address: Address, pause_s: float, declaration: Declaration) -> None:
+    def __init__(self, site: int, address: ServerAddress, pause_s: float, declaration: Declaration) -> None:
         self.site, self.address, self.pause_s = site, address, pause_s
         self.client = SiteClient(address, site, f"run{site}", declaration)
 
@@ -196,7 +196,7 @@ class Story:
         self.port = json.loads((self.run_dir / "address.json").read_text())["port"]
 
     def start(self, site: int) -> None:
-        address = Address("127.0.0.1", self.port, read_key(self.run_dir / "key"))
+        address = ServerAddress("127.0.0.1", self.port, read_key(self.run_dir / "key"))
         declaration = Declaration(model="test", dtype="float64", shapes=SHAPES)
         pause_s = self.draw.uniform(0.0, 0.1)
         self.pids[site] = forked(
