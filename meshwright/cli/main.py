@@ -21,6 +21,8 @@ VERBS = {
     "generate": "continue a prompt with a trained model",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "watch": "serve the live page of a run directory",
+    "trace": "write a run's recorded steps as a trace for Perfetto",
     "serve-outer": "make versions of the weights from the rounds of islands that dial in from other sites",
     "export": "write a run's model in Hugging Face format",
 }
