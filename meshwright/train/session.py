@@ -231,10 +231,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.reach(f"checkpoint.{phase}"), fence)
-    identity = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *identity) if job.memory is not None else None
-    if memory is not None:
-        stack.callback(memory.close)  # what was copied counts, whatever ends this rank
+    memory = _open_memory(context, job, store, stack)
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
     header = RunHeader(
         steps=config.train.steps, rows=job.header, progress=_progress_path(context, job), describe=layout.describe_rank
@@ -272,8 +269,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
-    if isinstance(outer, SiteOptimizer):
-        stack.enter_context(trainer.dialled_in(outer))
+    stack.enter_context(trainer.dialled_in())
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
     # After a loss of ranks a layout may be left whose shares can't change.
@@ -282,6 +278,17 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
+
+
+def _open_memory(
+    context: RankContext, job: TrainJob, store: CheckpointStore, stack: contextlib.ExitStack
+) -> RankMemory | None:
+    """Returns the memory that outlives this rank; None without a supervisor."""
+    if job.memory is None:
+        return None
+    memory = RankMemory(job.memory, context.rank, context.generation, store.agreement, context.local_rank)
+    stack.callback(memory.close)  # what was copied counts, whatever ends this rank
+    return memory
 
 
 def _make_timeline(
