@@ -27,7 +27,7 @@ Of the recipe the section outer counts, as every site has it too:
   --outer.quorum Q      sync: sites after whose rounds late ones are waited for at most grace_s (all sites)
   --outer.grace-s S     that wait, and the silence after which a site is forgotten (30)
   --outer.staleness S   bounded: rounds by which a site may be ahead of the slowest (2)
-  --outer.delay N       async, bounded: rounds between updates of the momentum (outer.sites)
+  --outer.momentum-every N       async, bounded: rounds between updates of the momentum (outer.sites)
   --outer.lr R, --outer.momentum B, --outer.no-nesterov, --outer diloco|local_sgd: the outer step
   --outer.key-file F    the key, where another than DIR/key is wanted
 """

@@ -180,7 +180,7 @@ class Apply:
     version: int
     movements: tuple[tuple[int, int, int, float], ...]
     """(site, session, round, weight) in the order of their sum."""
-    delay: int
+    momentum_every: int
     """Movements between two updates of the momentum; 0 for one in each version."""
     takes_momentum: bool
     lr: float

@@ -152,18 +152,18 @@ class OuterWeights:
             (self._take(site, session, round_number), weight) for site, session, round_number, weight in order.movements
         ]
         squares, weights = 0.0, Arrays()
-        scale = 1.0 / order.delay if order.delay else 1.0
+        scale = 1.0 / order.momentum_every if order.momentum_every else 1.0
         for name, before in self._weights.items():
             mean = np.zeros_like(before)
             for arrays, weight in taken:
                 mean += weight * arrays[name]
             squares += float(np.vdot(mean, mean))
             momentum, delayed = self._momentum[name], self._delayed[name]
-            if order.delay:
+            if order.momentum_every:
                 delayed += mean
             if order.takes_momentum:
                 momentum *= order.momentum
-                momentum += delayed * scale if order.delay else mean
+                momentum += delayed * scale if order.momentum_every else mean
                 delayed[...] = 0
             direction = mean * scale
             if order.takes_momentum:

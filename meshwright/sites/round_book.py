@@ -208,7 +208,7 @@ class RoundBook:
         mean = (sum(others) + each.commit.tokens) / (len(others) + 1)
         weight = each.commit.tokens / mean if mean > 0 else 0.0
         self.delayed += 1
-        takes_momentum = self.delayed >= self.settings.delay
+        takes_momentum = self.delayed >= self.settings.momentum_every
         self.delayed = 0 if takes_momentum else self.delayed
         return NewVersion((each,), (weight,), takes_momentum, each.at)
 

@@ -334,7 +334,7 @@ class OuterServer:
                     (each.site, each.commit.session, each.commit.round, weight)
                     for each, weight in zip(decision.rounds, decision.weights)
                 ),
-                delay=0 if settings.mode == "sync" else settings.delay,
+                momentum_every=0 if settings.mode == "sync" else settings.momentum_every,
                 takes_momentum=decision.takes_momentum,
                 lr=settings.lr,
                 momentum=settings.momentum,

@@ -28,7 +28,7 @@ class ServerSettings:
     """Longest wait for further sites once a quorum has come, and silence after which a site is forgotten."""
     staleness: int = 2
     """``bounded``: rounds that a site may be ahead of the slowest live one when it starts a round."""
-    delay: int = 1
+    momentum_every: int = 1
     """``async`` and ``bounded``: movements between two updates of the momentum (N of delayed Nesterov)."""
 
     def agreed(self) -> dict[str, Setting]:

@@ -148,7 +148,7 @@ class OuterConfig(Config):
     """Longest wait for sites that are late, and silence after which a site is forgotten until it dials in again."""
     staleness: int = 2
     """``bounded``: rounds by which a site may be ahead of the slowest live one when it begins a round."""
-    delay: int | None = None
+    momentum_every: int | None = None
     """``async``, ``bounded``: rounds between two updates of the momentum; None for one of each site."""
     wait_s: float = 600.0
     """Longest wait of a site for the server at a join, after which its run ends."""
@@ -184,8 +184,10 @@ class OuterConfig(Config):
             raise ConfigError(f"outer.site = {self.site}: sites are numbered from 0, and outer.sites = {self.sites}")
         if self.quorum is not None and not 1 <= self.quorum <= self.sites:
             raise ConfigError(f"outer.quorum = {self.quorum}: give 1 to outer.sites = {self.sites}")
-        if self.staleness < 0 or (self.delay is not None and self.delay < 1):
-            raise ConfigError(f"outer.staleness = {self.staleness} must be >= 0, outer.delay = {self.delay} >= 1")
+        if self.staleness < 0:
+            raise ConfigError(f"outer.staleness = {self.staleness}: give at least 0 rounds")
+        if self.momentum_every is not None and self.momentum_every < 1:
+            raise ConfigError(f"outer.momentum_every = {self.momentum_every}: give at least 1 round")
         if not self.grace_s > 0 or not self.wait_s > 0:
             raise ConfigError(f"outer.grace_s = {self.grace_s}, outer.wait_s = {self.wait_s}: give more than 0 seconds")
         if self.mode != "sync" and self.decay and not self.nesterov:

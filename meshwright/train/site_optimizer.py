@@ -47,7 +47,7 @@ def server_settings(config: OuterConfig) -> ServerSettings:
         quorum=config.quorum or config.sites,
         grace_s=config.grace_s,
         staleness=config.staleness,
-        delay=config.delay or config.sites,
+        momentum_every=config.momentum_every or config.sites,
     )
 
 

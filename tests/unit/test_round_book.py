@@ -92,7 +92,7 @@ def test_no_site_starts_a_round_further_ahead_than_the_bound(seed: int) -> None:
     """Random speeds, deaths and returns: the lead at each release is at most s, and nobody live waits for the dead."""
     draw = random.Random(seed)
     staleness = draw.randrange(3)
-    book = book_of("bounded", 4, staleness=staleness, delay=4)
+    book = book_of("bounded", 4, staleness=staleness, momentum_every=4)
     ready = dict.fromkeys(range(4), 0.0)
     session, rounds = dict(enumerate(range(100, 104))), dict.fromkeys(range(4), 0)
     dead_until = dict.fromkeys(range(4), 0.0)
@@ -126,8 +126,8 @@ def test_no_site_starts_a_round_further_ahead_than_the_bound(seed: int) -> None:
     assert book.version > 100
 
 
-def test_momentum_moves_once_in_as_many_rounds_as_the_delay() -> None:
-    book = book_of("async", 2, delay=2)
+def test_momentum_moves_once_in_as_many_rounds_as_asked() -> None:
+    book = book_of("async", 2, momentum_every=2)
     taken = []
     for number in range(4):
         book.commit(number % 2, commit(100 + number % 2, number // 2, tokens=10.0 * (1 + number % 2)), 1.0)
