@@ -24,14 +24,13 @@ from meshwright.sites.messages import Declaration
 from meshwright.sites.settings import ServerSettings
 from meshwright.spec.layout import Layout
 from meshwright.train.config import OuterConfig
+from meshwright.train.join_report import VOTES
 from meshwright.train.run_config import RunConfig
 from meshwright.train.site_boxes import SiteBoxes
 from meshwright.train.site_link import RoundFigures, ServerRelease, SiteLink
 from meshwright.train.state import WEIGHTS
 from meshwright.transport.key import read_key
 
-VOTES = 3
-"""Things that hooks may ask for (`train.outer.VOTES`)."""
 LEAVE_S = 20.0
 """Longest wait of a run that was asked to end for the server to take its open round."""
 
@@ -65,6 +64,11 @@ def check_site(config: RunConfig, layout: Layout) -> None:
         )
     if outer.topology != "all_reduce":
         raise ConfigError(f"outer.topology = {outer.topology} is for islands of one run; leave it out of a site's")
+    if (outer.fragments, outer.delay, outer.mix) != (1, 0, None):
+        raise ConfigError(
+            f"outer.fragments = {outer.fragments}, outer.delay = {outer.delay} and outer.mix = {outer.mix} stream "
+            "between islands of one run; leave them out of a site's, whose movement goes to the server as a whole"
+        )
     if not outer.key_file:
         raise ConfigError("outer.meet needs outer.key_file, a copy of the server's key on this machine")
     if config.recovery.on_sick == "rewind":
@@ -173,7 +177,7 @@ class SiteOptimizer:
         )
         self.stamp: Callable[[], None] = lambda: None
         """Says that this rank waits for the server; the trainer's."""
-        self._votes = [0.0] * VOTES
+        self._votes = [0.0] * len(VOTES)
         self._stop_count = 0.0
         self.restart()
 
@@ -221,7 +225,7 @@ class SiteOptimizer:
         """Asks for something that happens after the next join.
 
         Args:
-            votes: amount for each of `train.outer.VOTES`, in their order.
+            votes: amount for each of `train.join_report.VOTES`, in their order.
         """
         self._votes = [earlier + amount for earlier, amount in zip(self._votes, votes.values())]
 
@@ -233,6 +237,13 @@ class SiteOptimizer:
             last: whether the run ends after this step.
         """
         return last or step % self._config.every == 0 or self._stop_count > 0
+
+    def sends_ahead(self, step: int, last: bool) -> bool:
+        """Returns False: a site's movement leaves at the end of its round, which waits for the version."""
+        return False
+
+    def receive(self, step: int, last: bool) -> None:
+        """Does nothing: no exchange is under way before a round's end."""
 
     def after_step(self, step: int, tokens: float, loss: float, last: bool) -> SiteReport | None:
         """Counts a step, and joins where a round ends; all ranks call it after each step.
@@ -266,7 +277,7 @@ class SiteOptimizer:
         )
         if last or leaves:
             self._link.leave()
-        self._votes, self._stop_count = [0.0] * VOTES, 0.0
+        self._votes, self._stop_count = [0.0] * len(VOTES), 0.0
         return report
 
     @torch.no_grad()
