@@ -18,6 +18,7 @@ VERBS = {
     "inspect": "what a model is made of, how each axis can split it, what a layout's ranks would hold",
     "prepare": "turn text into token files",
     "generate": "continue a prompt with a trained model",
+    "doctor": "check the machines before a run: devices, links, clocks, disk, versions, ports, file system",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
     "export": "write a run's model in Hugging Face format",
