@@ -40,7 +40,7 @@ Exit status: 0 without findings, 3 with one or more, 2 for a command that can't 
 def run(argv: Sequence[str]) -> int:
     """Checks and prints a table or JSON; exit status 0 without findings, else `FINDINGS`."""
     args = list(argv)
-    if {"-h", "--help"} & set(args):
+    if {"-h", "--help", "--help-all"} & set(args):
         print_result(USAGE.rstrip())
         return 0
     as_json, hostfile = take_flag(args, "--json"), take_value(args, "--hostfile")

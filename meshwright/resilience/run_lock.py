@@ -207,6 +207,13 @@ class RunLock:
             os._exit(0)
 
 
+def has_living_owner(run_dir: Path) -> bool:
+    """Whether a command trains in a run directory; owners on other hosts are watched for a lease."""
+    folder = run_dir / FOLDER
+    paths = [path for path in folder.glob("*") if path.name[-1:].isdigit()] if folder.is_dir() else []
+    return _living_owner(paths) is not None
+
+
 def _living_owner(paths: Iterable[Path]) -> Owner | None:
     """Returns a live owner among those of some files; None when none lives.
 
