@@ -89,14 +89,14 @@ class Check:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class NodeComparison:
     """A check of all nodes together: a pure function of their facts."""
 
     name: str
     """Short name, as ``versions``."""
     purpose: str
     """What it makes sure of."""
-    compare: Callable[[Sequence[NodeReport]], Observation]
+    compare: Callable[[Sequence[NodeExamination]], Observation]
     """Gets the report of each node that answered, by number."""
 
 
@@ -131,7 +131,7 @@ class CheckResult:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeReport:
+class NodeExamination:
     """Everything that one node's own checks saw."""
 
     node: int

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from meshwright.doctor import devices, disk, file_system, links, ports, shared_memory, versions
-from meshwright.doctor.contract import Check, CheckResult, NodeReport, Observation, Subject
+from meshwright.doctor.contract import Check, CheckResult, NodeExamination, Observation, Subject
 from meshwright.doctor.time_limit import call_with_limit
 
 CHECKS = (
@@ -36,7 +36,9 @@ def run_check(check: Check, subject: Subject) -> CheckResult:
     return CheckResult(check=check.name, node=subject.node, observation=observation, seconds=time.monotonic() - start_s)
 
 
-def examine_node(subject: Subject, on_check: Callable[[Check], None], checks: Sequence[Check] = CHECKS) -> NodeReport:
+def examine_node(
+    subject: Subject, on_check: Callable[[Check], None], checks: Sequence[Check] = CHECKS
+) -> NodeExamination:
     """Runs all checks of a node, and removes what an ended one has left.
 
     Args:
@@ -50,4 +52,4 @@ def examine_node(subject: Subject, on_check: Callable[[Check], None], checks: Se
         results.append(run_check(check, subject))
     # In a process with a limit, as a disk that hangs would hang this one too.
     call_with_limit(lambda: shutil.rmtree(subject.scratch, ignore_errors=True), _CLEAN_S)
-    return NodeReport(node=subject.node, host=socket.gethostname(), results=tuple(results))
+    return NodeExamination(node=subject.node, host=socket.gethostname(), results=tuple(results))

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.doctor.contract import Check, Comparison, NodeReport, Observation, Subject
+from meshwright.doctor.contract import Check, NodeComparison, NodeExamination, Observation, Subject
 from meshwright.doctor.nvml import Nvml
 
 NAME = "versions"
@@ -38,7 +38,7 @@ def examine(subject: Subject) -> Observation:
     )
 
 
-def compare(reports: Sequence[NodeReport]) -> Observation:
+def compare(reports: Sequence[NodeExamination]) -> Observation:
     """Compares every version between the nodes."""
     versions = {report.node: report.facts(NAME).get("versions", {}) for report in reports}
     names = sorted({name for row in versions.values() for name in row})
@@ -75,4 +75,4 @@ def _node_names(nodes: Sequence[int]) -> str:
 
 
 CHECK = Check(name=NAME, purpose="the packages are installed", limit_s=30.0, examine=examine)
-COMPARISON = Comparison(name="same versions", purpose="all nodes run the same software", compare=compare)
+COMPARISON = NodeComparison(name="same versions", purpose="all nodes run the same software", compare=compare)

@@ -11,7 +11,7 @@ from typing import Any
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.doctor.clocks import compare_clocks
-from meshwright.doctor.contract import Check, CheckResult, NodeReport, Observation, Subject
+from meshwright.doctor.contract import Check, CheckResult, NodeExamination, Observation, Subject
 from meshwright.doctor.examine import examine_node
 from meshwright.doctor.link_faults import find_link_faults
 from meshwright.doctor.links import LinkMeasurement, measure_node_links
@@ -60,7 +60,7 @@ class Finding:
 class DoctorReport:
     """What the checks of all nodes saw."""
 
-    nodes: tuple[NodeReport, ...]
+    nodes: tuple[NodeExamination, ...]
     """Reports of the nodes that answered."""
     comparisons: tuple[CheckResult, ...] = ()
     """What the nodes' reports say together, and what the links between them gave."""
@@ -95,7 +95,7 @@ class DoctorReport:
             KeyError, TypeError, ValueError: for values of another form.
         """
         return cls(
-            nodes=tuple(NodeReport.from_json(int(node), row) for node, row in values["nodes"].items()),
+            nodes=tuple(NodeExamination.from_json(int(node), row) for node, row in values["nodes"].items()),
             comparisons=tuple(CheckResult.from_json(row, None) for row in values["comparisons"]),
             links=tuple(LinkMeasurement.from_json(row) for row in values["links"]),
         )
@@ -171,7 +171,7 @@ def _node_meeting(nodes: NodeOptions) -> Meeting:
     return Meeting(host=host, port=int(port), node=nodes.node, nodes=nodes.nodes, interface=interface)
 
 
-def _examine(subject: Subject, say: Say) -> NodeReport:
+def _examine(subject: Subject, say: Say) -> NodeExamination:
     def show_check(check: Check) -> None:
         say(f"  node {subject.node}: {check.name}: {check.purpose}")
 
@@ -215,7 +215,7 @@ class _NodeDoctor:
             if self._subject.node == 0:
                 call_with_limit(lambda: remove_shared_folder(folder), LIMIT_S)
 
-    def _meet(self, own_report: NodeReport) -> DoctorReport:
+    def _meet(self, own_report: NodeExamination) -> DoctorReport:
         """Exchanges reports with the other nodes, then measures the links to them."""
         everyone = list(range(self._subject.nodes))
         self._say(f"  node {self._subject.node}: waits for the other nodes")
@@ -225,7 +225,7 @@ class _NodeDoctor:
             sentence = f"node {self._subject.node} could not meet node 0: {outcome.failure}"
             return DoctorReport(nodes=(own_report,), comparisons=(_trouble(sentence),))
         rows = _valid_rows(outcome.value, "report")
-        reports = tuple(NodeReport.from_json(node, row["report"]) for node, row in sorted(rows.items()))
+        reports = tuple(NodeExamination.from_json(node, row["report"]) for node, row in sorted(rows.items()))
         comparisons = [_compare_presence(everyone, list(rows), self._meet_s)]
         comparisons.append(_comparison(SAME_VERSIONS.name, SAME_VERSIONS.compare(reports)))
         if self._subject.node not in rows or len(rows) < 2:

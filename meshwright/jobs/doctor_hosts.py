@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from meshwright.doctor.contract import CheckResult, NodeReport, Observation
+from meshwright.doctor.contract import CheckResult, NodeExamination, Observation
 from meshwright.jobs.doctor import DoctorReport
 from meshwright.launch.hostfile import HostfileLauncher, HostOutput, read_hostfile
 
@@ -40,7 +40,7 @@ def merge_outputs(outputs: Sequence[HostOutput], limit_s: float) -> DoctorReport
             reports[node] = DoctorReport.from_json(json.loads(output.output))
         except (ValueError, KeyError, TypeError, AttributeError):
             findings.append(_silence(node, output, limit_s))
-    nodes: dict[int, NodeReport] = {}
+    nodes: dict[int, NodeExamination] = {}
     # Node 0 last: what it gathered is what all nodes agreed on.
     for _, report in sorted(reports.items(), reverse=True):
         nodes |= {row.node: row for row in report.nodes}

@@ -227,18 +227,10 @@ def read_events(run_dir: Path) -> list[dict[str, Any]]:
 
 def _inject(run_dir: Path, draw: Draw, world: World, watch: RunWatch, wait_s: float) -> FaultAnswer | None:
     """Injects one fault and waits for the answer; returns None when the run ended before it happened."""
+    ranks = world.nodes[draw.target] if draw.kind == NODE else (draw.target,)
     # Counted before the request, so that no event of this fault's recovery is skipped.
     earlier_events = len(read_events(run_dir))
-    # The next step may begin before its ranks have read the request.
-    stamps = read_run_progress(run_dir)
-    step = max((stamp.step for stamp in stamps), default=0) + 2
-    ranks = world.nodes[draw.target] if draw.kind == NODE else (draw.target,)
-    if not {stamp.rank for stamp in stamps}.issuperset(ranks):
-        # A run that shrank has fewer ranks than the draws were made for.
-        return FaultAnswer(**asdict(draw), step=step, answer="absent", seconds=0.0)
-    kind = {NODE: "kill", PAUSE: "stop"}.get(draw.kind, draw.kind)
-    marks = [ask(run_dir, Fault(kind=kind, rank=rank, step=step, seconds=_slow_s(draw.kind))) for rank in ranks]
-    happened = watch.wait(lambda: all(mark.exists() for mark in marks), wait_s)
+    step, happened = _request(run_dir, draw.kind, ranks, watch, wait_s)
     start_s = time.monotonic()
 
     def answered(answer: str) -> FaultAnswer:
@@ -247,7 +239,7 @@ def _inject(run_dir: Path, draw: Draw, world: World, watch: RunWatch, wait_s: fl
         return FaultAnswer(**asdict(draw), step=step, answer=answer, seconds=seconds, events=events)
 
     if not happened:
-        return None if watch.ended else answered("no answer")
+        return None if watch.ended else answered("no answer" if step else "absent")
     if draw.kind == PAUSE:
         time.sleep(PAUSE_S)
         _continue(run_dir, draw.target)
@@ -261,6 +253,48 @@ def _inject(run_dir: Path, draw: Draw, world: World, watch: RunWatch, wait_s: fl
 
     watch.wait(lambda: bool(ending()), wait_s)
     return answered(ending() or ("run ended" if watch.ended else "no answer"))
+
+
+def _request(run_dir: Path, kind: str, ranks: Sequence[int], watch: RunWatch, wait_s: float) -> tuple[int, bool]:
+    """Requests a fault of ranks until it happens; returns its step, 0 without such ranks, and whether it happened."""
+    deadline_s, step, ahead = time.monotonic() + wait_s, 0, 2
+    primitive = {NODE: "kill", PAUSE: "stop"}.get(kind, kind)
+    while (left_s := deadline_s - time.monotonic()) > 0 and not watch.ended:
+        # While ranks start, their stamps name no step; a run that shrank has some of them no more.
+        if not watch.wait(lambda: bool(_current_step(run_dir, ranks)), left_s):
+            break
+        # The next step may begin before its ranks have read the request.
+        step = _current_step(run_dir, ranks) + ahead
+        marks = [ask(run_dir, Fault(kind=primitive, rank=rank, step=step, seconds=_slow_s(kind))) for rank in ranks]
+        if any(mark.exists() for mark in marks):
+            # The mark of an equal fault before a restart from an earlier step: a fault happens once in a run.
+            ahead += 1
+            _withdraw(marks)
+            continue
+        watch.wait(lambda: all(mark.exists() for mark in marks) or _is_past(run_dir, ranks, step), left_s)  # noqa: B023
+        if all(mark.exists() for mark in marks):
+            return step, True
+        # The run was faster than this process: a request for a past step would strike after a restart from before it.
+        _withdraw(marks)
+    return step, False
+
+
+def _withdraw(marks: Sequence[Path]) -> None:
+    """Removes requests, so that ranks which start later don't read them."""
+    for mark in marks:
+        mark.with_name(f"{mark.name}.ask").unlink(missing_ok=True)
+
+
+def _current_step(run_dir: Path, ranks: Sequence[int]) -> int:
+    """Returns the latest step of a run; 0 while one of these ranks is absent or in no step."""
+    steps = {stamp.rank: stamp.step for stamp in read_run_progress(run_dir)}
+    return max(steps.values()) if all(steps.get(rank) for rank in ranks) else 0
+
+
+def _is_past(run_dir: Path, ranks: Sequence[int], step: int) -> bool:
+    """Whether every one of these ranks is beyond a step."""
+    steps = {stamp.rank: stamp.step for stamp in read_run_progress(run_dir)}
+    return all(steps.get(rank, 0) > step for rank in ranks)
 
 
 def _slow_s(kind: str) -> float:
