@@ -51,6 +51,8 @@ if TYPE_CHECKING:
     from meshwright.jobs.proof_reports import LoopReport as LoopReport
     from meshwright.jobs.proof_reports import VerifyReport as VerifyReport
     from meshwright.jobs.ranks import launch_ranks as launch_ranks
+    from meshwright.jobs.recipe import RecipeResult as RecipeResult
+    from meshwright.jobs.recipe import run_recipe as run_recipe
     from meshwright.jobs.requests import CalibrateConfig as CalibrateConfig
     from meshwright.jobs.requests import InspectConfig as InspectConfig
     from meshwright.jobs.requests import LoopConfig as LoopConfig
@@ -122,6 +124,8 @@ _MODULES = {
     "LoopReport": "meshwright.jobs.proof_reports",
     "VerifyReport": "meshwright.jobs.proof_reports",
     "launch_ranks": "meshwright.jobs.ranks",
+    "RecipeResult": "meshwright.jobs.recipe",
+    "run_recipe": "meshwright.jobs.recipe",
     "CalibrateConfig": "meshwright.jobs.requests",
     "InspectConfig": "meshwright.jobs.requests",
     "LoopConfig": "meshwright.jobs.requests",

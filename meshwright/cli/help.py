@@ -90,6 +90,30 @@ PAGES = {
         status="0 finished, 1 failed or interrupted (with a checkpoint), 2 refused, 130 second Ctrl-C, 143 SIGTERM.",
         configs=(RunConfig,),
     ),
+    "run": HelpPage(
+        usage="run RECIPE.toml [--SETTING VALUE ...]",
+        purpose="Prepares, plans, verifies, trains, evaluates and exports what a recipe says; leaves out what is done.",
+        options=(
+            ("RECIPE.toml", "settings from a file; flags go over it (meshwright new writes one)"),
+            ("--export TYPE", "of the exported weights: as-trained, float32, bfloat16, float16; or --no-export"),
+            ("--sweep KEY=A,B", "a run for each value, and one table; several --sweep combine"),
+            *NODES[1:],
+            JSON,
+        ),
+        settings=(
+            ("--run DIR", "the run's directory; runs/ and the recipe's name when not given"),
+            ("--layout LAYOUT", "shard=2,zero=3 and so on; the planner's choice when not given"),
+            ("--devices N", "ranks; all GPUs, else all cores"),
+            ("--train.steps N", "optimizer steps"),
+            ("--optimizer.lr X", "peak learning rate"),
+        ),
+        examples=(
+            "meshwright run recipes/first.toml --run runs/first",
+            "meshwright run recipes/first.toml --sweep optimizer.lr=1e-3,3e-3",
+        ),
+        status="0 all stages are done, 1 failed or interrupted, 2 refused, 143 SIGTERM.",
+        configs=(RunConfig,),
+    ),
     "plan": HelpPage(
         usage="plan [RECIPE.toml] [--SETTING VALUE ...]",
         purpose="Chooses the fastest layout that fits some machines, says what it takes and why the others lose.",

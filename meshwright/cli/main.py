@@ -13,6 +13,7 @@ from meshwright.errors import REFUSED, MeshwrightError, nearest
 
 VERBS = {
     "train": "prepare text, plan, train, evaluate, checkpoint; goes on where an earlier run of the directory stopped",
+    "run": "all stages of a recipe: prepare, plan, verify, train, evaluate, export; or a sweep over settings",
     "plan": "choose the fastest layout that fits some machines, say what it takes and why the others lose",
     "verify": "prove that layouts compute what one device computes",
     "inspect": "what a model is made of, how each axis can split it, what a layout's ranks would hold",

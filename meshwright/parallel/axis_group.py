@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.events import CommTotals
+from meshwright.parallel.live_bytes import LiveBytes
 
 DIRECT_RANKS = 16
 """Largest gloo group that exchanges directly; beyond it the number of messages per rank outweighs the latency saved."""
@@ -35,6 +36,8 @@ class TrafficLog:
     on_wait: Callable[[str, int, int], None] | None = None
     started: int = 0
     """Collectives that were started since the last drain."""
+    buffers: LiveBytes = field(default_factory=LiveBytes)
+    """Buffers of rounded numbers: of ``gradients``, and of gathered ``weights``."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     _rounding: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     _events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)

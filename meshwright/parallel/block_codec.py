@@ -7,7 +7,10 @@ as it is without compression. Values beyond float32's range count as not finite.
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -66,36 +69,42 @@ class BlockCodec:
             values *= encoded[:, self._value_bytes :].contiguous().view(torch.float32).to(dtype)
         return values
 
-    def encode_in_slices(
-        self, blocks: torch.Tensor, draw_fractions: Callable[[int, int], torch.Tensor] | None
+    def encode_store(
+        self, store: BlockStore, count: int, draw_fractions: Callable[[int, int], torch.Tensor] | None
     ) -> torch.Tensor:
-        """Returns the same bytes as `encode`, with temporaries of a slice.
+        """Returns the bytes of a store's first ``count`` blocks as `encode` does, with temporaries of a slice.
 
         Args:
-            blocks: (N, 256) float32 or float64.
+            store: whose values are rounded.
+            count: blocks.
             draw_fractions: returns the random numbers, (count, 256) float32, of ``count`` blocks from ``first`` on, by
                 ``(first, count)``; None rounds to the nearest.
         """
-        encoded = blocks.new_empty((len(blocks), self.block_bytes), dtype=torch.uint8)
-        for first, count in _slices(len(blocks)):
-            fractions = None if draw_fractions is None else draw_fractions(first, count)
-            encoded[first : first + count] = self.encode(blocks[first : first + count], fractions)
+        encoded = torch.empty((count, self.block_bytes), dtype=torch.uint8, device=store.device)
+        for first, size in slices(count):
+            fractions = None if draw_fractions is None else draw_fractions(first, size)
+            encoded[first : first + size] = self.encode(store.read(first, size), fractions)
         return encoded
 
-    def decode_into(self, blocks: torch.Tensor, encoded: torch.Tensor, adds: bool = False) -> None:
-        """Writes decoded values to ``blocks``, or adds them, with temporaries of a slice.
+    def decode_to_store(self, store: BlockStore, encoded: torch.Tensor) -> None:
+        """Writes decoded values, (N, block_bytes) uint8, to a store's first blocks, with temporaries of a slice."""
+        for first, size in slices(len(encoded)):
+            store.write(first, self.decode(encoded[first : first + size], store.dtype))
+
+    def sum_terms(self, terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """Returns the sum of decoded terms, (N, 256) of ``dtype``, from the first term to the last.
 
         Args:
-            blocks: (N, 256) float32 or float64.
-            encoded: (N, block_bytes) uint8.
-            adds: whether values are added to what is there.
+            terms: (N, block_bytes) uint8 each.
+            dtype: of the sum.
         """
-        for first, count in _slices(len(blocks)):
-            values, target = self.decode(encoded[first : first + count], blocks.dtype), blocks[first : first + count]
-            if adds:
-                target.add_(values)
-            else:
-                target.copy_(values)
+        total = torch.empty((len(terms[0]), BLOCK_VALUES), dtype=dtype, device=terms[0].device)
+        for first, size in slices(len(total)):
+            target = total[first : first + size]
+            target.copy_(self.decode(terms[0][first : first + size], dtype))
+            for term in terms[1:]:
+                target.add_(self.decode(term[first : first + size], dtype))
+        return total
 
     def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
@@ -122,6 +131,35 @@ class BlockCodec:
         return low.add_(fractions < steps.sub_(low)).mul_(distance)
 
 
+class BlockStore(Protocol):
+    """Blocks of values that are read and written a slice at a time."""
+
+    dtype: torch.dtype
+    """In which they are rounded: float32 or float64."""
+    device: torch.device
+
+    def read(self, first: int, count: int) -> torch.Tensor:
+        """Returns blocks from ``first`` on, (count, 256) of `dtype`, which nobody may write to."""
+
+    def write(self, first: int, blocks: torch.Tensor) -> None:
+        """Writes blocks, (N, 256), from ``first`` on."""
+
+
+class DenseBlocks:
+    """A tensor of blocks, (N, 256), as a store."""
+
+    def __init__(self, blocks: torch.Tensor) -> None:
+        self._blocks, self.dtype, self.device = blocks, blocks.dtype, blocks.device
+
+    def read(self, first: int, count: int) -> torch.Tensor:
+        """Returns blocks from ``first`` on, (count, 256)."""
+        return self._blocks[first : first + count]
+
+    def write(self, first: int, blocks: torch.Tensor) -> None:
+        """Writes blocks, (N, 256), from ``first`` on."""
+        self._blocks[first : first + len(blocks)] = blocks
+
+
 class WeightBlocks:
     """Some weights as blocks: each begins a block of its own, filled up with zeros.
 
@@ -138,30 +176,42 @@ class WeightBlocks:
             [np.zeros(0, np.int64)]
             + [(number << 31) + np.arange(count_blocks(size)) for number, size in zip(numbers, sizes, strict=True)]
         )
+        self._first_blocks = [0, *accumulate(count_blocks(size) for size in sizes)]
 
     @property
     def count(self) -> int:
         """Number of blocks."""
         return len(self._ids)
 
-    def pack(self, tensors: Sequence[torch.Tensor], count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns (count, 256) blocks of ``dtype`` with the weights' elements, any shapes; zeros fill the rest."""
-        flat = tensors[0].new_empty(count * BLOCK_VALUES, dtype=dtype)
-        offset = 0
-        for tensor, size in zip(tensors, self.sizes, strict=True):
-            stop = offset + count_blocks(size) * BLOCK_VALUES
-            flat[offset : offset + size] = tensor.reshape(-1)
-            flat[offset + size : stop] = 0
-            offset = stop
-        flat[offset:] = 0
+    def count_elements(self, first: int, count: int) -> int:
+        """Returns the weights' elements in ``count`` blocks from ``first`` on, without what fills blocks up."""
+        return sum(stop - start for _, start, stop, _ in self._runs(first, count))
+
+    def read(self, tensors: Sequence[torch.Tensor], first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns blocks of the weights' elements, (count, 256) of ``dtype``, which nobody may write to.
+
+        Args:
+            tensors: the weights' elements, contiguous and of any shapes.
+            first: number of the first block.
+            count: blocks; zeros fill those up that end a weight, and follow the last weight.
+            dtype: in which values are rounded.
+        """
+        runs = list(self._runs(first, count))
+        if len(runs) == 1:
+            position, start, stop, _ = runs[0]
+            # Most of a large weight: read where it lies.
+            if stop - start == count * BLOCK_VALUES and tensors[position].dtype == dtype:
+                return tensors[position].reshape(-1)[start:stop].view(count, BLOCK_VALUES)
+        flat = tensors[0].new_zeros(count * BLOCK_VALUES, dtype=dtype)
+        for position, start, stop, offset in runs:
+            flat[offset : offset + stop - start] = tensors[position].reshape(-1)[start:stop]
         return flat.view(count, BLOCK_VALUES)
 
-    def unpack(self, blocks: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Writes the elements of blocks, (N, 256), to the weights, contiguous and of any shape."""
-        flat, offset = blocks.view(-1), 0
-        for tensor, size in zip(tensors, self.sizes, strict=True):
-            tensor.view(-1).copy_(flat[offset : offset + size])
-            offset += count_blocks(size) * BLOCK_VALUES
+    def write(self, tensors: Sequence[torch.Tensor], first: int, blocks: torch.Tensor) -> None:
+        """Writes the elements of blocks from ``first`` on, (N, 256), to the weights, contiguous and of any shape."""
+        flat = blocks.reshape(-1)
+        for position, start, stop, offset in self._runs(first, len(blocks)):
+            tensors[position].view(-1)[start:stop] = flat[offset : offset + stop - start]
 
     def fractions(self, draw: str, first: int, count: int, device: torch.device) -> torch.Tensor:
         """Returns random numbers, (count, 256) float32 in [0, 1), of the blocks from ``first`` on.
@@ -178,8 +228,39 @@ class WeightBlocks:
             return drawn
         return torch.cat([drawn, drawn.new_zeros(count - len(drawn), BLOCK_VALUES)])
 
+    def _runs(self, first: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+        """Yields (weight, first element, one past the last, offset there) of each weight in a run of blocks."""
+        position = max(0, bisect_right(self._first_blocks, first) - 1)
+        while position < len(self.sizes) and (begin := self._first_blocks[position]) < first + count:
+            start = max(0, first - begin) * BLOCK_VALUES
+            stop = min(self.sizes[position], (first + count - begin) * BLOCK_VALUES)
+            if start < stop:
+                yield position, start, stop, (begin - first) * BLOCK_VALUES + start
+            position += 1
 
-def _slices(blocks: int) -> Iterator[tuple[int, int]]:
+
+class WeightStore:
+    """Weights' elements as a store of blocks: packed and unpacked a slice at a time, never as a whole.
+
+    Args:
+        weights: how they lie in blocks.
+        tensors: their elements, contiguous and of any shapes.
+        dtype: in which values are rounded.
+    """
+
+    def __init__(self, weights: WeightBlocks, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> None:
+        self._weights, self._tensors, self.dtype, self.device = weights, tensors, dtype, tensors[0].device
+
+    def read(self, first: int, count: int) -> torch.Tensor:
+        """Returns blocks from ``first`` on, (count, 256)."""
+        return self._weights.read(self._tensors, first, count, self.dtype)
+
+    def write(self, first: int, blocks: torch.Tensor) -> None:
+        """Writes blocks, (N, 256), from ``first`` on."""
+        self._weights.write(self._tensors, first, blocks)
+
+
+def slices(blocks: int) -> Iterator[tuple[int, int]]:
     """Yields (first, count) of runs of at most `SLICE_BLOCKS` blocks."""
     for first in range(0, blocks, SLICE_BLOCKS):
         yield first, min(SLICE_BLOCKS, blocks - first)

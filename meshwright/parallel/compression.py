@@ -9,6 +9,7 @@ ring, whose every hop would round again.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
-from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
+from meshwright.parallel.block_codec import BlockCodec, BlockStore, DenseBlocks, WeightBlocks, WeightStore, slices
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, chunk_blocks
 
 
@@ -75,18 +76,34 @@ class LossyTransfer:
     """What the program reads: sums in the shapes of `before`, or the shards of every rank, (n,) each."""
     axis_group: AxisGroup
     """Its ranks."""
-    name: str
-    """Number format, as in `spec.compression.FORMATS`."""
-    run: int
-    """Neighbours that summed exactly first."""
-    draw: str
-    """Seed and step of the roundings, ``"0,3"``; empty for rounding to the nearest."""
-    copies_name: str = ""
-    """Tells its ranks' draws from those of other shards' copies; empty for rounding to the nearest."""
 
 
 Observer = Callable[[LossyTransfer], None]
 """Called when a transfer has ended; may change what the program reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """Blocks that are summed over ranks in rounded numbers."""
+
+    weights: WeightBlocks
+    store: BlockStore
+    """Their values."""
+    first: int
+    """Number of the store's first block among the weights'."""
+    count: int
+    draw: str
+    """Seed, step and copies of the roundings."""
+    of: str
+
+    def draws(self, what: str, offset: int = 0) -> Callable[[int, int], torch.Tensor]:
+        """Returns what draws the random numbers of blocks from ``offset`` of the store on: a rank's, or the sum's."""
+
+        def draw_fractions(first: int, count: int) -> torch.Tensor:
+            begin = self.first + offset + first
+            return self.weights.fractions(f"{self.draw},{what}", begin, count, self.store.device)
+
+        return draw_fractions
 
 
 class GradientCompressor:
@@ -96,13 +113,14 @@ class GradientCompressor:
         compression: the layout's choice.
         groups: the copies.
         key: of the step's random roundings.
-        copies_name: tells the draws of one shard's copies from those of other shards'; the same on all ranks that hold
-            the same weight, or their copies part.
+        copies_name: tells the draws of one shard's copies, and of one stage, from those of others; the same on all
+            ranks that hold the same weight, or their copies part.
     """
 
-    def __init__(self, compression: Compression, groups: CopyGroups, key: RoundingKey, copies_name: str = "0") -> None:
-        self._copies_name = copies_name
-        self._name, self._groups, self._key = compression.name, groups, key
+    def __init__(
+        self, compression: Compression, groups: CopyGroups, key: RoundingKey, copies_name: str = "0.0"
+    ) -> None:
+        self._copies_name, self._groups, self._key = copies_name, groups, key
         self.observer: Observer | None = None
         """Checks every sum, where a proof set it."""
         self._codec = BlockCodec(compression.name, compression.format)
@@ -127,75 +145,86 @@ class GradientCompressor:
     ) -> Iterator[PendingCollective]:
         if not weights.count:
             return
-        inside = self._groups.inside
-        chunk = chunk_blocks(weights.count, self._groups.copies.size)
-        blocks = weights.pack(tensors, chunk * self._groups.copies.size, dtype)
+        inside, size = self._groups.inside, self._groups.copies.size
+        count = chunk_blocks(weights.count, size) * size
         before = [tensor.clone() for tensor in tensors] if self.observer is not None else []
-        draw = f"{self._key.seed},{int(self._key.step)}"
+        draw = f"{self._key.seed},{int(self._key.step)},{self._copies_name}"
         if inside is None:
-            yield from self._sum_across(weights, blocks, 0, draw, of)
+            store = WeightStore(weights, tensors, dtype)
+            yield from self._sum_across(_Message(weights, store, 0, count, draw, of))
         else:
-            # This rank's part of the node's exact sum travels between nodes.
-            part = blocks.new_empty(len(blocks) // inside.size, BLOCK_VALUES)
-            yield inside.reduce_scatter(part.view(-1), blocks.view(-1), of)
-            yield from self._sum_across(weights, part, inside.index * len(part), draw, of)
-            yield inside.all_gather(blocks.view(-1), part.view(-1), of)
-        weights.unpack(blocks, tensors)
+            # This rank's part of the neighbours' exact sum travels on.
+            part_blocks = count // inside.size
+            first = inside.index * part_blocks
+            elements = [weights.count_elements(index * part_blocks, part_blocks) for index in range(inside.size)]
+            blocks = weights.read(tensors, 0, count, dtype)
+            # A gradient that fills its blocks is read where it lies.
+            if blocks.data_ptr() != tensors[0].data_ptr():
+                self._track(blocks)
+            part = self._track(blocks.new_empty(part_blocks, BLOCK_VALUES))
+            scatter = inside.reduce_scatter(part.view(-1), blocks.view(-1), of)
+            scatter.raw_bytes = (sum(elements) - elements[inside.index]) * part.element_size()
+            yield scatter
+            del blocks, scatter  # packed again for the gather, so that only the part stays in between
+            yield from self._sum_across(_Message(weights, DenseBlocks(part), first, part_blocks, draw, of))
+            blocks = self._track(part.new_empty(count, BLOCK_VALUES))
+            gather = inside.all_gather(blocks.view(-1), part.view(-1), of)
+            gather.raw_bytes = elements[inside.index] * (inside.size - 1) * part.element_size()
+            yield gather
+            weights.write(tensors, 0, blocks)
         if self.observer is not None:
-            copies, run = self._groups.copies, inside.size if inside else 1
-            transfer = LossyTransfer(
-                weights=weights,
-                before=before,
-                after=tensors,
-                axis_group=copies,
-                name=self._name,
-                run=run,
-                draw=draw,
-                copies_name=self._copies_name,
-            )
+            transfer = LossyTransfer(weights=weights, before=before, after=tensors, axis_group=self._groups.copies)
             self.observer(transfer)
 
-    def _sum_across(
-        self, weights: WeightBlocks, blocks: torch.Tensor, first: int, step_draw: str, of: str
-    ) -> Iterator[PendingCollective]:
-        """Sums blocks, (N, 256), from number ``first`` of the weights on, in place, in rounded numbers."""
-        across, codec = self._groups.across, self._codec
-        chunk, own = len(blocks) // across.size, across.index
-        draw = f"{step_draw},{self._copies_name}"
-        raw_bytes = blocks[chunk:].nbytes
-        encoded = codec.encode_in_slices(
-            blocks, lambda start, count: weights.fractions(f"{draw},{own}", first + start, count, blocks.device)
-        )
-        received = torch.empty_like(encoded)
-        exchange = across.all_to_all(received.split(chunk), encoded.split(chunk), of)
-        exchange.raw_bytes = raw_bytes
+    def _sum_across(self, message: _Message) -> Iterator[PendingCollective]:
+        """Sums a message's blocks in place, in rounded numbers."""
+        across, codec, store = self._groups.across, self._codec, message.store
+        chunk, own = message.count // across.size, across.index
+        element_bytes = store.dtype.itemsize
+        own_elements = message.weights.count_elements(message.first + own * chunk, chunk)
+        elements = message.weights.count_elements(message.first, message.count)
+        encoded = self._track(codec.encode_store(store, message.count, message.draws(str(own))))
+        received = self._track(torch.empty_like(encoded))
+        exchange = across.all_to_all(received.split(chunk), encoded.split(chunk), message.of)
+        exchange.raw_bytes = (elements - own_elements) * element_bytes
         yield exchange
         # In rank order, so that the sum doesn't depend on who computes it.
         terms = received.split(chunk)
-        total = torch.empty_like(blocks[:chunk])
-        for index, term in enumerate(terms):
-            codec.decode_into(total, term, adds=index > 0)
-        first_own = first + own * chunk
-        encoded_total = codec.encode_in_slices(
-            total, lambda start, count: weights.fractions(f"{draw},sum", first_own + start, count, blocks.device)
-        )
-        own_blocks = blocks[own * chunk : (own + 1) * chunk]
-        self._book_error(own_blocks, codec.decode(terms[own], blocks.dtype), total, encoded_total)
-        gathered = torch.empty_like(encoded)
-        gather = across.all_gather(gathered.view(-1), encoded_total.view(-1), of)
-        gather.raw_bytes = raw_bytes
+        total = self._track(codec.sum_terms(terms, store.dtype))
+        rounded = self._track(codec.encode_store(DenseBlocks(total), chunk, message.draws("sum", own * chunk)))
+        self._book_error(store, own * chunk, terms[own], total, rounded)
+        # The bytes that were sent have arrived: their buffer takes the sums of all ranks.
+        del exchange, received, terms, total
+        gather = across.all_gather(encoded.view(-1), rounded.view(-1), message.of)
+        gather.raw_bytes = own_elements * (across.size - 1) * element_bytes
         yield gather
-        codec.decode_into(blocks, gathered)
+        codec.decode_to_store(store, encoded)
 
     def _book_error(
-        self, own: torch.Tensor, decoded: torch.Tensor, total: torch.Tensor, encoded_total: torch.Tensor
+        self, store: BlockStore, first: int, term: torch.Tensor, total: torch.Tensor, rounded: torch.Tensor
     ) -> None:
-        """Books how far rounding takes this rank's chunk of the sum, (M, 256) each but the bytes of the sum."""
-        # The other ranks' terms are rounded as this one's is, independently: their squares add up.
-        error = (decoded - own).square_().sum() * self._groups.across.size
-        error += (self._codec.decode(encoded_total, total.dtype) - total).square_().sum()
-        across = self._groups.across
-        across.log.add_rounding(across.axis, "all_gather", error, total.square().sum())
+        """Books how far rounding takes this rank's chunk of the sum.
+
+        Args:
+            store: this rank's exact values.
+            first: number of the chunk's first block there.
+            term: (M, block_bytes) uint8, this rank's values as they were sent.
+            total: (M, 256) the sum of all ranks' terms.
+            rounded: (M, block_bytes) uint8, the sum as it is sent.
+        """
+        across, decode = self._groups.across, self._codec.decode
+        error = squared_sum = torch.zeros((), dtype=total.dtype, device=total.device)
+        for start, size in slices(len(total)):
+            run = slice(start, start + size)
+            # The other ranks' terms are rounded as this one's is, independently: their squares add up.
+            own_error = decode(term[run], total.dtype).sub_(store.read(first + start, size)).square_().sum()
+            sum_error = decode(rounded[run], total.dtype).sub_(total[run]).square_().sum()
+            error = error + own_error * across.size + sum_error
+            squared_sum = squared_sum + total[run].square().sum()
+        across.log.add_rounding(across.axis, "all_gather", error, squared_sum)
+
+    def _track(self, buffer: torch.Tensor) -> torch.Tensor:
+        return self._groups.copies.log.buffers.track("gradients", buffer)
 
 
 class WeightCompressor:
@@ -207,8 +236,7 @@ class WeightCompressor:
     """
 
     def __init__(self, name: str, axis_group: AxisGroup) -> None:
-        self._name, self._axis_group = name, axis_group
-        self._codec = BlockCodec(name, FORMATS[name])
+        self._axis_group, self._codec = axis_group, BlockCodec(name, FORMATS[name])
         self.observer: Observer | None = None
         """Checks every gather, where a proof set it."""
 
@@ -232,19 +260,17 @@ class WeightCompressor:
             return
         group, sizes = self._axis_group, list(weights.sizes)
         dtype = torch.float64 if output.dtype == torch.float64 else torch.float32
-        before = [values.clone() for values in shard.split(sizes)] if self.observer is not None else []
-        encoded = self._codec.encode_in_slices(weights.pack(shard.split(sizes), weights.count, dtype), None)
-        gathered = encoded.new_empty(group.size, *encoded.shape)
+        shards = shard.split(sizes)
+        before = [values.clone() for values in shards] if self.observer is not None else []
+        track = functools.partial(group.log.buffers.track, "weights")
+        encoded = track(self._codec.encode_store(WeightStore(weights, shards, dtype), weights.count, None))
+        gathered = track(encoded.new_empty(group.size, *encoded.shape))
         transfer = group.all_gather(gathered.view(-1), encoded.view(-1), of)
         transfer.raw_bytes = shard.nbytes * (group.size - 1)
         yield transfer
         after = output.split(sizes * group.size)
         for rank, shard_bytes in enumerate(gathered):
-            shards = after[rank * len(sizes) : (rank + 1) * len(sizes)]
-            weights.unpack(self._codec.decode(shard_bytes, dtype), shards)
+            targets = after[rank * len(sizes) : (rank + 1) * len(sizes)]
+            self._codec.decode_to_store(WeightStore(weights, targets, dtype), shard_bytes)
         if self.observer is not None:
-            self.observer(
-                LossyTransfer(
-                    weights=weights, before=before, after=after, axis_group=group, name=self._name, run=1, draw=""
-                )
-            )
+            self.observer(LossyTransfer(weights=weights, before=before, after=after, axis_group=group))

@@ -31,14 +31,15 @@ def _apply(context: TransformContext) -> None:
     for stage in context.stages:
         if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             assert mesh is not None
+            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             options = fsdp.ShardOptions(
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
                 first_layer=stage.first_layer,
+                secondary=mesh.secondary_shards(shard_group),
             )
-            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             copies = mesh.combined_group(gradient_axes(layout.state_axes))
             axis_groups = _groups_in_use(shard_group, copies)
             expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
@@ -51,7 +52,7 @@ def _apply(context: TransformContext) -> None:
                     options,
                     axis_groups,
                     expert_group,
-                    _compressors(shard_group, copies, mesh, context.rounding_key),
+                    _compressors(shard_group, copies, mesh, context.rounding_key, stage.stage_index),
                 ),
             )
         elif mesh is not None:
@@ -68,7 +69,7 @@ def _apply(context: TransformContext) -> None:
                 if axis_group is None or axis_group.size == 1:
                     continue
                 # On every rank, also of a stage without experts: it makes groups.
-                compressor = mesh.compressor(axis_group, context.rounding_key)
+                compressor = mesh.compressor(axis_group, context.rounding_key, stage.stage_index)
                 if group_names:
                     # Ranks that exchange tokens in backward must not wait in its hooks: their graphs may differ.
                     waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
@@ -85,8 +86,10 @@ def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:
     return [shards, copies] if copies.size > 1 else [shards]
 
 
-def _compressors(shards: AxisGroup, copies: AxisGroup, mesh: Mesh, key: RoundingKey) -> fsdp.Compressors:
-    return fsdp.Compressors(mesh.compressor(copies, key), mesh.weight_compressor(shards))
+def _compressors(
+    shards: AxisGroup, copies: AxisGroup, mesh: Mesh, key: RoundingKey, stage_index: int
+) -> fsdp.Compressors:
+    return fsdp.Compressors(mesh.compressor(copies, key, stage_index), mesh.weight_compressor(shards))
 
 
 def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp.ExpertFsdpGroup | None:
@@ -104,7 +107,7 @@ def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp
             mesh.combined_group(gradient_axes(known_axes()[expert_axis].carves)),
         ]
     # On every rank, also of a stage without experts: it makes groups.
-    compressors = _compressors(axis_groups[0], axis_groups[1], mesh, key)
+    compressors = _compressors(axis_groups[0], axis_groups[1], mesh, key, stage.stage_index)
     if not expert_modules:
         return None
     return fsdp.ExpertFsdpGroup(

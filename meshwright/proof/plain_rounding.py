@@ -100,7 +100,7 @@ def compressed_sum(terms: Sequence[Floats], name: str, run: int, draw: str, weig
         terms: (n,) of each copy, in order.
         name: of the format.
         run: neighbours that sum exactly first.
-        draw: seed, step and first rank of the copies.
+        draw: seed, step, first rank of the copies and stage: ``3,0,4.1``.
         weight: its name.
     """
     nodes = [sum_in_order(terms[start : start + run]) for start in range(0, len(terms), run)]

@@ -141,9 +141,7 @@ def _train_under_layout(
     for stage in program.stages:
         stage.module.train(case.training)
     assert program.mesh is not None or layout.world == 1
-    sums = CompressedSums()
-    for compressor in program.mesh.compressors if program.mesh is not None else ():
-        compressor.observer = sums.check
+    sums = CompressedSums(program, layout, SEED)
     recipe = case.recipe
     config = OptimizerConfig(
         lr=recipe.lr,
@@ -170,6 +168,7 @@ def _train_under_layout(
     for step, batch in enumerate(case.batches):
         share, targets = _rank_micro_batches(batch, layout, context.rank, device), int((batch.targets != IGNORED).sum())
         compared = step in reference["gradients"]
+        sums.begin_step(step)
         stepper.probe = partial(difference.gradient, step, program.weights) if compared else None
         # A plan that miscounts by a power of two changes no bit: gradients are normalised by the true count.
         planned_targets = 2 * targets if layout.precision == "float64" else targets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Mapping
@@ -161,11 +162,11 @@ class LocalNode:
                 failure=self._describe_failure(error, ranks) if error is not None else None,
                 furthest_step=ranks.furthest_step,
             )
-            # What receives snapshots must end before they are read.
-            received = self.storage.stop(ranks, self.end.outcome is not None)
-            local = read_snapshots(ranks.all_segments())
-            self.snapshots = retain_snapshots(order, self.snapshots, local, received)
-            ranks.close()
+            with contextlib.closing(ranks):
+                # What receives snapshots must end before they are read.
+                received = self.storage.stop(ranks, self.end.outcome is not None)
+                local = read_snapshots(ranks.all_segments())
+                self.snapshots = retain_snapshots(order, self.snapshots, local, received)
 
     def poll(self, ranks: GenerationRanks) -> list[RankStamp]:
         """Returns the ranks' progress stamps; reports slow ranks, and drives what carries their state.

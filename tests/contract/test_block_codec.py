@@ -10,7 +10,7 @@ import torch
 
 from meshwright.errors import PlanError
 from meshwright.parallel import block_codec
-from meshwright.parallel.block_codec import BlockCodec, WeightBlocks
+from meshwright.parallel.block_codec import BlockCodec, WeightBlocks, WeightStore
 from meshwright.proof.plain_rounding import representable, round_weight
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, assign_buckets
 from meshwright.spec.layout import Layout
@@ -23,10 +23,10 @@ UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 def coded(values: torch.Tensor, name: str, draw: str = "") -> torch.Tensor:
     """What is decoded of a weight called ``w``; rounded at random where a draw is named."""
     weights, codec = WeightBlocks(["w"], [values.numel()]), BlockCodec(name, FORMATS[name])
-    blocks = weights.pack([values], weights.count, values.dtype)
+    blocks = weights.read([values], 0, weights.count, values.dtype)
     fractions = weights.fractions(draw, 0, weights.count, values.device) if draw else None
     out = torch.empty_like(values)
-    weights.unpack(codec.decode(codec.encode(blocks, fractions), values.dtype), [out])
+    weights.write([out], 0, codec.decode(codec.encode(blocks, fractions), values.dtype))
     return out
 
 
@@ -45,7 +45,7 @@ def test_codec_equals_the_plain_formula_to_the_bit(name: str, dtype: torch.dtype
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_are_those_of_the_format(name: str) -> None:
     codec, weights = BlockCodec(name, FORMATS[name]), WeightBlocks(["a", "b"], [257, 1])
-    encoded = codec.encode(weights.pack([torch.randn(257), torch.randn(1)], weights.count, torch.float32), None)
+    encoded = codec.encode(weights.read([torch.randn(257), torch.randn(1)], 0, weights.count, torch.float32), None)
     width = {"int8": 1, "fp8": 1}.get(name, 2)
     assert encoded.shape == (3, BLOCK_VALUES * width + (0 if name == "bf16" else 4)) and encoded.dtype == torch.uint8
 
@@ -96,11 +96,11 @@ def test_rounding_to_the_nearest_is_off_by_half_a_distance_at_most(name: str, un
 def test_a_block_is_rounded_alike_wherever_it_travels() -> None:
     values, other = torch.randn(300), torch.randn(100)
     together, codec = WeightBlocks(["other", "w"], [100, 300]), BlockCodec("int8", FORMATS["int8"])
-    blocks = together.pack([other, values], together.count, torch.float32)
+    blocks = together.read([other, values], 0, together.count, torch.float32)
     encoded = codec.encode(blocks, together.fractions("0,0", 0, together.count, values.device))
     decoded = codec.decode(encoded, torch.float32)
     out = [torch.empty(100), torch.empty(300)]
-    together.unpack(decoded, out)
+    together.write(out, 0, decoded)
     assert torch.equal(out[1], coded(values, "int8", "0,0"))
     # A part of the message, as each copy of a node has one, draws the same numbers.
     part = together.fractions("0,0", 1, 2, values.device)
@@ -147,14 +147,26 @@ def test_a_layout_with_other_copies_keeps_what_fits() -> None:
 
 
 def test_slices_have_the_bytes_of_the_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    weights, codec = WeightBlocks(["v", "w"], [1000, 1500]), BlockCodec("int8", FORMATS["int8"])
-    blocks = torch.randn(weights.count + 2, BLOCK_VALUES, generator=torch.Generator().manual_seed(0))
+    """However long a slice is, a message is the weights' values, each weight filled up with zeros to full blocks."""
+    generator, sizes = torch.Generator().manual_seed(0), [1000, 0, 3, 1500, 512]
+    weights, codec = WeightBlocks(list("uvwxy"), sizes), BlockCodec("int8", FORMATS["int8"])
+    values = [torch.randn(size, generator=generator) for size in sizes]
+    filled = [torch.nn.functional.pad(item, (0, -item.numel() % BLOCK_VALUES)) for item in values]
+    blocks = torch.cat([*filled, torch.zeros(2 * BLOCK_VALUES)]).view(-1, BLOCK_VALUES)
+    assert torch.equal(weights.read(values, 0, weights.count + 2, torch.float32), blocks)
     at_once = codec.encode(blocks, weights.fractions("0,1", 0, len(blocks), blocks.device))
-    monkeypatch.setattr(block_codec, "SLICE_BLOCKS", 3)
-    draw = lambda first, count: weights.fractions("0,1", first, count, blocks.device)  # noqa: E731
-    assert torch.equal(codec.encode_in_slices(blocks, draw), at_once)
-    decoded = torch.ones_like(blocks)
-    codec.decode_into(decoded, at_once)
-    assert torch.equal(decoded, codec.decode(at_once, torch.float32))
-    codec.decode_into(decoded, at_once, adds=True)
-    assert torch.equal(decoded, 2 * codec.decode(at_once, torch.float32))
+    decoded = codec.decode(at_once, torch.float32)
+    for length in (1, 3, 5, 100):
+        monkeypatch.setattr(block_codec, "SLICE_BLOCKS", length)
+        store = WeightStore(weights, values, torch.float32)
+        draw = lambda first, count: weights.fractions("0,1", first, count, blocks.device)  # noqa: E731
+        assert torch.equal(codec.encode_store(store, len(blocks), draw), at_once)
+        out = [torch.empty(size) for size in sizes]
+        codec.decode_to_store(WeightStore(weights, out, torch.float32), at_once)
+        expected, offset = decoded.view(-1), 0
+        for size, item in zip(sizes, out):
+            assert torch.equal(item, expected[offset : offset + size])
+            offset += -(-size // BLOCK_VALUES) * BLOCK_VALUES
+        assert torch.equal(codec.sum_terms([at_once, at_once], torch.float32), 2 * decoded)
+        counts = [weights.count_elements(first, length) for first in range(0, len(blocks), length)]
+        assert sum(counts) == sum(sizes) and max(counts) <= length * BLOCK_VALUES

@@ -15,14 +15,14 @@ KINDS = ("kill", "nan", "slow", "pause")
 @pytest.mark.long
 def test_a_run_survives_random_faults_on_the_same_curve(tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
-    more = ("--train.steps", "900", "--checkpoint.every", "300", "--recovery.attempts", "5")
+    more = ("--train.steps", "600", "--checkpoint.every", "300", "--recovery.attempts", "5")
     undisturbed = Running(words(tmp_path, "still", *more, layout="replicate=2", devices=2), tmp_path / "still.log")
     assert undisturbed.wait() == 0, undisturbed.text()
     # A slow rank leaves time for three faults before the end of the run, and changes no figure.
     slow = ("--recovery.faults", "slow:rank=0,step=1,seconds=0.02")
     running = Running(words(tmp_path, "run", *more, *slow, layout="replicate=2", devices=2), tmp_path / "run.log")
     wait_until(lambda: last_step(tmp_path / "run") > 2)
-    run, draws = str(tmp_path / "run"), ("--random", "--every", "2s", "--seed", "8", "--count", "3")
+    run, draws = str(tmp_path / "run"), ("--random", "--every", "0.5s", "--seed", "8", "--count", "3")
     drawn = ("--kinds", ",".join(KINDS), "--json")
     listing = Running(["chaos", run, *draws, *drawn, "--dry-run"], tmp_path / "listed.json")
     assert listing.wait() == 0, listing.text()
