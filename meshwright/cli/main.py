@@ -23,6 +23,8 @@ VERBS = {
     "doctor": "check the machines before a run: devices, links, clocks, disk, versions, ports, file system",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "watch": "serve the live page of a run directory",
+    "trace": "write a run's recorded steps as a trace for Perfetto",
     "export": "write a run's model in Hugging Face format",
     "completion": "print the completion of words for bash, zsh or fish",
 }

@@ -22,7 +22,7 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.explain import reason, why
 from meshwright.planner.islands import choose_islands, fixed_islands
-from meshwright.planner.lossy import consider_lossy
+from meshwright.planner.lossy import consider_lossy, no_lossy_note
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.secondary import consider_secondary
@@ -188,6 +188,8 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
         choice = consider_lossy(
             question, choice, "lossy" in config.allow, lambda layout: price_layout(question, layout, measure)
         )
+    elif "lossy" in config.allow:
+        choice = replace(choice, notes=(*choice.notes, no_lossy_note("islands" if islands else "devices that differ")))
     return PlanResult(question=question, choice=choice, compared=compared)
 
 

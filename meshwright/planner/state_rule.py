@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
+from meshwright.planner.compression_buffers import compression_buffer_bytes
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, rest_bytes, state_memory
 from meshwright.planner.rounds import OUTER, OUTER_TENSORS
 from meshwright.spec.axis import Holds
@@ -22,6 +23,8 @@ def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
     if isinstance(sizes, ModelParts):
         if layout.islands > 1:
             memory = {**memory, OUTER: OUTER_TENSORS * rest_bytes(layout, sizes, 0)}
+        if layout.is_lossy:
+            memory = {**memory, "buffers": compression_buffer_bytes(layout, sizes)}
         fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
         rank_elements = fullest.weights.elements
     return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})

