@@ -20,7 +20,7 @@ from meshwright.errors import ConfigError, RankError, nearest
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.monitor.progress import PROGRESS, RankStamp, read_progress, read_run_progress
 from meshwright.monitor.sinks import EVENTS, read_lines
-from meshwright.resilience.run_lock import has_living_owner
+from meshwright.resilience.run_lock import living_owners
 from meshwright.train.faults import KINDS, Fault, ask
 
 PAUSE, NODE = "pause", "node"
@@ -140,7 +140,7 @@ def read_world(run_dir: Path) -> World:
 
 def run_ended(run_dir: Path) -> bool:
     """Whether nobody trains in a run directory any more: no command owns it, and no rank lives that stamped."""
-    if has_living_owner(run_dir):
+    if living_owners(run_dir):
         return False
     return all(stamp.phase == "done" or not _lives(stamp) for stamp in read_run_progress(run_dir))
 

@@ -207,11 +207,10 @@ class RunLock:
             os._exit(0)
 
 
-def has_living_owner(run_dir: Path) -> bool:
-    """Whether a command trains in a run directory; owners on other hosts are watched for a lease."""
-    folder = run_dir / FOLDER
-    paths = [path for path in folder.glob("*") if path.name[-1:].isdigit()] if folder.is_dir() else []
-    return _living_owner(paths) is not None
+def living_owners(run_dir: Path) -> list[Owner]:
+    """Returns who trains in a run directory; waits some seconds where an owner is on another host."""
+    paths = [path for path in (run_dir / FOLDER).glob("*") if path.name[-1:].isdigit()]
+    return [owner for path in sorted(paths) if (owner := _living_owner([path])) is not None]
 
 
 def _living_owner(paths: Iterable[Path]) -> Owner | None:
