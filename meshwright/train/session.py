@@ -59,6 +59,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_shares_reason
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.spoiler import Spoiler
+from meshwright.train.stage_times import TimePublisher
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Trainer, TrainerDeps
 
@@ -270,6 +271,10 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     # After a loss of ranks a layout may be left whose shares can't change.
     if config.train.rebalance and not fixed_shares_reason(config.train, layout, job.analysis.rows):
         deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
+    if job.memory is not None and job.memory.times is not None:
+        assert program.mesh is not None  # `can_resplit`: there are several stages
+        publisher = TimePublisher(job.memory.times, context.local_rank, config.train.replan, program.mesh.log)
+        deps.hooks = (*deps.hooks, publisher)
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
