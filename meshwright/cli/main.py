@@ -21,6 +21,8 @@ VERBS = {
     "generate": "continue a prompt with a trained model",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "watch": "serve the live page of a run directory",
+    "trace": "write a run's recorded steps as a trace for Perfetto",
     "export": "write a run's model in Hugging Face format",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""

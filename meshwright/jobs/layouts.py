@@ -28,7 +28,7 @@ from meshwright.resilience.planning import Replan
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OuterConfig
@@ -268,6 +268,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
                 microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
                 compress=full_layout.compress.over(layout.copies),
                 compress_weights=full_layout.compress_weights if layout.zero else "none",
+                secondary=secondary_over(full_layout.secondary, layout.degrees, layout.zero),
             )
         )
     return layouts

@@ -25,6 +25,7 @@ from meshwright.planner.islands import choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.secondary import consider_secondary
 from meshwright.planner.unequal import choose_unequal, why_unequal
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
@@ -180,6 +181,8 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
         choice = reprice_choice(question, choose(question, config.show), measure)
     else:
         choice = choose_unequal(question, config.show)
+    if question.cluster.uniform and islands is None:
+        choice = consider_secondary(question, choice, lambda layout: price_layout(question, layout, measure))
     choice, compared = _compare_layouts(config, question, choice, measure)
     if question.cluster.uniform and islands is None:
         choice = consider_lossy(

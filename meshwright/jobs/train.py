@@ -34,6 +34,7 @@ from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
 from meshwright.jobs.trials import Trial, fastest, run_trials, write_trials
+from meshwright.jobs.watch import serving_page
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -52,6 +53,7 @@ from meshwright.train.hooks import Hook
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import check_islands
+from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY
@@ -164,6 +166,11 @@ def _make_job(
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     leads = launcher.node == 0 if isinstance(launcher, ResolvedNode) else context is None or context.rank == 0
+    if context is not None and config.monitor.port is not None:
+        raise ConfigError(
+            f"monitor.port = {config.monitor.port}: torchrun starts ranks alone, and a page needs a process beside "
+            f"them; drop it, and type meshwright watch RUN --port {config.monitor.port} beside the run"
+        )
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
@@ -186,12 +193,16 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
         write_trials(run_dir, trial_results)
     # Config and plan are on disk before the proof, so the other nodes go on meanwhile.
     _prepare_run_directory(job, leads, isinstance(launcher, ResolvedNode), token_set, say)
-    if leads and config.train.prove:
-        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
-    if isinstance(launcher, ResolvedNode):
-        outcome, leads = _run_node(config, model, job, launcher, machines, say)
-    else:
-        outcome = _run_ranks(config, model, job, launcher, machines, say)
+    requests = PageRequests() if leads and config.monitor.port is not None else None
+    job = dataclasses.replace(job, page_requests=requests)
+    page_config = config.monitor if leads else dataclasses.replace(config.monitor, port=None)
+    with serving_page(page_config, run_dir, requests, say):
+        if leads and config.train.prove:
+            prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
+        if isinstance(launcher, ResolvedNode):
+            outcome, leads = _run_node(config, model, job, launcher, machines, say)
+        else:
+            outcome = _run_ranks(config, model, job, launcher, machines, say)
     if not leads:
         return follower_result(outcome, run_dir) if isinstance(launcher, ResolvedNode) else None
     return conclude(config, run_dir, token_set, job.plan, outcome, machines)

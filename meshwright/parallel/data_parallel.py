@@ -31,14 +31,15 @@ def _apply(context: TransformContext) -> None:
     for stage in context.stages:
         if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             assert mesh is not None
+            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             options = fsdp.ShardOptions(
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
                 first_layer=stage.first_layer,
+                secondary=mesh.secondary_shards(shard_group),
             )
-            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             copies = mesh.combined_group(gradient_axes(layout.state_axes))
             axis_groups = _groups_in_use(shard_group, copies)
             expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)

@@ -40,21 +40,34 @@ class StateMeter:
     Args:
         modules: the wrapped stages.
         weights: its weights; a pipeline takes those out of this list later on that the rank holds once more.
+        in_backward: look before each unit's backward too, where parameters may be more than in forward.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight], in_backward: bool = False) -> None:
         self._weights, self._all_weights = weights, tuple(weights)
         self._units = [
             submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule)
         ]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
+        if in_backward:
+            self._hooks += [unit.register_forward_hook(self._watch_backward) for unit in self._units]
         self.parameters = self.gradients = 0
 
     def close(self) -> None:
         """Looks no more."""
         for hook in self._hooks:
             hook.remove()
+
+    def _watch_backward(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Looks at the parameters once backward reaches a unit's output, when FSDP2 has gathered the unit."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        for tensor in outputs:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._sample_parameters())
+
+    def _sample_parameters(self) -> None:
+        self.parameters = max(self.parameters, _storage_bytes(_gathered_tensors(self._units)[0]))
 
     def sample(self) -> None:
         """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""

@@ -24,7 +24,7 @@ from meshwright.spec.compression import (
     count_blocks,
 )
 from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SECONDARY, Layout
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
@@ -188,8 +188,11 @@ class StateTraffic:
             expert_shards = CollectiveGroup(f"{self._ep_axis}_shard", (self._rank,))
         gathers = self._gather_counts(stage_index)
         self._add_fsdp_unit(collectives, stage.outside_layers, shards, copies, gathers[0])
+        # Backward's half of the gathers is of the secondary copy, where there is one.
+        layer_gathers = gathers[1] // 2 if layout.secondary else gathers[1]
         for layer in stage.layers:
-            self._add_fsdp_unit(collectives, layer.own, shards, copies, gathers[1])
+            self._add_fsdp_unit(collectives, layer.own, shards, copies, layer_gathers)
+            self._add_secondary_gathers(collectives, layer.own, shards, gathers[1] - layer_gathers)
             self._add_fsdp_unit(collectives, layer.experts, expert_shards, expert_copies, gathers[1])
 
     def _add_fsdp_unit(
@@ -209,6 +212,18 @@ class StateTraffic:
             collectives.add_compressed_sum(copies, self._rank, blocks, layout.compress, self._width.master)
         else:
             collectives.add(copies, "all_reduce", shard_size * self._width.master)
+
+    def _add_secondary_gathers(
+        self, collectives: Collectives, tensors: Tensors, shards: CollectiveGroup, gathers: int
+    ) -> None:
+        """Adds a layer's gathers from the neighbours that share it between forward and backward, as it was gathered."""
+        if not gathers:
+            return
+        size, count = self._layout.secondary, len(shards.ranks)
+        start = shards.ranks.index(self._rank) // size * size
+        neighbours = CollectiveGroup(SECONDARY, shards.ranks[start : start + size])
+        part_bytes = shard_elements(tensors, count) * count // size * self._width.compute
+        collectives.add(neighbours, "all_gather", part_bytes * gathers)
 
     def _gather_counts(self, stage_index: int) -> tuple[int, int]:
         """Returns how often a stage's weights outside layers, and its layers, are gathered in a step."""

@@ -31,6 +31,7 @@ from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
+from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build
 from meshwright.parallel.context import local_tokens
@@ -54,6 +55,7 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
+from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_shares_reason
@@ -85,6 +87,8 @@ class TrainJob:
     """Called after each step, on every rank."""
     memory: RecoveryMemory | None = None
     """Memory shared with the supervisor; None without one."""
+    page_requests: PageRequests | None = None
+    """What the page asks for, where this node's command serves it."""
 
 
 def model_compute(model: BuiltModel, objective: Objective | None = None) -> Compute:
@@ -261,6 +265,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         memory=memory,
         faults=faults,
         outer=outer,
+        timeline=_make_timeline(context, job, monitor, stack),
+        page_requests=job.page_requests if context.local_rank == 0 else None,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
@@ -268,16 +274,26 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     start = trainer.resume() + trainer.passed_over
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    # After a loss of ranks a layout may be left whose shares can't change.
-    if config.train.rebalance and not fixed_shares_reason(config.train, layout, job.analysis.rows):
-        deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
-    if job.memory is not None and job.memory.times is not None:
-        assert program.mesh is not None  # `can_resplit`: there are several stages
-        publisher = TimePublisher(job.memory.times, context.local_rank, config.train.replan, program.mesh.log)
-        deps.hooks = (*deps.hooks, publisher)
+    deps.hooks = (*deps.hooks, *_speed_hooks(context, job, program, feed, monitor))
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
+
+
+def _make_timeline(
+    context: RankContext, job: TrainJob, monitor: Monitor, stack: contextlib.ExitStack
+) -> TimelineWriter | None:
+    """Returns what records this rank's steps; None where they aren't wanted, or the disk refuses."""
+    every = job.config.monitor.timeline_every
+    if not every:
+        return None
+    try:
+        timeline = TimelineWriter(job.run_dir, context.rank, every)
+    except OSError as error:
+        monitor.event(Event(kind="monitor_failed", rank=context.rank, data={"part": "timeline", "error": str(error)}))
+        return None
+    stack.callback(timeline.close)
+    return timeline
 
 
 @contextlib.contextmanager
@@ -295,6 +311,21 @@ def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) 
     """Reports a fault request that can't be parsed."""
     if rank == 0:
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
+
+
+def _speed_hooks(
+    context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
+) -> list[Hook]:
+    """Returns the hooks that follow the ranks' speeds: one that moves rows, one that publishes times."""
+    hooks: list[Hook] = []
+    train, layout = job.config.train, job.plan.layout
+    # After a loss of ranks a layout may be left whose shares can't change.
+    if train.rebalance and not fixed_shares_reason(train, layout, job.analysis.rows):
+        hooks.append(_make_balancer(context, job, program, feed, monitor))
+    if job.memory is not None and job.memory.times is not None:
+        assert program.mesh is not None  # `can_resplit`: there are several stages
+        hooks.append(TimePublisher(job.memory.times, context.local_rank, train.replan, program.mesh.log))
+    return hooks
 
 
 def _make_balancer(

@@ -19,6 +19,7 @@ from meshwright.json_types import JsonObject
 from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
+from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
 from meshwright.spec.layout import Layout
@@ -31,6 +32,7 @@ from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import VOTES, JoinReport, OuterOptimizer
+from meshwright.train.page_requests import PageRequests, split_stop_count
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
@@ -73,6 +75,10 @@ class TrainerDeps:
     """The injected faults, if any."""
     outer: OuterOptimizer | None = None
     """Joins the islands; None where there is one."""
+    timeline: TimelineWriter | None = None
+    """Records phases and waits of some steps; None where they aren't wanted."""
+    page_requests: PageRequests | None = None
+    """What the page asked for, on the one rank that spreads it."""
 
 
 class Trainer:
@@ -89,12 +95,13 @@ class Trainer:
         self._integrity = Integrity(self._health, *state, deps.memory, *events, rewinds_steps=deps.outer is None)
         self._join: JoinReport | None = None
         self._must_rewind = False
+        self._page_requested = Request.NONE
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
-        self._position = RankProgress(deps.progress, deps.faults, lambda: self.step)
+        self._position = RankProgress(deps.progress, deps.faults, lambda: self.step, deps.timeline)
         deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
@@ -273,6 +280,8 @@ class Trainer:
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
+        if deps.page_requests is not None:
+            stop_share += deps.page_requests.share()
 
         def run(limits: Limits | None) -> StepOutcome:
             return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
@@ -281,6 +290,7 @@ class Trainer:
         outcome, values = self._integrity.settled(self.step, first_outcome, scaled, run)
         if self._integrity.damage is not None:
             return None
+        values["stop"] = self._take_page_requests(values["stop"])
         reason = self._health.judge(values["loss"], values["grad_norm"])
         if deps.outer is not None:
             stop_count = self._join_islands(deps.outer, values, reason is None)
@@ -299,6 +309,16 @@ class Trainer:
             deps.memory.check_fence()
         deps.monitor.step(record)
         return record, values["stop"]
+
+    def _take_page_requests(self, total: float) -> float:
+        """Takes the page's requests, the same on all ranks of a step, out of its stop count; returns the rest."""
+        deps = self._deps
+        stop_count, self._page_requested = split_stop_count(total)
+        if deps.page_requests is not None and self._page_requested:
+            deps.page_requests.answer(self._page_requested)
+            actions = [flag.name.lower() for flag in self._page_requested if flag.name]
+            deps.monitor.event(Event(kind="requested", rank=deps.rank, data={"step": self.step + 1, "what": actions}))
+        return stop_count
 
     def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float | None:
         """Counts a step of this island and joins the islands where a round ends.
@@ -390,7 +410,8 @@ class Trainer:
             requests |= Request.EVALUATE
         if config.checkpoint.due(self.step):
             requests |= Request.CHECKPOINT
-        hook_requests, outer = Request.NONE, self._deps.outer
+        # The page's requests are executed as those of a hook.
+        hook_requests, outer = self._page_requested, self._deps.outer
         if self._deps.hooks:
             info = StepInfo(step=self.step, steps=steps, record=record, validation_loss=self.validation_loss)
             for hook in self._deps.hooks:

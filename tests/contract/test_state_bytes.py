@@ -30,12 +30,14 @@ VOCAB, CONTEXT, ROWS = 97, 16, 8
 DENSE = [
     "tp=2", "tp=2,shard=2,zero=1", "tp=2,shard=2,zero=3", "tp=2,shard=2,zero=2,microbatches=2,precision=bf16", "tp=3",
     "pp=2,microbatches=2", "pp=2,shard=2,zero=3,microbatches=4", "pp=2,tp=2,microbatches=2", "cp=2",
+    "shard=4,zero=3,secondary=2,microbatches=2", "shard=4,zero=3,secondary=2,recompute=full,precision=bf16",
 ]  # fmt: skip
 FOLDED = [f"pp=2,microbatches=4,schedule=zbv{more}" for more in ("", ",shard=2,zero=1", ",precision=bf16")]
 """The first rank holds both ends of the model, and so a tied weight twice, whose moments it keeps once."""
 MIXED = [
     "tp=2", "pp=2,microbatches=2", "ep=2,shard=2,zero=1", "ep=2,shard=2,zero=3", "ep=2,replicate=2,tp=2",
-    "ep=2,shard=4,zero=3,precision=bf16", "ep=2,tp=2,precision=bf16,microbatches=2",
+    "ep=2,shard=4,zero=3,precision=bf16", "shard=4,ep=2,zero=3,secondary=2,recompute=full",
+    "ep=2,tp=2,precision=bf16,microbatches=2",
 ]  # fmt: skip
 CASES = {
     "llama": ({"layers": 4, "width": 48, "heads": 6, "kv_heads": 3, "ffn": 100}, DENSE[:4] + DENSE[6:]),

@@ -99,7 +99,7 @@ def make_run(folder: Path, steps: int) -> Path:
 class Tags(HTMLParser):
     """Collects tags and addresses, and checks that every element that must be closed is."""
 
-    VOID = ("meta", "br", "line", "rect", "path", "circle")
+    VOID = ("meta", "br", "line", "rect", "path", "circle", "input", "img")
 
     def __init__(self) -> None:
         super().__init__()

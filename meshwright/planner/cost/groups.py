@@ -73,6 +73,7 @@ class CollectiveTimes:
         self.ep = span(1, layouts.ep, devices, world)
         self.shard = span(tp_cp, layouts.shard, devices, world)
         self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
+        self.secondary = span(layouts.tp, np.maximum(1.0, layouts.secondary), devices, world)
         self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
         self.readers = span(layouts.tp, layouts.readers, devices, world)
         # With ep, the ranks that shard one expert are every ep-th of shard x cp x tp; without, as for any weight.

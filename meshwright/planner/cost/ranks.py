@@ -265,4 +265,12 @@ class RankTimes(LayerSums):
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
         all_layers = self.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
         end_parameters = dense - self.sum_layers(lambda cost: cost.parameters)
-        return np.minimum(2 * np.broadcast_to(largest, self.count)[:, None] + np.maximum(end_parameters, 0), all_layers)
+        largest = np.broadcast_to(largest, self.count)[:, None]
+        gathered = 2 * largest + np.maximum(end_parameters, 0)
+        if self.layouts.secondary.any():
+            # A rank has a part of every layer but the one at work; experts over ep have none.
+            over_ep, secondary = self.layouts.ep > 1, self.layouts.secondary[:, None]
+            shared = self.sum_layers(lambda cost: cost.parameters + np.where(over_ep, 0.0, cost.experts))
+            parts = np.maximum(shared - largest, 0.0) / np.maximum(secondary, 1.0)
+            gathered = gathered + np.where(secondary > 0, parts, 0.0)
+        return np.minimum(gathered, all_layers)
