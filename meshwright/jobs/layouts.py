@@ -13,6 +13,7 @@ from meshwright.errors import ClusterError, ConfigError, PlanError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
 from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
@@ -22,18 +23,15 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
 from meshwright.planner.resplit import resplit
-from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan
 from meshwright.spec.axis import Holds, Mechanics
-from meshwright.spec.compression import BLOCK_VALUES, FORMATS
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
-from meshwright.train.config import OuterConfig
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
-from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds
@@ -58,6 +56,7 @@ def make_plans(
     layout.check_ranks(machines.ranks)
     analysis = analyse_layout(config, model, layout, machines.devices)
     model_weights, host_shortage_text = model_parts(model.built, analysis), ""
+    outer_tensors = make_rounds(config.outer).outer_tensors
     try:
         question = _make_question(config, model, machines, layout.precision)
         host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
@@ -68,7 +67,7 @@ def make_plans(
             raise
         say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(state_rule.named_plan(layout, machines.ranks, model_weights), analysis)]
+        return [(state_rule.named_plan(layout, machines.ranks, model_weights, outer_tensors), analysis)]
 
 
 def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
@@ -322,14 +321,6 @@ def _planner_plans(
     return plans
 
 
-def _make_rounds(outer: OuterConfig) -> Rounds:
-    """Returns how islands join, as the planner prices it."""
-    rounded = outer.compress != "none"
-    return Rounds(
-        steps=outer.every, rounded_bytes=FORMATS[outer.compress].block_bytes / BLOCK_VALUES if rounded else 0.0
-    )
-
-
 def _make_question(
     config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
 ) -> Question:
@@ -344,6 +335,6 @@ def _make_question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
-        rounds=_make_rounds(config.outer),
+        rounds=make_rounds(config.outer),
         history=learn(*run_history_file(machines)),
     )

@@ -49,10 +49,11 @@ from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.fragments import check_fragments
 from meshwright.train.hooks import Hook
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.outer import check_islands
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
@@ -302,6 +303,9 @@ def _check_before_start(
 ) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
     check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
+    if layout.islands > 1:
+        trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
+        check_fragments(trained, config.outer.fragments)
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)

@@ -102,7 +102,7 @@ class LivePage:
             ``{"last": step, "curves": {name: {"step": [...], "value": [...]}}}``.
         """
         with self._lock:
-            run = self._refresh()
+            run = self._reader.read()
         later = [line for line in run.steps if line["step"] > step]
         curves = {}
         for name in _CURVES:
@@ -113,8 +113,9 @@ class LivePage:
 
     def metrics(self) -> str:
         """Returns the newest step and the counted events in Prometheus' text format."""
+        # Read, not rendered: a scraper looks for ever.
         with self._lock:
-            return format_metrics(self._refresh())
+            return format_metrics(self._reader.read())
 
     def _refresh(self) -> RunFiles:
         """Renders what changed, unless it was rendered a moment ago."""

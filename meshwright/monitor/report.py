@@ -19,6 +19,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from meshwright.monitor.event_sections import checkpoints, devices, experts
+from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
 from meshwright.monitor.rundir import RunFiles, column, number, read_run
@@ -61,6 +62,7 @@ def run_sections(
     renderers: list[tuple[str, Callable[[], list[Markup]]]] = [
         ("", lambda: _head(run)),
         ("Course", lambda: course(run)),
+        ("Islands", lambda: islands(run)),
         ("Time by part", lambda: time(recent)),
         ("Traffic", lambda: traffic(recent)),
         (LAST_STEP, lambda: pipeline(history)),

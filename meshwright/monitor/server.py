@@ -166,8 +166,14 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path not in pages:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
         elif self._has_token() or self._is_same_user():
-            text, content_type = pages[url.path]()
-            self._send(HTTPStatus.OK, text.encode(), content_type)
+            try:
+                text, content_type = pages[url.path]()
+            # Files that a run doesn't write so: the page of a damaged directory fails, and says so.
+            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+                text = f"the run's files can't be shown ({type(error).__name__})"
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, text)
+                return
+            self._send(HTTPStatus.OK, text.encode("utf-8", "replace"), content_type)
         elif url.path == "/":
             self._send(HTTPStatus.OK, login_page().encode(), "text/html; charset=utf-8")
         else:

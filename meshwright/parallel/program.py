@@ -70,7 +70,8 @@ class Program:
         self.moving_buffers = MovingBuffers([stage.module for stage in self.stages], ())
         """Buffers that forward changes."""
         modules, has_secondary = [stage.module for stage in self.stages], mesh is not None and mesh.layout.secondary > 0
-        self.state_meter: StateMeter | None = StateMeter(modules, self.weights, in_backward=has_secondary)
+        buffers = mesh.log.buffers if mesh is not None and mesh.layout.is_lossy else None
+        self.state_meter: StateMeter | None = StateMeter(modules, self.weights, has_secondary, buffers)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
     @property

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.weights import Weight
 from meshwright.torch_compat.fsdp2 import gathered_tensors
 
@@ -41,9 +42,17 @@ class StateMeter:
         modules: the wrapped stages.
         weights: its weights; a pipeline takes those out of this list later on that the rank holds once more.
         in_backward: look before each unit's backward too, where parameters may be more than in forward.
+        buffers: of rounded numbers; None where values travel exactly.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight], in_backward: bool = False) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: list[Weight],
+        in_backward: bool = False,
+        buffers: LiveBytes | None = None,
+    ) -> None:
+        self._buffers = buffers
         self._weights, self._all_weights = weights, tuple(weights)
         self._units = [
             submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule)
@@ -88,10 +97,12 @@ class StateMeter:
         master weights themselves they are the parameters.
         """
         weight_bytes = sum(weight.local.nbytes for weight in self._all_weights)
+        buffers = {"buffers": self._buffers.total_peak} if self._buffers is not None else {}
         if self.parameters:
             return {
                 "parameters": self.parameters,
                 "gradients": self.gradients,
                 "optimizer": optimizer_bytes + weight_bytes,
+                **buffers,
             }
-        return {"parameters": weight_bytes, "gradients": self.gradients, "optimizer": optimizer_bytes}
+        return {"parameters": weight_bytes, "gradients": self.gradients, "optimizer": optimizer_bytes, **buffers}

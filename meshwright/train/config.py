@@ -134,6 +134,12 @@ class OuterConfig(Config):
     """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values."""
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
+    fragments: int = 1
+    """Fragments of the weights, by layers, that join at staggered steps, each once in ``every`` steps."""
+    delay: int = 0
+    """Steps of training between the start of an exchange and the outer step that takes its result."""
+    mix: float | None = None
+    """Share of an island's own weights that stays when a result arrives; None for 0.5, and 0 without a delay."""
 
     @property
     def rate(self) -> float:
@@ -144,6 +150,11 @@ class OuterConfig(Config):
     def decay(self) -> float:
         """Momentum of the outer step."""
         return (0.0 if self.kind == "local_sgd" else 0.9) if self.momentum is None else self.momentum
+
+    @property
+    def own_share(self) -> float:
+        """Share of an island's own weights that stays when a result arrives."""
+        return (0.5 if self.delay else 0.0) if self.mix is None else self.mix
 
     def check(self) -> None:
         """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
@@ -157,6 +168,23 @@ class OuterConfig(Config):
             raise ConfigError(
                 f"outer.kind = local_sgd takes the mean of the islands' weights, which outer.lr = {self.rate:g} and "
                 f"outer.momentum = {self.decay:g} would change; leave them out, or write --outer diloco"
+            )
+        if not 1 <= self.fragments <= self.every:
+            raise ConfigError(
+                f"outer.fragments = {self.fragments}: at least 1, and at most outer.every = {self.every}, since "
+                "at most one fragment joins in a step"
+            )
+        if not 0 <= self.delay < self.every:
+            raise ConfigError(
+                f"outer.delay = {self.delay}: at least 0, and under outer.every = {self.every}, after which the same "
+                "weights are sent again"
+            )
+        if not 0 <= self.own_share < 1:
+            raise ConfigError(f"outer.mix = {self.mix}: it must be at least 0 and under 1, or nothing would be taken")
+        if self.mix and not self.delay:
+            raise ConfigError(
+                f"outer.mix = {self.mix:g} keeps what an island trained while an exchange was under way, which without "
+                "a delay is nothing; leave it out, or write --outer.delay 1"
             )
 
 

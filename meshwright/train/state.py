@@ -20,6 +20,10 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 OUTER_MOMENTUM = "outer_momentum"
 """Prefix of the outer optimizer's momentum; under islands the weights of `WEIGHTS` are the outer ones."""
+OUTER_TRANSFER = "outer_transfer"
+"""Prefix of the islands' mean movements that have arrived before the step in which they are taken."""
+TRANSFER_SUMMARIES = "outer_transfer_summaries"
+"""Their summaries, a row for each fragment of the weights."""
 _ISLAND = "island"
 
 
@@ -159,7 +163,9 @@ def load_state(
         expect=expect,
         required=False,
         # Another number of islands reads the outer weights and leaves what single islands saved.
-        may_remain=lambda name: island_of_name(name) is not None or name.startswith(f"{OUTER_MOMENTUM}/"),
+        may_remain=lambda name: (
+            island_of_name(name) is not None or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))
+        ),
     )
     if checkpoint is None:
         return None

@@ -28,10 +28,11 @@ from meshwright.train.feed import Feed
 from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
+from meshwright.train.join_report import VOTES, JoinReport
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.outer import VOTES, JoinReport, OuterOptimizer
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.page_requests import PageRequests, split_stop_count
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
@@ -92,7 +93,10 @@ class Trainer:
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
         state = (deps.program, deps.optimizer, deps.store.agreement)
         events = (self._event, self._step_event)
-        self._integrity = Integrity(self._health, *state, deps.memory, *events, rewinds_steps=deps.outer is None)
+        self._integrity = Integrity(
+            self._health, *state, deps.memory, *events,
+            rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
+        )  # fmt: skip
         self._join: JoinReport | None = None
         self._must_rewind = False
         self._page_requested = Request.NONE
@@ -336,9 +340,13 @@ class Trainer:
         outer.request_stop(values["stop"])
         step, tokens = self.step + 1, values["targets"] if updated else 0.0
         last = step == self._deps.config.train.steps
-        # A join would spread one rank's damage to all islands, and start their bounds from it.
-        if outer.ends_round(step, last) and not self._integrity.may_join(step):
-            return None
+        if outer.sends_ahead(step, last):
+            self._integrity.note_state()
+        if outer.ends_round(step, last):
+            outer.receive(step, last)
+            # A join would spread one rank's damage to all islands, and start their bounds from it.
+            if not self._integrity.may_join(step, self._shared_counters() | {"tokens": self.tokens}):
+                return None
         self._join = outer.after_step(step, tokens, values["loss"], last)
         self._deps.program.step_timer.lap("join")
         if self._join is None:

@@ -211,6 +211,16 @@ def test_metrics_say_what_the_newest_line_says_in_prometheus_format(tmp_path):
     assert len(names) > 15 and names <= {family for family, _ in samples}
 
 
+def test_damaged_files_are_said_and_the_page_stays(tmp_path):
+    run = simulated_run.write(tmp_path / "run", 5, ranks=2, every=5)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": "x", "experts": 7, "comm": 3, "memory": [], "parts": 1}\n')
+    with site(run) as running:
+        for path in ("/", "/metrics", "/api/steps", "/api/sections"):
+            answer = running.ask(path)
+            assert answer.status == 200 or (answer.status == 500 and "can't be shown" in answer.text)
+        assert running.ask("/live.js").status == 200
+
+
 def test_a_port_in_use_is_refused_before_anything_starts(small):
     with pytest.raises(ConfigError, match=r"monitor.port = \d+: Address already in use"):
         make_server(small.run, ("127.0.0.1", small.server.server_address[1]), None, 0.25)

@@ -33,7 +33,7 @@ class CommunicationTimes:
         # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
         if (model.layouts.compress_weights > 0).any():
-            self._gather_bytes = self._value_bytes(model.layouts.compress_weights, self._gather_bytes)
+            self._gather_bytes = self.rounded_value_bytes(model.layouts.compress_weights, self._gather_bytes)
 
     def send_s(self) -> Array:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
@@ -138,7 +138,7 @@ class CommunicationTimes:
         cover_s = sharded_overlap * ranks.forward_busy * window
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
 
-    def _value_bytes(self, codes: Array, exact: Values) -> Array:
+    def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
         by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values())]
         return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
@@ -156,12 +156,12 @@ class CommunicationTimes:
         compressed = layouts.compress > 0
         if not compressed.any():
             return exact_s
-        # Copies of a node reduce-scatter and gather exact values; between nodes each has its part of them.
-        run = np.where(compressed & (span.inside % layouts.node_copies == 0), layouts.node_copies, 1.0)
-        inside = GroupSpan(run, np.ones_like(run), span.sharing)
-        across = GroupSpan(span.inside / run, span.nodes, span.sharing * run)
+        # Neighbours reduce-scatter and gather exact values; between runs of them each rank has its part of these.
+        fits = compressed & (span.ranks % layouts.node_copies == 0) & (span.ranks > layouts.node_copies)
+        run = np.where(fits, layouts.node_copies, 1.0)
+        inside, across = span.split_runs(run)
         inside_bytes, part = elements * self._reduce_bytes, elements / run[:, None]
-        wire_bytes = part * self._value_bytes(layouts.compress, 0.0)
+        wire_bytes = part * self.rounded_value_bytes(layouts.compress, 0.0)
         seconds = self._collective_s(traffic.reduce_scatter_s, inside_bytes, inside, collectives)
         seconds += self._collective_s(traffic.all_gather_s, inside_bytes, inside, collectives)
         seconds += self._collective_s(traffic.all_to_all_s, wire_bytes, across, collectives)
