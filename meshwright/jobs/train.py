@@ -30,6 +30,7 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
 from meshwright.jobs.run_directory import PLAN, claim_directory, wait_for, write_run
+from meshwright.jobs.site_probe import probe_server
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
@@ -303,6 +304,8 @@ def _check_before_start(
 ) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
     check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
+    if config.outer.meet:
+        probe_server(config, model, layout)
     if layout.islands > 1:
         trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
         check_fragments(trained, config.outer.fragments)
