@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
@@ -21,7 +22,9 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
+from meshwright.planner.resplit import resplit
 from meshwright.planner.run_history import learn
+from meshwright.resilience.planning import Replan
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout, secondary_over
@@ -172,6 +175,37 @@ def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Lay
     for layout in fallback_layouts(config, full_layout):
         _check_fallback_islands(config, layout)
         analyse_layout(_without_rebalance(config), model, layout, devices)
+
+
+def replan_stages(
+    config: RunConfig, model: ReadModel, machines: Machines, layout: Layout, busy_s: Sequence[float], step_s: float
+) -> Replan | None:
+    """Returns the plan with a pipeline's layers split by the measured speeds of its stages; None without a faster one.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        machines: of its ranks.
+        layout: that it has.
+        busy_s: seconds of a step that each stage computed.
+        step_s: seconds of a step.
+
+    Raises:
+        PlanError, ClusterError: where nothing can be priced, or the model can't be cut so.
+    """
+    machines = machines.for_ranks(layout.world)
+    question = _make_question(config, model, machines, layout.precision)
+    answer = resplit(question, layout, busy_s)
+    if answer is None:
+        return None
+    analysis = analyse_layout(config, model, answer.layout, machines.devices)
+    measure = make_measure(model.built, config.data.sequence, layout.precision)
+    plan = predict.named_plan(question, answer.layout, model_parts(model.built, analysis), measure)
+    # Priced on equal devices; what is expected of these follows from what was measured.
+    prediction = dataclasses.replace(plan.prediction, step_s=step_s * answer.step_ratio)
+    speeds = ", ".join(f"{speed:.0%}" for speed in answer.speeds)
+    plan = dataclasses.replace(plan, prediction=prediction, reason=f"layers moved to stages at speeds of {speeds}")
+    return Replan(plan=plan, analysis=analysis, step_ratio=answer.step_ratio, speeds=answer.speeds)
 
 
 LEANER_SHARE = 0.8

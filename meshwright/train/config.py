@@ -83,6 +83,9 @@ class TrainConfig(Config):
     rebalance: int = 0
     """Every this many steps, move rows from readers that compute slowly to faster ones, where that makes the step at
     least 5 % faster; the global batch stays the same. 0 never does."""
+    replan: int = 0
+    """Every this many steps, ask the planner which split of a pipeline's layers is fastest at their measured speeds;
+    the ranks start again under it where that wins more than it costs. 0 never does."""
     sample: str = ""
     """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
     sample_tokens: int = 200
@@ -100,6 +103,8 @@ class TrainConfig(Config):
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
         if self.rebalance < 0:
             raise ConfigError(f"train.rebalance = {self.rebalance}: give steps between decisions, or 0 for none")
+        if self.replan < 0:
+            raise ConfigError(f"train.replan = {self.replan}: give steps between questions, or 0 for none")
         if self.sample_tokens < 0:
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:

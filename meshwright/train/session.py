@@ -62,6 +62,7 @@ from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_sha
 from meshwright.train.shortage import is_shortage, report
 from meshwright.train.site_optimizer import SiteOptimizer
 from meshwright.train.spoiler import Spoiler
+from meshwright.train.stage_times import TimePublisher
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Trainer, TrainerDeps
 
@@ -272,9 +273,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     stack.enter_context(trainer.dialled_in())
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    # After a loss of ranks a layout may be left whose shares can't change.
-    if config.train.rebalance and not fixed_shares_reason(config.train, layout, job.analysis.rows):
-        deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
+    deps.hooks = (*deps.hooks, *_speed_hooks(context, job, program, feed, monitor))
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
@@ -322,6 +321,21 @@ def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) 
     """Reports a fault request that can't be parsed."""
     if rank == 0:
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
+
+
+def _speed_hooks(
+    context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
+) -> list[Hook]:
+    """Returns the hooks that follow the ranks' speeds: one that moves rows, one that publishes times."""
+    hooks: list[Hook] = []
+    train, layout = job.config.train, job.plan.layout
+    # After a loss of ranks a layout may be left whose shares can't change.
+    if train.rebalance and not fixed_shares_reason(train, layout, job.analysis.rows):
+        hooks.append(_make_balancer(context, job, program, feed, monitor))
+    if job.memory is not None and job.memory.times is not None:
+        assert program.mesh is not None  # `can_resplit`: there are several stages
+        hooks.append(TimePublisher(job.memory.times, context.local_rank, train.replan, program.mesh.log))
+    return hooks
 
 
 def _make_balancer(
