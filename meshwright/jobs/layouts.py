@@ -105,9 +105,11 @@ def plan_for_fewer_ranks(
         return _plan_fallback(config, fewer_islands, model, machines, say)
     if full_layout.precision != "float64":
         try:
-            return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
+            exact = _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
         except PlanError as error:
             refusal: PlanError = error
+        else:
+            return _keep_rounding(config, exact, full_layout, model, machines, say) or exact
     for layout in _similar_layouts(full_layout, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
@@ -118,6 +120,31 @@ def plan_for_fewer_ranks(
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
     raise refusal
+
+
+def _keep_rounding(
+    config: RunConfig,
+    exact: tuple[Plan, ModelAnalysis],
+    full_layout: Layout,
+    model: ReadModel,
+    machines: Machines,
+    say: Say,
+) -> tuple[Plan, ModelAnalysis] | None:
+    """Returns a plan with the run's rounding added; None where it rounds nothing, or nothing is left to round.
+
+    The search ranks exact layouts, and a run that rounds must not become another one in silence.
+    """
+    plan, _ = exact
+    compress = full_layout.compress.over(plan.layout.copies)
+    weights = full_layout.compress_weights if plan.layout.zero else "none"
+    if not compress and weights == "none":
+        return None
+    try:
+        layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights)
+        rounded, analysis = _plan_fallback(config, layout, model, machines, say)
+    except PlanError:
+        return None
+    return dataclasses.replace(rounded, reason=f"{plan.reason}; rounded as {full_layout} was"), analysis
 
 
 def _plan_fallback(

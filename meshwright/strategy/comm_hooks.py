@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import optimizer_overlap_hooks, post_localSGD_hook, powerSGD_hook
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.comm_hook import CommHook, GradientHook
@@ -16,6 +16,8 @@ _REFUSED = {
     optimizer_overlap_hooks.__name__: "it steps the optimizer inside backward; step after backward()",
     post_localSGD_hook.__name__: "it lets copies part, which are compared here; nearest that works: meshwright train "
     "with islands=N and --outer local_sgd",
+    powerSGD_hook.__name__: "its callbacks wait for further sums, on the threads of gloo that would make them; nearest "
+    "that works: compress=int8 in the layout",
 }
 """Hooks of torch, by module, that can't run, and what does the same."""
 
