@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
@@ -21,7 +22,9 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
+from meshwright.planner.resplit import resplit
 from meshwright.planner.run_history import learn
+from meshwright.resilience.planning import Replan
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout, secondary_over
@@ -102,9 +105,11 @@ def plan_for_fewer_ranks(
         return _plan_fallback(config, fewer_islands, model, machines, say)
     if full_layout.precision != "float64":
         try:
-            return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
+            exact = _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
         except PlanError as error:
             refusal: PlanError = error
+        else:
+            return _keep_rounding(config, exact, full_layout, model, machines, say) or exact
     for layout in _similar_layouts(full_layout, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
@@ -115,6 +120,31 @@ def plan_for_fewer_ranks(
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
     raise refusal
+
+
+def _keep_rounding(
+    config: RunConfig,
+    exact: tuple[Plan, ModelAnalysis],
+    full_layout: Layout,
+    model: ReadModel,
+    machines: Machines,
+    say: Say,
+) -> tuple[Plan, ModelAnalysis] | None:
+    """Returns a plan with the run's rounding added; None where it rounds nothing, or nothing is left to round.
+
+    The search ranks exact layouts, and a run that rounds must not become another one in silence.
+    """
+    plan, _ = exact
+    compress = full_layout.compress.over(plan.layout.copies)
+    weights = full_layout.compress_weights if plan.layout.zero else "none"
+    if not compress and weights == "none":
+        return None
+    try:
+        layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights)
+        rounded, analysis = _plan_fallback(config, layout, model, machines, say)
+    except PlanError:
+        return None
+    return dataclasses.replace(rounded, reason=f"{plan.reason}; rounded as {full_layout} was"), analysis
 
 
 def _plan_fallback(
@@ -172,6 +202,37 @@ def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Lay
     for layout in fallback_layouts(config, full_layout):
         _check_fallback_islands(config, layout)
         analyse_layout(_without_rebalance(config), model, layout, devices)
+
+
+def replan_stages(
+    config: RunConfig, model: ReadModel, machines: Machines, layout: Layout, busy_s: Sequence[float], step_s: float
+) -> Replan | None:
+    """Returns the plan with a pipeline's layers split by the measured speeds of its stages; None without a faster one.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        machines: of its ranks.
+        layout: that it has.
+        busy_s: seconds of a step that each stage computed.
+        step_s: seconds of a step.
+
+    Raises:
+        PlanError, ClusterError: where nothing can be priced, or the model can't be cut so.
+    """
+    machines = machines.for_ranks(layout.world)
+    question = _make_question(config, model, machines, layout.precision)
+    answer = resplit(question, layout, busy_s)
+    if answer is None:
+        return None
+    analysis = analyse_layout(config, model, answer.layout, machines.devices)
+    measure = make_measure(model.built, config.data.sequence, layout.precision)
+    plan = predict.named_plan(question, answer.layout, model_parts(model.built, analysis), measure)
+    # Priced on equal devices; what is expected of these follows from what was measured.
+    prediction = dataclasses.replace(plan.prediction, step_s=step_s * answer.step_ratio)
+    speeds = ", ".join(f"{speed:.0%}" for speed in answer.speeds)
+    plan = dataclasses.replace(plan, prediction=prediction, reason=f"layers moved to stages at speeds of {speeds}")
+    return Replan(plan=plan, analysis=analysis, step_ratio=answer.step_ratio, speeds=answer.speeds)
 
 
 LEANER_SHARE = 0.8

@@ -10,8 +10,10 @@ from functools import cached_property
 
 from torch import nn
 
+from meshwright.errors import ConfigError
 from meshwright.parallel import fsdp
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.comm_hook import CommHook
 from meshwright.parallel.compression import GradientCompressor, RoundingKey
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.gradient_reducer import GradientReducer
@@ -141,6 +143,16 @@ class LateGradientReducer:
         return GradientReducer(
             list(layers), self._axis_group, layers, self._compressor, list(self._layers), self._waits_in_backward
         )
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Communicates by a hook from now on.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if self._reducer.comm_hook is not None:
+            raise ConfigError("register_comm_hook: a hook is registered already, and a model has one")
+        self._reducer.comm_hook = hook
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch."""

@@ -7,6 +7,7 @@ from meshwright.parallel.sync import find_exchange
 from meshwright.spec.layout import Layout
 from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
+from meshwright.train.site_optimizer import check_site
 
 
 def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
@@ -20,6 +21,9 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
     Raises:
         ConfigError: with what to write instead.
     """
+    if config.outer.meet:
+        check_site(config, layout)
+        return
     if layout.islands == 1:
         if config.outer != OuterConfig() and not resumes:
             raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")

@@ -87,7 +87,9 @@ def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[s
     tensors.update((prefix + name, moment) for name, moment in optimizer.state())
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     if outer is not None and saved:
-        tensors.update(pair for pair in outer.state() if pair[0].startswith(f"{OUTER_MOMENTUM}/"))
+        # A site's state has no momentum, which is its server's.
+        momentum = (pair for pair in outer.state() if pair[0].startswith(f"{OUTER_MOMENTUM}/"))
+        tensors.update(pair for pair in momentum if pair[0] in names)
     return tensors
 
 

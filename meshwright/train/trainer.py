@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,6 +38,7 @@ from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
+from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
@@ -74,8 +75,8 @@ class TrainerDeps:
     """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
     """The injected faults, if any."""
-    outer: OuterOptimizer | None = None
-    """Joins the islands; None where there is one."""
+    outer: OuterOptimizer | SiteOptimizer | None = None
+    """Joins the islands, or this site with others; None where there is neither."""
     timeline: TimelineWriter | None = None
     """Records phases and waits of some steps; None where they aren't wanted."""
     page_requests: PageRequests | None = None
@@ -97,7 +98,7 @@ class Trainer:
             self._health, *state, deps.memory, *events,
             rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
         )  # fmt: skip
-        self._join: JoinReport | None = None
+        self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
         self._page_requested = Request.NONE
         self.passed_over = 0
@@ -314,6 +315,23 @@ class Trainer:
         deps.monitor.step(record)
         return record, values["stop"]
 
+    @contextlib.contextmanager
+    def dialled_in(self) -> Iterator[None]:
+        """Has a site take the present version of its server, where steps are left, and hang up at the context's end."""
+        outer = self._deps.outer
+        if not isinstance(outer, SiteOptimizer):
+            yield
+            return
+        outer.stamp = lambda: self._phase("server", 0)
+        try:
+            if self.step < self._deps.config.train.steps:
+                version = outer.dial_in()
+                self._event("site_dialled_in", step=self.step, version=version, meet=self._deps.config.outer.meet)
+            yield
+            outer.leave()
+        finally:
+            outer.close()
+
     def _take_page_requests(self, total: float) -> float:
         """Takes the page's requests, the same on all ranks of a step, out of its stop count; returns the rest."""
         deps = self._deps
@@ -324,7 +342,9 @@ class Trainer:
             deps.monitor.event(Event(kind="requested", rank=deps.rank, data={"step": self.step + 1, "what": actions}))
         return stop_count
 
-    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float | None:
+    def _join_islands(
+        self, outer: OuterOptimizer | SiteOptimizer, values: Mapping[str, float], updated: bool
+    ) -> float | None:
         """Counts a step of this island and joins the islands where a round ends.
 
         Args:
