@@ -16,7 +16,7 @@ from tests.slurm_cluster import SlurmCluster
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.long,
+    pytest.mark.cluster,
     pytest.mark.timeout(900),
     pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-"),
 ]
