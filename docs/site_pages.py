@@ -124,9 +124,9 @@ def listing(folder: str) -> str:
 
 
 def command_line() -> str:
-    """Shows what ``meshwright VERB --help`` prints, of every verb."""
+    """Shows what ``meshwright VERB --help-all`` prints, of every verb."""
     parts = [
-        "# Command line\n\nWhat `meshwright VERB --help` prints. Flags are the fields of the [settings](settings.md): "
+        "# Command line\n\nWhat `meshwright VERB --help-all` prints. Flags are fields of the [settings](settings.md): "
         "`--train.steps 100` is `steps = 100` under `[train]` in a recipe. Short forms: `--model` for `--model.name`, "
         "`--data` for `--data.paths`.\n"
     ]
@@ -141,7 +141,7 @@ def help_text(verb: str) -> str:
     os.environ["COLUMNS"] = "110"
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            main([verb, "--help"])
+            main([verb, "--help-all"])
     finally:
         os.environ.pop("COLUMNS") if width is None else os.environ.update(COLUMNS=width)
     lines = []

@@ -1,25 +1,38 @@
-"""``meshwright chaos``: injects a fault into a rank of a running job and reports how the run recovered."""
+"""``meshwright chaos``: injects faults into ranks of a running job and reports how the run recovered."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
 
 from meshwright.cli.arguments import print_result, take_flag, take_value
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, RankError
 from meshwright.events import Event
 from meshwright.jobs.progress import to_stderr as say
+from meshwright.jobs.random_faults import (
+    RANDOM_KINDS,
+    Draw,
+    RunWatch,
+    World,
+    draw_faults,
+    inject_faults,
+    read_events,
+    read_story,
+    read_world,
+    recovery_events,
+    run_ended,
+)
 from meshwright.monitor.display import event_line
 from meshwright.monitor.progress import read_run_progress
-from meshwright.monitor.sinks import EVENTS, read_lines
 from meshwright.train.faults import KINDS, Fault, ask
 
 USAGE = """usage: meshwright chaos RUN --KIND rank=N [--at step=N[,phase=P]] [--seconds S] [--wait S] [--json]
+       meshwright chaos RUN --random [--every 30s] [--seed N] [--for 10m] [--count N] [--kinds A,B] [--dry-run] [--json]
 
 Breaks a rank of a run that is under way in the directory RUN, and waits for the story of its recovery.
 
@@ -30,57 +43,114 @@ Breaks a rank of a run that is under way in the directory RUN, and waits for the
   --seconds S           how long a slow rank sleeps in each step (1)
   --wait S              seconds to wait for it to happen and for the run to go on (600)
   --json                print the events as JSON
+
+With --random faults are drawn, the same for the same seed and the same ranks, until a bound or the end of the run:
+  --every T, --seed N   mean time between faults, as 30s or 2m (30s), and the seed of the draws (0)
+  --for T, --count N    bounds: no later fault, no more faults
+  --kinds A,B           of: kill, exit, raise, nan, slow, pause, node (by default these; node with several nodes), and
+                        stop, hang, gil, flip; pause stops a rank for 2 s, node kills all ranks of a node
+  --ranks N             with --dry-run: ranks, where no run is under way yet
+  --dry-run             print the faults and inject none
+
+Exit status: 0 the run went on, 1 it ended or did not go on, 2 for a fault or a run that can't be.
 """
-_STORY_KINDS = (
-    *("rank_lost", "node_lost", "leader_lost", "leading", "fenced", "left_out", "snapshot_refused", "damaged"),
-    *("waiting", "planned", "restored", "resumed", "recovered"),
-    *("step_repeated", "step_skipped", "rewinding", "rewound"),
-)
-"""Events that a recovery is made of, whatever the fault and however many nodes there are."""
-_POLL_S = 0.05
+_PREVIEW = 10
+"""Faults of a dry run without a bound."""
+_TIME = re.compile(r"(\d+(?:\.\d*)?)(s|m|h|)")
 
 
 def run(argv: Sequence[str]) -> int:
     """Requests a fault, waits for the recovery and prints its events; exit status 0 when the run went on."""
     args = list(argv)
     kinds = "\n".join(f"  --{kind:<5} rank=N       {effect}" for kind, effect in KINDS.items())
-    if not args or args[0] in ("-h", "--help"):
+    if not args or args[0] in ("-h", "--help", "--help-all"):
         print_result(USAGE.format(kinds=kinds).rstrip())
         return 0
     run_dir, as_json = Path(args.pop(0)), take_flag(args, "--json")
     wait_s = _parse_wait(take_value(args, "--wait") or "600")
+    if take_flag(args, "--random"):
+        return _run_random(args, run_dir, as_json, wait_s)
     fault = _parse_fault(args, run_dir)
     # Counted before the request, so that no event of this fault's recovery is skipped.
-    earlier_events = len(_read_events(run_dir))
+    earlier_events, watch = len(read_events(run_dir)), RunWatch(run_dir)
     fault_mark = ask(run_dir, fault)
     say(f"asked for {fault}")
-    deadline_s = time.monotonic() + wait_s
-    _wait_until(
-        fault_mark.exists,
-        deadline_s,
-        f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?",
-    )
+    if not watch.wait(fault_mark.exists, wait_s):
+        if watch.ended:
+            raise RankError(f"the run ended before the fault {fault} happened; name an earlier step")
+        raise ConfigError(f"the fault {fault} did not happen within {wait_s:g} s: is the run still under way?")
     say("it happened")
-    # A gradient that isn't finite ends no rank: its step is repeated, skipped, or the run rewound (`recovery.on_sick`).
-    recovered_kinds = ("step_skipped", "step_repeated", "rewound") if fault.kind == "nan" else ("recovered",)
+    endings = recovery_events(fault.kind)
     # A slow step, a bit that may matter to nobody, and a process beside the ranks start no ranks again.
-    if fault.kind in ("slow", "flip") or fault.rank < 0:
+    if not endings or fault.rank < 0:
         return 0
-
-    def story_events() -> list[dict[str, Any]]:
-        return [event for event in _read_events(run_dir)[earlier_events:] if event["kind"] in _STORY_KINDS]
-
-    _wait_until(
-        lambda: any(event["kind"] in recovered_kinds for event in story_events()),
-        deadline_s,
-        f"the run did not go on within {wait_s:g} s",
+    recovered = watch.wait(
+        lambda: any(event["kind"] in endings for event in read_story(run_dir, earlier_events)), wait_s
     )
-    for event in [] if as_json else story_events():
+    story = read_story(run_dir, earlier_events)
+    for event in [] if as_json else story:
         data = {key: value for key, value in event.items() if key not in ("kind", "rank", "pid", "host", "time")}
         say(event_line(Event(kind=event["kind"], rank=0, data=data)) or event["kind"])
     if as_json:
-        print_result(json.dumps(story_events()))
-    return 0
+        print_result(json.dumps(story))
+    if recovered:
+        return 0
+    if watch.ended:
+        raise RankError(f"the run ended by {fault} and did not go on; its output and events.jsonl say why")
+    raise ConfigError(f"the run did not go on within {wait_s:g} s")
+
+
+def _run_random(args: list[str], run_dir: Path, as_json: bool, wait_s: float) -> int:
+    """Injects random faults, or lists them."""
+    dry_run, ranks = take_flag(args, "--dry-run"), take_value(args, "--ranks")
+    every_s, for_s = _parse_time(args, "--every", "30s"), _parse_time(args, "--for", "inf")
+    seed, count = _parse_number(args, "--seed", "0"), _parse_number(args, "--count", "0")
+    kinds = [kind for kind in (take_value(args, "--kinds") or "").split(",") if kind]
+    if args:
+        raise ConfigError(f"'{args[0]}' is not known here; meshwright chaos --help lists what is")
+    if ranks is not None and (not dry_run or not ranks.isdigit() or int(ranks) < 1):
+        raise ConfigError(f"--ranks {ranks}: give a number above 0, with --dry-run; a run under way has its own")
+    world = World(ranks=int(ranks)) if ranks is not None else read_world(run_dir)
+    draws = draw_faults(world, seed, every_s, kinds)
+    if dry_run:
+        bound = count or (_PREVIEW if for_s == math.inf else 10**6)
+        listed = list(islice(takewhile(lambda draw: draw.at_s <= for_s, draws), bound))
+        _show_draws(listed, as_json)
+        return 0
+    bound = count or 10**6
+    if not as_json:
+        say(f"random faults every {every_s:g} s, seed {seed}, in {world.ranks} ranks")
+    answers = inject_faults(run_dir, draws, world, for_s=for_s, count=bound, wait_s=wait_s, say=say)
+    if as_json:
+        print_result(json.dumps([asdict(answer) for answer in answers], indent=2))
+    return 1 if any(answer.answer == "run ended" for answer in answers) else 0
+
+
+def _show_draws(draws: Sequence[Draw], as_json: bool) -> None:
+    if as_json:
+        print_result(json.dumps([asdict(draw) for draw in draws], indent=2))
+        return
+    for draw in draws:
+        print_result(f"{draw}: {RANDOM_KINDS[draw.kind]}")
+
+
+def _parse_time(args: list[str], flag: str, default: str) -> float:
+    """Removes ``flag T`` and returns T in seconds: 90, 90s, 1.5m, 2h."""
+    text = take_value(args, flag)
+    if text is None and default == "inf":
+        return math.inf
+    match = _TIME.fullmatch(text or default)
+    seconds = float(match[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]] if match else 0.0
+    if not seconds > 0:
+        raise ConfigError(f"{flag} {text}: give a time above 0, as 30s, 5m or 1h")
+    return seconds
+
+
+def _parse_number(args: list[str], flag: str, default: str) -> int:
+    text = take_value(args, flag) or default
+    if not text.isdigit():
+        raise ConfigError(f"{flag} {text}: give a whole number from 0 on")
+    return int(text)
 
 
 def _parse_wait(text: str) -> float:
@@ -109,7 +179,7 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
     fields = ",".join(text for text in (target, step_text, f"seconds={seconds}" if seconds else "") if text)
     fault = Fault.parse(f"{kinds[0]}:{fields}")
     stamps = read_run_progress(run_dir)
-    if not stamps:
+    if not stamps or run_ended(run_dir):
         raise ConfigError(f"{run_dir} holds no run that is under way")
     last_rank = max(stamp.rank for stamp in stamps)
     if fault.rank > last_rank:
@@ -121,14 +191,3 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
     if fault.step <= now:
         raise ConfigError(f"step={fault.step} is over: the run is at step {now}; name a later one")
     return fault
-
-
-def _read_events(run_dir: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(run_dir / EVENTS) if "kind" in line]
-
-
-def _wait_until(condition: Callable[[], bool], deadline_s: float, timeout_reason: str) -> None:
-    while not condition():
-        if time.monotonic() > deadline_s:
-            raise ConfigError(timeout_reason)
-        time.sleep(_POLL_S)

@@ -18,10 +18,19 @@ VERBS = {
     "verify": "prove that layouts compute what one device computes",
     "inspect": "what a model is made of, how each axis can split it, what a layout's ranks would hold",
     "prepare": "turn text into token files",
+    "new": "write a commented recipe after three questions",
     "generate": "continue a prompt with a trained model",
+    "doctor": "check the machines before a run: devices, links, clocks, disk, versions, ports, file system",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
+    "status": "where a run stands, and what the scheduler says of its job",
+    "logs": "what a run printed; -f follows it",
+    "cancel": "end a run with a checkpoint, wherever it runs",
+    "watch": "serve the live page of a run directory",
+    "trace": "write a run's recorded steps as a trace for Perfetto",
+    "serve-outer": "make versions of the weights from the rounds of islands that dial in from other sites",
     "export": "write a run's model in Hugging Face format",
+    "completion": "print the completion of words for bash, zsh or fish",
 }
 """Each verb is a file of this folder with ``run(argv) -> int``."""
 
@@ -31,17 +40,26 @@ INTERRUPTED = 130
 
 def usage() -> str:
     """Returns the overview that ``--help`` prints."""
-    verbs = "\n".join(f"  {verb:<10}{purpose}" for verb, purpose in VERBS.items())
+    verbs = "\n".join(f"  {verb:<13}{purpose}" for verb, purpose in VERBS.items())
     return (
         f"meshwright {__version__}: plans, proves, runs and recovers distributed training of language models\n\n"
         f"usage: meshwright VERB ...\n\n{verbs}\n\n"
-        "meshwright VERB --help lists what a verb takes\n"
+        "meshwright VERB --help says what people use, --help-all lists everything; see docs/commands.md\n"
     )
 
 
 def load_file(name: str) -> ModuleType:
     """Imports a file of this folder when it is needed: the verb that was typed, or what takes longer than its help."""
-    return importlib.import_module(f"meshwright.cli.{name}")
+    return importlib.import_module(f"meshwright.cli.{name.replace('-', '_')}")
+
+
+def answer_help(verb: str, args: Sequence[str]) -> bool:
+    """Prints the help of a verb; returns whether the verb itself has nothing more to say."""
+    pages = load_file("help")
+    wanted = pages.wants_help(verb, args)
+    if wanted:
+        (pages.show_all if wanted == "all" else pages.show_help)(verb)
+    return bool(wanted)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,6 +85,8 @@ def main(argv: Sequence[str]) -> int:
         sys.stderr.write(f"error: unknown command '{verb}'{nearest(verb, VERBS)}\n")
         return REFUSED
     try:
+        if {"-h", "--help", "--help-all"} & set(args[1:]) and answer_help(verb, args[1:]):
+            return 0
         return int(load_file(verb).run(args[1:]))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")

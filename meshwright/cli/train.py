@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
+from meshwright.cli.launchers import check_launcher, train_by_slurm
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
 from meshwright.errors import LaunchError
@@ -24,8 +25,11 @@ def run(argv: Sequence[str]) -> int:
     args = list(argv)
     as_json = take_flag(args, "--json")
     hostfile, dry_run = take_value(args, "--hostfile"), take_flag(args, "--dry-run")
-    nodes = take_nodes(args)
+    on, nodes = take_value(args, "--on"), take_nodes(args)
+    check_launcher(on, hostfile, nodes)
     config = read_config(RunConfig, args, "train")
+    if hostfile is None and nodes is None and (status := train_by_slurm(on, args, config, dry_run)) is not None:
+        return status
     if dry_run:
         for line in host_commands(args, claim_directory(config), hostfile):
             print_result(line)

@@ -148,13 +148,19 @@ class Loader:
             targets_count=targets.size - ignored,
         )
 
-    def global_targets(self, step: int) -> int:
-        """Counts the targets of all readers in a step, from the document index alone without reading tokens."""
+    def global_targets(self, step: int, row_range: tuple[int, int] | None = None) -> int:
+        """Counts the targets of all readers in a step, from the document index alone without reading tokens.
+
+        Args:
+            step: number of the global batch.
+            row_range: (start, stop) of some of its rows; None for all.
+        """
+        start, stop = row_range or (0, self.rows)
         if not self.mask_documents:
-            return self.rows * self.sequence
-        _, starts = self._window_starts(step, 0, self.rows)
+            return (stop - start) * self.sequence
+        _, starts = self._window_starts(step, start, stop)
         crossing = _index_ranges(self._split.ends, starts, self.sequence)
-        return self.rows * self.sequence - int((crossing[1] - crossing[0]).sum())
+        return (stop - start) * self.sequence - int((crossing[1] - crossing[0]).sum())
 
     def _window_starts(self, step: int, row_start: int, row_stop: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Computes row numbers and window starts of rows [row_start, row_stop) of a step.

@@ -44,7 +44,7 @@ def run_on_hosts(args: Sequence[str], config: RunConfig, hostfile: str, interrup
 
     with handle_interrupts(count_interrupt):
         try:
-            launcher.start(_host_argv(args, config))
+            launcher.start(command_arguments(args, config))
             launcher.wait(watch=forward_interrupt)
         finally:
             launcher.cancel(config.launch.grace_s)
@@ -59,7 +59,7 @@ def host_commands(args: Sequence[str], config: RunConfig, hostfile: str | None) 
         hostfile: path of the hostfile; None for this node alone.
     """
     if hostfile is not None:
-        return list(_make_launcher(config, hostfile).shell_lines(_host_argv(args, config)))
+        return list(_make_launcher(config, hostfile).shell_lines(command_arguments(args, config)))
     launcher = choose_launcher(config.devices, config=config.launch)
     return [f"{command.host}: {' '.join(command.argv)}" for command in launcher.commands(["train", *args])]
 
@@ -73,8 +73,13 @@ def _make_launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:
     return launcher
 
 
-def _host_argv(args: Sequence[str], config: RunConfig) -> list[str]:
-    """Returns the arguments for each host: the run's directory by ``--run-dir``, which torchrun ignores; no devices."""
+def command_arguments(args: Sequence[str], config: RunConfig) -> list[str]:
+    """Returns the command's words for each node, without devices; torchrun would take ``--run`` for its own.
+
+    Args:
+        args: words after ``train``.
+        config: the same as settings, with the run directory named.
+    """
     host_args: list[str] = []
     remaining = iter(args)
     for arg in remaining:

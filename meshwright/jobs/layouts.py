@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
@@ -12,6 +13,7 @@ from meshwright.errors import ClusterError, ConfigError, PlanError
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
 from meshwright.jobs.progress import Say, to_stderr
+from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
@@ -20,17 +22,16 @@ from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.measured_price import measure_activations, reprice_choice
-from meshwright.planner.rounds import Rounds
+from meshwright.planner.resplit import resplit
 from meshwright.planner.run_history import learn
+from meshwright.resilience.planning import Replan
 from meshwright.spec.axis import Holds, Mechanics
-from meshwright.spec.compression import BLOCK_VALUES, FORMATS
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
-from meshwright.train.config import OuterConfig
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
-from meshwright.train.outer import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.units import format_bytes, format_seconds
@@ -55,6 +56,7 @@ def make_plans(
     layout.check_ranks(machines.ranks)
     analysis = analyse_layout(config, model, layout, machines.devices)
     model_weights, host_shortage_text = model_parts(model.built, analysis), ""
+    outer_tensors = make_rounds(config.outer).outer_tensors
     try:
         question = _make_question(config, model, machines, layout.precision)
         host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
@@ -65,7 +67,7 @@ def make_plans(
             raise
         say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(state_rule.named_plan(layout, machines.ranks, model_weights), analysis)]
+        return [(state_rule.named_plan(layout, machines.ranks, model_weights, outer_tensors), analysis)]
 
 
 def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
@@ -103,9 +105,11 @@ def plan_for_fewer_ranks(
         return _plan_fallback(config, fewer_islands, model, machines, say)
     if full_layout.precision != "float64":
         try:
-            return _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
+            exact = _planner_plans(config, model, machines, 1, full_layout.precision, say)[0]
         except PlanError as error:
             refusal: PlanError = error
+        else:
+            return _keep_rounding(config, exact, full_layout, model, machines, say) or exact
     for layout in _similar_layouts(full_layout, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
@@ -116,6 +120,31 @@ def plan_for_fewer_ranks(
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
             return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
     raise refusal
+
+
+def _keep_rounding(
+    config: RunConfig,
+    exact: tuple[Plan, ModelAnalysis],
+    full_layout: Layout,
+    model: ReadModel,
+    machines: Machines,
+    say: Say,
+) -> tuple[Plan, ModelAnalysis] | None:
+    """Returns a plan with the run's rounding added; None where it rounds nothing, or nothing is left to round.
+
+    The search ranks exact layouts, and a run that rounds must not become another one in silence.
+    """
+    plan, _ = exact
+    compress = full_layout.compress.over(plan.layout.copies)
+    weights = full_layout.compress_weights if plan.layout.zero else "none"
+    if not compress and weights == "none":
+        return None
+    try:
+        layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights)
+        rounded, analysis = _plan_fallback(config, layout, model, machines, say)
+    except PlanError:
+        return None
+    return dataclasses.replace(rounded, reason=f"{plan.reason}; rounded as {full_layout} was"), analysis
 
 
 def _plan_fallback(
@@ -173,6 +202,37 @@ def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Lay
     for layout in fallback_layouts(config, full_layout):
         _check_fallback_islands(config, layout)
         analyse_layout(_without_rebalance(config), model, layout, devices)
+
+
+def replan_stages(
+    config: RunConfig, model: ReadModel, machines: Machines, layout: Layout, busy_s: Sequence[float], step_s: float
+) -> Replan | None:
+    """Returns the plan with a pipeline's layers split by the measured speeds of its stages; None without a faster one.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        machines: of its ranks.
+        layout: that it has.
+        busy_s: seconds of a step that each stage computed.
+        step_s: seconds of a step.
+
+    Raises:
+        PlanError, ClusterError: where nothing can be priced, or the model can't be cut so.
+    """
+    machines = machines.for_ranks(layout.world)
+    question = _make_question(config, model, machines, layout.precision)
+    answer = resplit(question, layout, busy_s)
+    if answer is None:
+        return None
+    analysis = analyse_layout(config, model, answer.layout, machines.devices)
+    measure = make_measure(model.built, config.data.sequence, layout.precision)
+    plan = predict.named_plan(question, answer.layout, model_parts(model.built, analysis), measure)
+    # Priced on equal devices; what is expected of these follows from what was measured.
+    prediction = dataclasses.replace(plan.prediction, step_s=step_s * answer.step_ratio)
+    speeds = ", ".join(f"{speed:.0%}" for speed in answer.speeds)
+    plan = dataclasses.replace(plan, prediction=prediction, reason=f"layers moved to stages at speeds of {speeds}")
+    return Replan(plan=plan, analysis=analysis, step_ratio=answer.step_ratio, speeds=answer.speeds)
 
 
 LEANER_SHARE = 0.8
@@ -234,6 +294,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
                 microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
                 compress=full_layout.compress.over(layout.copies),
                 compress_weights=full_layout.compress_weights if layout.zero else "none",
+                secondary=secondary_over(full_layout.secondary, layout.degrees, layout.zero),
             )
         )
     return layouts
@@ -287,14 +348,6 @@ def _planner_plans(
     return plans
 
 
-def _make_rounds(outer: OuterConfig) -> Rounds:
-    """Returns how islands join, as the planner prices it."""
-    rounded = outer.compress != "none"
-    return Rounds(
-        steps=outer.every, rounded_bytes=FORMATS[outer.compress].block_bytes / BLOCK_VALUES if rounded else 0.0
-    )
-
-
 def _make_question(
     config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
 ) -> Question:
@@ -309,6 +362,6 @@ def _make_question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=Layout(precision=precision),
-        rounds=_make_rounds(config.outer),
+        rounds=make_rounds(config.outer),
         history=learn(*run_history_file(machines)),
     )

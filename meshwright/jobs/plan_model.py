@@ -16,15 +16,18 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
+from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts, choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.explain import reason, why
-from meshwright.planner.islands import choose_islands, fixed_islands
-from meshwright.planner.lossy import consider_lossy
+from meshwright.planner.islands import JoinPrice, choose_islands, fixed_islands, price_join
+from meshwright.planner.lossy import consider_lossy, no_lossy_note
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
+from meshwright.planner.rounds import JOIN
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.secondary import consider_secondary
 from meshwright.planner.unequal import choose_unequal, why_unequal
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
@@ -89,7 +92,7 @@ class PlanResult:
             "objective": question.objective,
             "reason": self.reason,
             "plan": str(self.layout),
-            "best": [_candidate_json(candidate) for candidate in choice.shown],
+            "best": [_candidate_json(candidate) | self._join_json(candidate) for candidate in choice.shown],
             "ties": choice.ties,
             "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
             "search": {
@@ -101,6 +104,18 @@ class PlanResult:
             "compared": dict(self.compared),
             "notes": list(choice.notes),
         }
+
+    def _join_json(self, candidate: Candidate) -> dict[str, object]:
+        """Returns what an exchange of islands sends and exposes; nothing for a layout of one island."""
+        if candidate.layout.islands == 1:
+            return {}
+        return {"join": dataclasses.asdict(_candidate_join(self.question, candidate))}
+
+
+def _candidate_join(question: Question, candidate: Candidate) -> JoinPrice:
+    """Returns the price of a candidate's exchange between islands."""
+    step_s = candidate.price.step_s - candidate.price.parts[JOIN]
+    return price_join(question, candidate.layout, step_s)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,16 +190,22 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     islands = fixed_islands(question)
     if islands is not None:
         choice = reprice_choice(question, choose_islands(question, islands, config.show), measure)
+        joins = _candidate_join(question, choice.best[0])
+        choice = replace(choice, notes=(*choice.notes, joins.note(choice.best[0].price.step_s - joins.step_s)))
     elif question.cluster.uniform:
         # The search prices by formulas; the best are priced again by the measured work of the model's modules.
         choice = reprice_choice(question, choose(question, config.show), measure)
     else:
         choice = choose_unequal(question, config.show)
+    if question.cluster.uniform and islands is None:
+        choice = consider_secondary(question, choice, lambda layout: price_layout(question, layout, measure))
     choice, compared = _compare_layouts(config, question, choice, measure)
     if question.cluster.uniform and islands is None:
         choice = consider_lossy(
             question, choice, "lossy" in config.allow, lambda layout: price_layout(question, layout, measure)
         )
+    elif "lossy" in config.allow:
+        choice = replace(choice, notes=(*choice.notes, no_lossy_note("islands" if islands else "devices that differ")))
     return PlanResult(question=question, choice=choice, compared=compared)
 
 
@@ -229,6 +250,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         objective=config.objective,
         usable=config.usable,
         limits=_parse_limits(config),
+        rounds=make_rounds(config.outer),
     )
     if not config.lost:
         return question

@@ -14,6 +14,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.schedules.file import PREFIX
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.layout import Layout
+from meshwright.train.config import OuterConfig
 
 C = TypeVar("C", bound=Config)
 
@@ -78,6 +79,8 @@ class PlanConfig(Config):
     """Schedules to choose from; all that ask to be searched when none is named."""
     allow: tuple[str, ...] = ()
     """What the plan may do to the numbers of training: ``lossy`` lets it send gradients and weights rounded."""
+    outer: OuterConfig = field(default_factory=OuterConfig)
+    """How islands join, where ``fix`` or ``layout`` has several."""
     usable: float = 0.94
     """Share of a device's memory that may be filled."""
     layout: tuple[str, ...] = ()

@@ -18,6 +18,8 @@ from meshwright.train.run_config import RunConfig
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
+LAUNCH = "launch"
+"""Folder of what a scheduler was given and of what it printed; it stands before the run does."""
 
 
 def claim_directory(config: RunConfig) -> RunConfig:
@@ -44,7 +46,7 @@ def claim_directory(config: RunConfig) -> RunConfig:
                 f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
                 "settings that it was made with"
             )
-    elif folder.exists() and any(path.name != OWNER for path in folder.iterdir()):
+    elif folder.exists() and any(path.name not in (OWNER, LAUNCH) for path in folder.iterdir()):
         raise ConfigError(f"run directory {folder} holds files but no {CONFIG}; give another --run")
     return config
 

@@ -20,6 +20,7 @@ from meshwright.jobs.layouts import (
     make_plans,
     name_leaner_layout,
     plan_for_fewer_ranks,
+    replan_stages,
 )
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
@@ -29,10 +30,12 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
 from meshwright.jobs.run_directory import PLAN, claim_directory, wait_for, write_run
+from meshwright.jobs.site_probe import probe_server
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
 from meshwright.jobs.trials import Trial, fastest, run_trials, write_trials
+from meshwright.jobs.watch import serving_page
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
@@ -41,19 +44,22 @@ from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
 from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
-from meshwright.resilience.planning import Planning
+from meshwright.resilience.planning import Planning, Replan
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.fragments import check_fragments
 from meshwright.train.hooks import Hook
+from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.outer import check_islands
+from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
 from meshwright.train.session import TrainJob, run_rank
 from meshwright.train.shortage import OUT_OF_MEMORY
+from meshwright.train.stage_times import check_replan
 from meshwright.transport.key import run_key
 from meshwright.units import format_bytes, format_count
 
@@ -162,6 +168,11 @@ def _make_job(
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     leads = launcher.node == 0 if isinstance(launcher, ResolvedNode) else context is None or context.rank == 0
+    if context is not None and config.monitor.port is not None:
+        raise ConfigError(
+            f"monitor.port = {config.monitor.port}: torchrun starts ranks alone, and a page needs a process beside "
+            f"them; drop it, and type meshwright watch RUN --port {config.monitor.port} beside the run"
+        )
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
@@ -173,6 +184,8 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     machines = _find_machines(config, launcher)
     offers = make_plans(config, model, machines, max(1, trial_count), say)
     _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
+    watched = config.recovery.enabled and context is None
+    check_replan(config, offers[0][0].layout, machines.nodes if watched else 0, machines.devices.kind)
     job = _make_job(config, model, token_set, offers[0], hooks)
     if trial_count:
         trial_results = run_trials(job, offers, say)
@@ -182,12 +195,16 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
         write_trials(run_dir, trial_results)
     # Config and plan are on disk before the proof, so the other nodes go on meanwhile.
     _prepare_run_directory(job, leads, isinstance(launcher, ResolvedNode), token_set, say)
-    if leads and config.train.prove:
-        prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
-    if isinstance(launcher, ResolvedNode):
-        outcome, leads = _run_node(config, model, job, launcher, machines, say)
-    else:
-        outcome = _run_ranks(config, model, job, launcher, machines, say)
+    requests = PageRequests() if leads and config.monitor.port is not None else None
+    job = dataclasses.replace(job, page_requests=requests)
+    page_config = config.monitor if leads else dataclasses.replace(config.monitor, port=None)
+    with serving_page(page_config, run_dir, requests, say):
+        if leads and config.train.prove:
+            prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
+        if isinstance(launcher, ResolvedNode):
+            outcome, leads = _run_node(config, model, job, launcher, machines, say)
+        else:
+            outcome = _run_ranks(config, model, job, launcher, machines, say)
     if not leads:
         return follower_result(outcome, run_dir) if isinstance(launcher, ResolvedNode) else None
     return conclude(config, run_dir, token_set, job.plan, outcome, machines)
@@ -276,7 +293,10 @@ def _make_planning(
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
 
-    return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan)
+    def replan(layout: Layout, busy_s: Sequence[float], step_s: float) -> Replan | None:
+        return replan_stages(config, model, machines, layout, busy_s, step_s)
+
+    return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan, replan=replan)
 
 
 def _check_before_start(
@@ -284,6 +304,11 @@ def _check_before_start(
 ) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
     check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
+    if config.outer.meet:
+        probe_server(config, model, layout)
+    if layout.islands > 1:
+        trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
+        check_fragments(trained, config.outer.fragments)
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)

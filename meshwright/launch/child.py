@@ -35,6 +35,8 @@ class ForkSettings:
     """Threads that torch uses for an operation."""
     keep_memory: bool
     """Keep freed tensor memory in the process (CPU ranks only)."""
+    disposable: bool = False
+    """A supervisor kills the rank when it is time: a SIGTERM is sent to all of a node's processes, by a scheduler."""
 
 
 def run_rank(context: RankContext, entry: Entry, args: tuple[Any, ...], settings: ForkSettings) -> NoReturn:
@@ -72,6 +74,9 @@ def _detach_from_launcher(context: RankContext, settings: ForkSettings) -> None:
     prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
+    if settings.disposable:
+        # Slurm and systemd signal the supervisor's whole tree: the supervisor answers, its ranks write the checkpoint.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The inherited wakeup descriptor belongs to the launcher's event loop.
     signal.set_wakeup_fd(-1)
     context.stop.install()

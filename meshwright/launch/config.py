@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from meshwright.config import Config
@@ -36,3 +37,70 @@ class LaunchConfig(Config):
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"launch.{name} = {value}: every wait has a limit above 0 seconds; write 60, say")
+
+
+_TIME = re.compile(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}")
+"""Source: sbatch(1), --time: minutes, minutes:seconds, hours:minutes:seconds, days-hours and so on."""
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_OWN_OPTIONS = (
+    *("nodes", "ntasks", "ntasks-per-node", "array", "signal", "output", "open-mode", "no-kill", "requeue"),
+    *("no-requeue", "job-name", "time", "partition", "account", "qos", "mem", "gpus-per-node", "cpus-per-task"),
+    *("chdir", "export", "wrap"),
+)
+"""Options of sbatch that follow from other settings, or that the launcher relies on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmConfig(Config):
+    """What ``--on slurm`` asks the scheduler for, and what follows when it takes nodes away."""
+
+    nodes: int = 1
+    """Nodes, with a supervisor each."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, and so its ranks; None where the partition has none."""
+    cpus_per_node: int | None = None
+    """Cores of a node, and without GPUs its ranks; None for the partition's usual number."""
+    memory: str = ""
+    """Memory of a node, as ``480G``; the partition's usual amount when empty."""
+    time: str = ""
+    """Time limit, as ``24:00:00`` or ``2-12:00:00``; the partition's when empty."""
+    partition: str = ""
+    """Partition; the default one when empty."""
+    account: str = ""
+    """Account to charge; the user's usual one when empty."""
+    qos: str = ""
+    """Quality of service; the account's usual one when empty."""
+    name: str = ""
+    """Name of the job; that of the run's directory when empty."""
+    lines: tuple[str, ...] = ()
+    """More long options of sbatch, without their dashes: ``constraint=h100``, ``exclusive``."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell before the command on the first node: ``module load cuda``; all nodes inherit."""
+    warn_s: int = 120
+    """Seconds before the time limit at which the run ends with a checkpoint."""
+    requeue: bool = True
+    """Go on by itself after the time limit or a preemption: the job goes back into the queue until the run is done."""
+    replace: bool = True
+    """Ask for another node in the stead of one that Slurm has taken out of the job."""
+
+    def check(self) -> None:
+        """Refuses what sbatch would misread, or what would take the launcher's own options away."""
+        for name in ("nodes", "gpus_per_node", "cpus_per_node"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"slurm.{name} = {count}: give at least 1, or leave it out")
+        if self.warn_s < 10:
+            raise ConfigError(f"slurm.warn_s = {self.warn_s}: a checkpoint takes time; give at least 10 seconds")
+        if self.time and not _TIME.fullmatch(self.time):
+            raise ConfigError(f"slurm.time = {self.time!r} is no time of Slurm's; write it as 24:00:00 or 2-12:00:00")
+        if self.memory and not _MEMORY.fullmatch(self.memory):
+            raise ConfigError(f"slurm.memory = {self.memory!r}: write a number and a unit, as 480G")
+        for name in ("partition", "account", "qos", "name"):
+            text = getattr(self, name)
+            if not re.fullmatch(r"[\w.,:@+=-]*", text):
+                raise ConfigError(f"slurm.{name} = {text!r}: letters, digits and . , : @ + = - _ only")
+        for line in self.lines:
+            if not re.fullmatch(r"[a-z][a-z0-9-]+(=[^\s\"'`$;|&\\]+)?", line):
+                raise ConfigError(f"slurm.lines: {line!r} is no long option without dashes, as constraint=h100")
+            if line.partition("=")[0] in _OWN_OPTIONS:
+                raise ConfigError(f"slurm.lines: {line} is set by other settings of slurm, or by the launcher")

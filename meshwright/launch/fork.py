@@ -212,6 +212,7 @@ class ForkLauncher(Launcher):
                 parent=os.getpid(),
                 threads=self.devices.threads(self._count),
                 keep_memory=self._config.keep_memory,
+                disposable=self._disposable,
             )
             with warnings.catch_warnings():
                 # Python 3.12 warns of any thread, even OpenBLAS's, which survive a fork; fork_obstacle has checked.

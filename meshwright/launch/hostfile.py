@@ -38,6 +38,25 @@ class HostfileLine:
         return self.name.rpartition("@")[2]
 
 
+@dataclass(frozen=True, slots=True)
+class HostOutput:
+    """What a command printed on a host."""
+
+    name: str
+    """The host, as in the hostfile."""
+    status: int | None
+    """Its exit status, 255 when ssh has no connection; None when it did not end in time."""
+    output: str
+    """Standard output."""
+    complaint: str
+    """Standard error."""
+
+    @property
+    def connected(self) -> bool:
+        """Whether ssh reached the host."""
+        return self.status != _CONNECTION_LOST
+
+
 def read_hostfile(path: Path) -> list[HostfileLine]:
     """Reads a hostfile: a ``host slots=8`` a line, ``#`` starts a comment, slots default to 1.
 
@@ -195,6 +214,39 @@ class HostfileLauncher(CommandLauncher):
                 raise LaunchError(f"[{host.name}] ssh lost or could not make the connection; try: ssh {host.name} true")
             if status:
                 raise LaunchError(f"[{host.name}] ended with status {status}; its output above says why")
+
+    def collect(self, argv: Sequence[str], limit_s: float) -> list[HostOutput]:
+        """Runs ``meshwright <argv>`` on every host at once, without a terminal, and returns what each printed.
+
+        Args:
+            argv: words of the command.
+            limit_s: for all hosts; a connection that is still open then is ended.
+
+        Raises:
+            LaunchError: when ssh can't be run.
+        """
+        # Without a terminal standard output stays apart from standard error.
+        self._ssh = tuple(word for word in self._ssh if word != "-tt")
+        deadline_s, processes = time.monotonic() + limit_s, []
+        try:
+            for command in self.commands(argv):
+                pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+                processes.append(subprocess.Popen(self._over_ssh(command), text=True, errors="replace", **pipes))  # type: ignore[call-overload]
+        except OSError as error:
+            for process in processes:
+                process.kill()
+                process.communicate()
+            raise LaunchError(f"{self._ssh[0]} can't be run: {error}; install ssh, or paste the dry run") from None
+        outputs = []
+        for host, process in zip(self.hosts, processes):
+            try:
+                output, complaint = process.communicate(timeout=max(0.1, deadline_s - time.monotonic()))
+                outputs.append(HostOutput(host.name, process.returncode, output, complaint))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                output, complaint = process.communicate()
+                outputs.append(HostOutput(host.name, None, output, complaint))
+        return outputs
 
     def interrupt(self) -> None:
         """Types Ctrl-C on every host: torchrun passes it on and the ranks end with a checkpoint."""

@@ -249,12 +249,16 @@ def envelope(x: Sequence[float], y: Sequence[float], span_count: int = _MAX_POIN
     """Selects the lowest and highest point of each of ``span_count`` spans, so that thinning loses no spike."""
     if len(x) <= 2 * span_count:
         return list(x), list(y)
-    values, indices = np.asarray(y, dtype=np.float64), [0, len(x) - 1]
-    for span in np.array_split(np.arange(len(x)), span_count):
-        finite = span[np.isfinite(values[span])]
-        if len(finite):
-            indices += [finite[values[finite].argmin()], finite[values[finite].argmax()]]
-    return _select(x, y, indices)
+    values = np.asarray(y, dtype=np.float64)
+    starts = np.arange(span_count + 1) * len(x) // span_count
+    # (spans, widest span): a shorter span repeats its last point.
+    spans = np.minimum(starts[:-1, None] + np.arange(np.diff(starts).max()), starts[1:, None] - 1)
+    finite = np.isfinite(values)[spans]
+    lowest = np.where(finite, values[spans], np.inf).argmin(axis=1)
+    highest = np.where(finite, values[spans], -np.inf).argmax(axis=1)
+    rows = np.flatnonzero(finite.any(axis=1))
+    extremes = np.concatenate([spans[rows, lowest[rows]], spans[rows, highest[rows]]])
+    return _select(x, y, np.append(extremes, [0, len(x) - 1]))
 
 
 def _select(x: Sequence[float], y: Sequence[float], indices: ArrayLike) -> tuple[list[float], list[float]]:

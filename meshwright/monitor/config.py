@@ -8,6 +8,13 @@ from typing import Literal
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 
+HOST = "127.0.0.1"
+"""Address of a page that only this machine reaches."""
+DRIFT_BOUND = 0.25
+"""Relative difference between planned and measured from which a part counts as drifted."""
+PAGE_TIMELINE = 50
+"""Steps between two recorded timelines under a page."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MonitorConfig(Config):
@@ -23,13 +30,31 @@ class MonitorConfig(Config):
     """Whether report.html is written at the end of the run."""
     wait_s: float = 1.0
     """Seconds that a rank waits before the display says for what; plain lines say so after ten times as long."""
-    drift_bound: float = 0.25
+    drift_bound: float = DRIFT_BOUND
     """Relative difference between planned and measured from which a part counts as drifted."""
+    port: int | None = None
+    """Port of a live page, with /metrics for Prometheus (docs/watching.md); any free port for 0, no page without."""
+    host: str = HOST
+    """Address that the page is bound to; beyond this machine it shows nothing without the run's token."""
+    timeline: int | None = None
+    """Steps between two of which each rank records phases and waits, for `trace` and the page; 0 for none. Without a
+    value 50 under a page, else none."""
+
+    @property
+    def timeline_every(self) -> int:
+        """Steps between two recorded timelines; 0 for none."""
+        if self.timeline is not None:
+            return self.timeline
+        return PAGE_TIMELINE if self.port is not None else 0
 
     def check(self) -> None:
-        """Refuses intervals and bounds that aren't positive."""
+        """Refuses intervals and bounds that aren't positive, and ports out of range."""
         if self.every < 1:
             raise ConfigError(f"monitor.every = {self.every}: it counts steps, write at least 1; --monitor.every 10")
         for name in ("wait_s", "drift_bound"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"monitor.{name} = {getattr(self, name)}: it must be more than 0")
+        if self.port is not None and not 0 <= self.port < 1 << 16:
+            raise ConfigError(f"monitor.port = {self.port}: ports go up to 65535; --monitor.port 8787")
+        if self.timeline is not None and self.timeline < 0:
+            raise ConfigError(f"monitor.timeline = {self.timeline}: it counts steps; 0 records none")

@@ -42,6 +42,8 @@ class Course:
         self.last_record: StepRecord | None = None
         self.losses: list[float] = []
         self.evaluation: Mapping[str, object] = {}
+        self.joined_record: StepRecord | None = None
+        """The last step after which islands joined."""
         self.notes: deque[str] = deque(maxlen=4)
         self._stride, self._count, self._sum = 1, 0, 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
@@ -49,6 +51,8 @@ class Course:
     def step(self, record: StepRecord) -> None:
         """Records a step; losses are averaged over ever longer spans, so that memory stays bounded."""
         self.last_record = record
+        if record.outer:
+            self.joined_record = record
         self._recent.append(record.step_s)
         self._sum += record.loss
         self._count += 1
@@ -86,6 +90,8 @@ def step_line(record: StepRecord, course: Course) -> str:
     if isinstance(loss, float):
         fields.append(f"val {loss:.4f}")
     fields += [f"grad {record.grad_norm:.3g}", f"lr {record.lr:.2e}", f"{format_count(record.tokens_per_s)} tok/s"]
+    if course.joined_record is not None:
+        fields.append(join_text(course.joined_record))
     if record.mfu is not None:
         fields.append(f"mfu {record.mfu:.1%}")
     if record.memory.get("peak"):
@@ -96,6 +102,14 @@ def step_line(record: StepRecord, course: Course) -> str:
     if eta:
         fields.append(f"eta {format_seconds(eta)}")
     return "  ".join(fields)
+
+
+def join_text(record: StepRecord) -> str:
+    """Formats the last join of islands: ``islands 2.31 2.35, apart 0.12, sent 2.0 MiB for 4.0 MiB @ 30``."""
+    join = record.outer
+    losses = " ".join(f"{loss:.4g}" for loss in join["island_losses"])
+    sent, raw = format_bytes(join["sent_bytes"]), format_bytes(join["raw_bytes"])
+    return f"islands {losses}, apart {join['consensus_distance']:.3g}, sent {sent} for {raw} @ {record.step}"
 
 
 def show_event(event: Event, style: str) -> None:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from meshwright.events import Event, StepRecord
-from meshwright.monitor.display import Course, RunHeader
+from meshwright.monitor.display import Course, RunHeader, join_text
 from meshwright.monitor.progress import read_progress, waiting_sentences
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -118,6 +118,8 @@ def draw(course: Course, waits: Sequence[str], elapsed_s: float) -> RenderableTy
     if course.last_record is not None:
         rows += [Text(""), _metrics_grid(course, course.last_record), Text(""), _loss_curve(course.losses), Text("")]
         rows += _time_and_memory(course.last_record)
+    if course.joined_record is not None:
+        rows += [Text(join_text(course.joined_record), overflow="ellipsis", no_wrap=True), Text("")]
     rows += [Text(note, style="dim", overflow="ellipsis", no_wrap=True) for note in course.notes]
     rows += [Text(sentence, style="bold yellow") for sentence in waits]
     return Panel(Group(*rows), title="meshwright", border_style="dim", expand=True)

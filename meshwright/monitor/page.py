@@ -6,6 +6,7 @@ template has rendered counts as markup.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -55,8 +56,31 @@ tiles = macro("elements.html", "tiles")
 table = macro("elements.html", "table")
 drawing = macro("elements.html", "drawing")
 two_columns = macro("elements.html", "two_columns")
+_section_contents = macro("elements.html", "section_contents")
 
 
-def page(page_title: str, sections: Sequence[Section]) -> str:
-    """Renders an HTML document; a section without elements is left out."""
-    return _environment().get_template("page.html").render(title=page_title, sections=sections)
+def page(page_title: str, sections: Sequence[Section], live: Sequence[tuple[str, str]] | None = None) -> str:
+    """Renders an HTML document.
+
+    Args:
+        page_title: of the document.
+        sections: its contents; a section without elements is left out, on a live page it is hidden.
+        live: action and label of each button of a page that a server keeps up to date; None for one without a script.
+    """
+    keyed = [(section_id(heading), heading, elements) for heading, elements in sections]
+    return _environment().get_template("page.html").render(title=page_title, sections=keyed, live=live)
+
+
+def login_page() -> str:
+    """Renders a document that asks for the token of a live page; it shows nothing of the run."""
+    return _environment().get_template("login.html").render()
+
+
+def section_id(heading: str) -> str:
+    """Returns the id of a section in a document."""
+    return re.sub(r"[^a-z0-9]+", "-", heading.lower()) or "head"
+
+
+def section_html(heading: str, elements: Sequence[Markup]) -> str:
+    """Renders the contents of a section, as `page` writes them; empty without elements."""
+    return str(_section_contents(heading, elements)) if elements else ""

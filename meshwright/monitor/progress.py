@@ -23,7 +23,7 @@ from meshwright.units import format_bytes
 PROGRESS = "progress.bin"
 PHASES = (
     "start", "data", "forward", "backward", "reduce", "optimizer", "evaluate", "checkpoint", "sample", "export", "done",
-    "snapshot", "record", "restore", "compare", "join",
+    "snapshot", "record", "restore", "compare", "join", "server",
 )  # fmt: skip
 """Phases by code; new ones go to the end."""
 

@@ -1,5 +1,6 @@
-"""``report.html``: a run's setup, its course and its distance from the plan, from the run directory's files alone.
+"""A run's page, from the run directory's files alone: its setup, its course and its distance from the plan.
 
+``report.html`` is the page as it stands at the run's end; while the run lasts, `meshwright.monitor.server` serves it.
 The report reads these values of events where they are present: ``run_started`` (all its data is listed),
 ``rank_started`` (rank, host, device), ``evaluated`` and ``run_finished`` (loss, accuracy, bits_per_byte, and any number
 whose name holds gzip or xz, taken as that compressor's bits per byte), ``sampled`` (text, prompt), ``resumed`` (step).
@@ -7,6 +8,7 @@ whose name holds gzip or xz, taken as that compressor's bits per byte), ``sample
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import os
@@ -16,13 +18,19 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from meshwright.monitor.event_sections import checkpoints, devices, experts
+from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
 from meshwright.monitor.rundir import RunFiles, column, number, read_run
 from meshwright.monitor.sections import compression, compressors, course, drift, layout_grid, memory, time, traffic
+from meshwright.monitor.timeline_sections import pipeline, waits
+from meshwright.monitor.wait_history import WaitHistory
 from meshwright.units import format_bytes, format_count, format_seconds
 
 REPORT = "report.html"
+LAST_STEP, WAITS = "Last recorded step", "Who waits for whom"
+"""Headings of the sections that are drawn from timelines alone."""
 _MAX_EVENTS = 300
 
 
@@ -32,6 +40,47 @@ def _render_safely(render: Callable[[], list[Markup]]) -> list[Markup]:
         return render()
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         return [note(f"The files that this is drawn from are damaged ({type(error).__name__}).")]
+
+
+def run_sections(
+    run: RunFiles,
+    history: WaitHistory,
+    bound: float,
+    window: int | None = None,
+    reuse: Mapping[str, list[Markup]] | None = None,
+) -> list[Section]:
+    """Renders all sections of a run's page; those whose files are missing have no elements.
+
+    Args:
+        run: the run directory's contents.
+        history: the ranks' recorded steps.
+        bound: relative difference from plan to measurement above which a row is marked.
+        window: newest steps of which times, memory and traffic are; None for all.
+        reuse: sections that haven't changed, by heading, which are returned as they are.
+    """
+    recent = run if window is None else dataclasses.replace(run, steps=run.steps[-window:])
+    renderers: list[tuple[str, Callable[[], list[Markup]]]] = [
+        ("", lambda: _head(run)),
+        ("Course", lambda: course(run)),
+        ("Islands", lambda: islands(run)),
+        ("Time by part", lambda: time(recent)),
+        ("Traffic", lambda: traffic(recent)),
+        (LAST_STEP, lambda: pipeline(history)),
+        (WAITS, lambda: waits(history)),
+        ("Memory by part", lambda: memory(recent)),
+        ("Planned against measured", lambda: drift(recent, bound)),
+        ("Experts", lambda: experts(run)),
+        ("Compression of the held-out text", lambda: compression(run)),
+        ("Devices", lambda: devices(run)),
+        ("Checkpoints", lambda: checkpoints(run)),
+        ("Samples", lambda: _samples(run)),
+        ("Events", lambda: _events(run)),
+        ("Layout", lambda: layout_grid(run)),
+        ("What ran", lambda: _what_ran(run)),
+    ]
+    reuse = reuse or {}
+    # Sections are rendered one by one: damaged files spoil their own section alone.
+    return [(heading, reuse[heading] if heading in reuse else _render_safely(render)) for heading, render in renderers]
 
 
 def write_report(run_dir: Path, bound: float = 0.25) -> Path:
@@ -48,21 +97,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
         OSError: when it can't be written.
     """
     run = read_run(run_dir)
-    renderers: list[tuple[str, Callable[[], list[Markup]]]] = [
-        ("", lambda: _head(run)),
-        ("What ran", lambda: _what_ran(run)),
-        ("Course", lambda: course(run)),
-        ("Compression of the held-out text", lambda: compression(run)),
-        ("Layout", lambda: layout_grid(run)),
-        ("Time by part", lambda: time(run)),
-        ("Memory by part", lambda: memory(run)),
-        ("Traffic", lambda: traffic(run)),
-        ("Planned against measured", lambda: drift(run, bound)),
-        ("Samples", lambda: _samples(run)),
-        ("Events", lambda: _events(run)),
-    ]
-    # Sections are rendered one by one: damaged files spoil their own section alone.
-    sections: list[Section] = [(heading, _render_safely(render)) for heading, render in renderers]
+    sections = run_sections(run, WaitHistory.read(run_dir), bound)
     path = run_dir / REPORT
     temporary = path.with_name(f"{REPORT}.{os.getpid()}.new")
     temporary.write_text(page(f"{run.path.name} · meshwright", sections), encoding="utf-8")
@@ -109,11 +144,17 @@ def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
     mfu = sorted(value for value in column(steps, "mfu") if math.isfinite(value))
     if mfu:
         tile_entries.append(("MFU", f"{mfu[len(mfu) // 2]:.1%}", "model FLOP/s over the ranks' matrix-product rate"))
-    tile_entries.append(("Tokens", format_count(number(steps[-1].get("tokens_total"))), f"{len(steps)} steps recorded"))
+    tile_entries.append(
+        (
+            "Tokens",
+            format_count(number(steps[-1].get("tokens_total"))),
+            f"{len(steps) + run.thinned_steps} steps recorded",
+        )
+    )
     peak = max((number((step.get("memory") or {}).get("peak")) for step in steps), default=math.nan)
     if math.isfinite(peak):
         tile_entries.append(("Peak memory", format_bytes(peak), "on rank 0"))
-    spent = sum(value for value in column(steps, "step_s") if math.isfinite(value))
+    spent = run.thinned_s + sum(value for value in column(steps, "step_s") if math.isfinite(value))
     tile_entries.append(("Time in steps", format_seconds(spent), _wall_time_text(run)))
     return tile_entries
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.json_types import JsonObject
-from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
+from meshwright.monitor.sinks import EVENTS, METRICS
 from meshwright.records import parse_json
 
 _FINAL_STATES = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
+_TAIL_BYTES = 256
+"""Bytes before the end of what was read, by which a file that was cut and grew again is recognised."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +35,10 @@ class RunFiles:
     """Lines of metrics.jsonl, the last of each step, in order of steps."""
     events: list[dict[str, Any]]
     """Lines of events.jsonl, in order of time."""
+    thinned_steps: int = 0
+    """Steps that a reader of a long run dropped from ``steps``, extremes excepted."""
+    thinned_s: float = 0.0
+    """Seconds of these steps."""
 
     def of_kind(self, *kinds: str) -> list[dict[str, Any]]:
         """Returns the events of these kinds."""
@@ -66,27 +73,121 @@ class RunFiles:
 
 def read_run(run_dir: Path) -> RunFiles:
     """Reads a run directory; damaged or missing files leave their part empty."""
-    text = _read_text(run_dir / "config.toml")
-    try:
-        config = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
-        config = {}
-    try:
-        plan = parse_json(_read_text(run_dir / "plan.json") or "{}")
-    except ValueError:
-        plan = {}
-    # A step retrained after a rewind has several lines: the last one counts.
-    steps = {int(line["step"]): line for line in read_lines(run_dir / METRICS) if _is_step_number(line.get("step"))}
-    events = [line for line in read_lines(run_dir / EVENTS) if isinstance(line.get("kind"), str)]
-    events.sort(key=lambda event: number(event.get("time") or 0.0))
-    return RunFiles(
-        path=run_dir,
-        config=config,
-        config_text=text,
-        plan=plan if isinstance(plan, dict) else {},
-        steps=[steps[step] for step in sorted(steps)],
-        events=events,
-    )
+    return RunReader(run_dir).read()
+
+
+class RunReader:
+    """Reads a run directory again and again, each line of its growing files once.
+
+    Args:
+        run_dir: the run directory.
+        most_steps: steps up to which all lines are kept; of more, the older half is thinned to a quarter, in which
+            skipped steps and the largest gradient norms stay. None keeps all.
+    """
+
+    def __init__(self, run_dir: Path, most_steps: int | None = None) -> None:
+        self._run_dir, self._most_steps = run_dir, most_steps
+        self._metrics, self._events = LineReader(run_dir / METRICS), LineReader(run_dir / EVENTS)
+        self._steps: dict[int, dict[str, Any]] = {}
+        self._event_lines: list[dict[str, Any]] = []
+        self._thinned_steps, self._thinned_s = 0, 0.0
+        self._config: tuple[str, JsonObject] = ("", {})
+        self._plan: JsonObject = {}
+        self._stamps: tuple[int, ...] = ()
+
+    def read(self) -> RunFiles:
+        """Reads what is new, and returns all of the run."""
+        lines, restarted = self._metrics.read()
+        if restarted:
+            # A run that was resumed at an earlier step truncates its file.
+            self._steps.clear()
+            self._thinned_steps, self._thinned_s = 0, 0.0
+        # A step retrained after a rewind has several lines: the last one counts.
+        self._steps |= {int(line["step"]): line for line in lines if _is_step_number(line.get("step"))}
+        events, restarted = self._events.read()
+        if restarted:
+            self._event_lines.clear()
+        self._event_lines += [line for line in events if isinstance(line.get("kind"), str)]
+        if events:
+            self._event_lines.sort(key=lambda event: number(event.get("time") or 0.0))
+        if self._most_steps is not None and len(self._steps) > self._most_steps:
+            self._thin()
+        self._read_setup()
+        return RunFiles(
+            path=self._run_dir,
+            config=self._config[1],
+            config_text=self._config[0],
+            plan=self._plan,
+            steps=[self._steps[step] for step in sorted(self._steps)],
+            events=list(self._event_lines),
+            thinned_steps=self._thinned_steps,
+            thinned_s=self._thinned_s,
+        )
+
+    def _read_setup(self) -> None:
+        """Reads config.toml and plan.json, which change when a run is resumed or gets another layout."""
+        stamps = tuple(_modified(self._run_dir / name) for name in ("config.toml", "plan.json"))
+        if stamps == self._stamps:
+            return
+        self._stamps, text = stamps, _read_text(self._run_dir / "config.toml")
+        try:
+            config = tomllib.loads(text)
+        except (tomllib.TOMLDecodeError, RecursionError):
+            config = {}
+        try:
+            plan = parse_json(_read_text(self._run_dir / "plan.json") or "{}")
+        except ValueError:
+            plan = {}
+        self._config, self._plan = (text, config), plan if isinstance(plan, dict) else {}
+
+    def _thin(self) -> None:
+        steps = sorted(self._steps)
+        older = steps[: len(steps) // 2]
+        for start in range(0, len(older), 4):
+            group = older[start : start + 4]
+            # Spikes are what a curve of a long run is looked at for.
+            kept = max(group, key=lambda step: max(_size(self._steps[step], "grad_norm"), 0.0))
+            for step in group:
+                if step != kept and not self._steps[step].get("skipped"):
+                    seconds = number(self._steps.pop(step).get("step_s"))
+                    self._thinned_steps += 1
+                    self._thinned_s += seconds if math.isfinite(seconds) else 0.0
+
+
+class LineReader:
+    """Reads the objects of a growing file of JSON lines, each once.
+
+    Args:
+        path: of the file, which may not exist yet.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset, self._tail = path, 0, b""
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """Returns the new objects, and whether the file was cut or replaced, so that they are all there is."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset - len(self._tail))
+                # Cut and grown again, it has the old length and other bytes there.
+                restarted = file.read(len(self._tail)) != self._tail
+                if restarted:
+                    file.seek(0)
+                    self._offset, self._tail = 0, b""
+                data = file.read()
+        except OSError:
+            return [], False
+        # Without its end a line may still be being written, or a kill cut it short.
+        complete = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        self._tail = (self._tail + complete)[-_TAIL_BYTES:]
+        values = []
+        for line in complete.splitlines():
+            with contextlib.suppress(ValueError):
+                value = parse_json(line)
+                if isinstance(value, dict):
+                    values.append(value)
+        return values, restarted
 
 
 def column(steps: Sequence[JsonObject], name: str) -> list[float]:
@@ -104,6 +205,19 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def _size(step: JsonObject, name: str) -> float:
+    """Returns a field; infinity where it isn't finite, as a spike is written."""
+    value = number(step.get(name))
+    return value if math.isfinite(value) else math.inf
+
+
+def _modified(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 def _is_step_number(value: object) -> bool:

@@ -64,6 +64,11 @@ def course(run: RunFiles) -> list[Markup]:
         chart("lr", "Learning rate", "learning rate", from_zero=True),
         chart("tokens_per_s", "Throughput", "tokens/s", from_zero=True),
     ]
+    if any(value > 0 for value in column(run.steps, "mfu")):
+        charts.append(chart("mfu", "MFU", "share of the matrix-product rate", from_zero=True))
+    peaks = [number((step.get("memory") or {}).get("peak")) / 2**30 for step in run.steps]
+    if any(math.isfinite(peak) for peak in peaks):
+        charts.append(line_chart([Series(label="peak", x=x, y=peaks)], "Peak memory", "GiB on rank 0", from_zero=True))
     if any(value > 0 for value in column(run.steps, "accuracy")):
         charts.append(chart("accuracy", "Accuracy", "share of tokens", validation("accuracy"), True))
     loss = chart("loss", "Loss", "nats per token", validation("loss"))
@@ -113,8 +118,15 @@ def layout_grid(run: RunFiles) -> list[Markup]:
     if layout is None:
         return []
     shape = {name: degree for name, degree in layout.shape().items() if degree > 1} or {row_axes(Holds.COPY)[0]: 1}
-    # The innermost axis has consecutive ranks: it runs along a row.
-    *outer_names, inner_name = shape
+
+    def format_degrees(names: Sequence[str]) -> str:
+        return " x ".join(f"{name} ({shape[name]})" for name in names)
+
+    # The innermost axes have consecutive ranks: they run along a row, as many as it has room for.
+    outer_names = list(shape)
+    inner_names = [outer_names.pop()]
+    while outer_names and math.prod(shape[name] for name in (outer_names[-1], *inner_names)) <= _MAX_COLUMNS // 2:
+        inner_names.insert(0, outer_names.pop())
     drawn_ranks = min(layout.world, _MAX_RANKS)
     devices = {
         event.get("rank"): " ".join(str(event[key]) for key in ("host", "device") if event.get(key))
@@ -126,10 +138,10 @@ def layout_grid(run: RunFiles) -> list[Markup]:
         cells.append((f"rank {rank}", [*coordinates, *([devices.get(rank, "")] if devices else [])]))
     figure = cell_grid(
         cells,
-        min(shape[inner_name], _MAX_COLUMNS),
+        min(math.prod(shape[name] for name in inner_names), _MAX_COLUMNS),
         f"{layout.world} rank{'s' if layout.world > 1 else ''}",
         f"the first {drawn_ranks} are drawn" if drawn_ranks < layout.world else "",
-        (f"{inner_name} ({shape[inner_name]})", " x ".join(f"{name} ({shape[name]})" for name in outer_names)),
+        (format_degrees(inner_names), format_degrees(outer_names)),
     )
     return [strong(str(layout)), figure]
 
@@ -142,7 +154,7 @@ def time(run: RunFiles) -> list[Markup]:
         return []
     # The slowest hundredth, whose parts show what a slow step waits for.
     slow = sorted(warm, key=lambda step: number(step.get("step_s")))[-max(1, len(warm) // 100) :]
-    rows = [("mean step", _mean_parts(warm))]
+    rows = [(f"mean of {len(warm)}", _mean_parts(warm))]
     # A fixed layout has no plan: the bar of planned parts is left out then.
     planned = (run.plan.get("prediction") or {}).get("parts") or {}
     if planned:
@@ -199,7 +211,7 @@ def memory(run: RunFiles) -> list[Markup]:
         for name, planned_value, measured_value in rows
     ]
     return [
-        note("Planned: of the fullest rank. Measured: the most that rank 0 held in any step."),
+        note(f"Planned: of the fullest rank. Measured: the most that rank 0 held in any of {len(run.steps)} steps."),
         figure,
         table(("part", "planned bytes", "measured bytes", "formula"), table_rows, (1, 2)),
     ]
@@ -232,7 +244,7 @@ def traffic(run: RunFiles) -> list[Markup]:
             del row[4:6]
     rounding_note = " Exact bytes are those without compression; rounding is relative to the sum." if is_rounded else ""
     return [
-        note(f"Per step, as rank 0 saw it. Bytes that it put on the wire.{rounding_note}"),
+        note(f"Per step, the mean of {len(warm)}, as rank 0 saw it. Bytes that it put on the wire.{rounding_note}"),
         stacked_bars(rows, "Seconds of a step", format_seconds),
         table(headings, table_rows, range(2, len(headings))),
     ]

@@ -48,6 +48,9 @@ class TensorBoardSink:
         """Writes the scalars of the first and of every k-th step."""
         if record.step == 1 or record.step % self._every == 0:
             self._write_scalars(record.step, step_scalars(record))
+        elif record.outer:
+            # Joins are seldom, and need not fall on a k-th step.
+            self._write_scalars(record.step, join_scalars(record))
 
     def event(self, event: Event) -> None:
         """Writes the numbers of an evaluation, and the text of a sample."""
@@ -120,7 +123,14 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
     values |= {f"step/{name}_s": seconds for name, seconds in record.parts.items()}
     for total in record.comm:
         values |= _comm_scalars(total)
-    return values
+    return values | join_scalars(record)
+
+
+def join_scalars(record: StepRecord) -> dict[str, float]:
+    """Returns the scalars of a join of islands by TensorBoard tag; none where no islands joined in the step."""
+    values = {f"islands/{name}": float(value) for name, value in record.outer.items() if _is_number(value)}
+    losses = record.outer.get("island_losses", ())
+    return values | {f"islands/loss_{island}": float(loss) for island, loss in enumerate(losses)}
 
 
 def _comm_scalars(total: CommTotals) -> dict[str, float]:

@@ -36,6 +36,8 @@ class TrafficLog:
     on_wait: Callable[[str, int, int], None] | None = None
     started: int = 0
     """Collectives that were started since the last drain."""
+    stage_wait_s: float = 0.0
+    """Seconds that a pipeline's stages have waited for their inputs and gradients; on the CPU alone, never drained."""
     buffers: LiveBytes = field(default_factory=LiveBytes)
     """Buffers of rounded numbers: of ``gradients``, and of gathered ``weights``."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)

@@ -42,6 +42,7 @@ class PhasedCollective(dist.Work):  # type: ignore[misc]
         """Waits for the collective under way and starts the next; returns whether all have ended."""
         if self._pending is not None:
             self._pending.wait()
+            self._pending = None  # frees its buffers before the next exchange has its own
             self._pending = next(self._phases, None)
         return self._pending is None
 

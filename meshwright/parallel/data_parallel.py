@@ -10,8 +10,10 @@ from functools import cached_property
 
 from torch import nn
 
+from meshwright.errors import ConfigError
 from meshwright.parallel import fsdp
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.comm_hook import CommHook
 from meshwright.parallel.compression import GradientCompressor, RoundingKey
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.gradient_reducer import GradientReducer
@@ -31,14 +33,15 @@ def _apply(context: TransformContext) -> None:
     for stage in context.stages:
         if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             assert mesh is not None
+            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             options = fsdp.ShardOptions(
                 zero=layout.zero,
                 compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
                 first_layer=stage.first_layer,
+                secondary=mesh.secondary_shards(shard_group),
             )
-            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             copies = mesh.combined_group(gradient_axes(layout.state_axes))
             axis_groups = _groups_in_use(shard_group, copies)
             expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
@@ -140,6 +143,16 @@ class LateGradientReducer:
         return GradientReducer(
             list(layers), self._axis_group, layers, self._compressor, list(self._layers), self._waits_in_backward
         )
+
+    def set_comm_hook(self, hook: CommHook) -> None:
+        """Communicates by a hook from now on.
+
+        Raises:
+            ConfigError: there is one already.
+        """
+        if self._reducer.comm_hook is not None:
+            raise ConfigError("register_comm_hook: a hook is registered already, and a model has one")
+        self._reducer.comm_hook = hook
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch."""

@@ -29,6 +29,7 @@ from meshwright.parallel.fsdp_collectives import (
 )
 from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
+from meshwright.parallel.secondary_shards import SecondaryAllGather, SecondaryShards
 from meshwright.torch_compat.fsdp2 import (
     accumulate_unsharded_gradients,
     clear_unsharded_gradients,
@@ -51,6 +52,9 @@ class ShardOptions:
     """Layers gathered ahead of the one that computes."""
     first_layer: int = 0
     """Number, in the model, of the first of the layers: what messages call them by."""
+    secondary: SecondaryShards | None = None
+    """Ranks that share the layers' weights from forward to backward; None where they are freed. Experts over other
+    ranks than the rest are freed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,15 +225,16 @@ def wrap(
         fully_shard(layer, **settings)
     # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
     root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    if options.secondary is not None:
+        options.secondary.share(layers)
     if mesh.device_type == "cpu":
         _set_prefetch_order(layers, expert_modules, options.prefetch)
-    deferred, layer_names = (
-        DeferredReductions(),
-        [format_layers([number]) for number in range(options.first_layer, options.first_layer + len(layers))],
-    )
+    deferred = DeferredReductions()
+    layer_names = [format_layers([options.first_layer + index]) for index in range(len(layers))]
     prefixes = {submodule: prefix for prefix, submodule in module.named_modules()}
     attach = functools.partial(_attach_collectives, deferred=deferred, prefixes=prefixes)
-    replica_all_reduces = attach((root, *layers), (format_layers([REST]), *layer_names), axis_groups, compressors)
+    replica_all_reduces = attach([root], [format_layers([REST])], axis_groups, compressors)
+    replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=options.secondary)
     if expert_group is not None:
         expert_names = [
             f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
@@ -274,14 +279,17 @@ def _attach_collectives(
     *,
     deferred: DeferredReductions,
     prefixes: Mapping[nn.Module, str],
+    secondary: SecondaryShards | None = None,
 ) -> list[ReplicaAllReduce]:
     """Makes units communicate through ``axis_groups``; returns what sums over the second, one a unit."""
     replica_all_reduces = []
     for unit, name in zip(units, names, strict=True):
         _use_axis_group(unit, axis_groups[0], deferred, name)
-        gather = BookedAllGather(axis_groups[0], name)
+        gather: BookedAllGather = BookedAllGather(axis_groups[0], name)
         if compressors.weights is not None:
             gather = CompressedAllGather(compressors.weights, shard_sizes(unit, prefixes), name)
+        if secondary is not None:
+            gather = SecondaryAllGather(gather, secondary.axis_group, name)
         unit.set_custom_all_gather(gather)
         for axis_group in axis_groups[1:]:
             shards = shard_sizes(unit, prefixes, trained=True)

@@ -16,6 +16,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.block_codec import WeightBlocks
+from meshwright.parallel.comm_hook import CommHook, GradientBucket, HookTransfer
 from meshwright.parallel.compression import GradientCompressor, PhasedCollective
 from meshwright.parallel.layer_names import format_layers
 from meshwright.spec.compression import assign_buckets
@@ -28,8 +29,10 @@ class _Bucket:
     """Its gradients as blocks of rounded numbers; None where they are summed exactly."""
     of: str
     missing: int = 0
-    transfer: PendingCollective | PhasedCollective | None = None
+    transfer: PendingCollective | PhasedCollective | HookTransfer | None = None
     flat: torch.Tensor | None = None
+    hooked: GradientBucket | None = None
+    """What a communication hook has of it."""
 
 
 class GradientReducer:
@@ -57,6 +60,8 @@ class GradientReducer:
         waits_in_backward: bool = True,
     ) -> None:
         self._axis_group, self._compressor, self._waits_in_backward = axis_group, compressor, waits_in_backward
+        self.comm_hook: CommHook | None = None
+        """Communicates the buckets instead of a sum; None for a sum."""
         self._unfinished: list[PhasedCollective] = []
         """Compressed sums under way, in the order in which they started."""
         self._active = False
@@ -84,7 +89,7 @@ class GradientReducer:
         self._next_bucket = 0
         self._unfinished.clear()
         for bucket in self._buckets:
-            bucket.missing, bucket.transfer, bucket.flat = len(bucket.parameters), None, None
+            bucket.missing, bucket.transfer, bucket.flat, bucket.hooked = len(bucket.parameters), None, None, None
 
     def finish(self) -> None:
         """Starts what backward did not reach, waits for all sums and puts packed gradients back."""
@@ -93,6 +98,8 @@ class GradientReducer:
         for bucket in self._buckets:
             if bucket.transfer is not None:
                 bucket.transfer.wait()
+            if bucket.hooked is not None:
+                bucket.flat = bucket.hooked.buffer()
             if bucket.flat is not None:
                 self._unpack(bucket)
         self._active = False
@@ -114,13 +121,19 @@ class GradientReducer:
 
     def _start(self, bucket: _Bucket) -> None:
         grads = [self._gradient(parameter) for parameter in bucket.parameters]
+        if self.comm_hook is not None:
+            buffer = grads[0].view(-1) if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
+            index = self._buckets.index(bucket)
+            bucket.hooked = GradientBucket(buffer, bucket.parameters, index, index + 1 == len(self._buckets))
+            bucket.transfer = self.comm_hook.start(bucket.hooked)
+            return
         if self._compressor is not None:
             assert bucket.blocks is not None
-            bucket.transfer = self._compressor.all_reduce(bucket.blocks, grads, bucket.of)
+            transfer = bucket.transfer = self._compressor.all_reduce(bucket.blocks, grads, bucket.of)
             # Its own first exchange is under way while those before it go on to their next: in one order on all ranks.
             if self._waits_in_backward:
-                self._unfinished = [transfer for transfer in self._unfinished if not transfer.advance()]
-                self._unfinished.append(bucket.transfer)
+                self._unfinished = [earlier for earlier in self._unfinished if not earlier.advance()]
+                self._unfinished.append(transfer)
             return
         # One gradient is summed in place, in the tensor that autograd made; several are copied into one bucket.
         if len(grads) == 1:

@@ -6,15 +6,17 @@ import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
+from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SECONDARY, Layout
 
 _PRODUCT = "+"
 """Joins the names of the axes that a group is the product of."""
@@ -125,15 +127,44 @@ class Mesh:
         run = compression.exact_copies(copies.size)
         inside, across = None, copies
         if run > 1:
-            groups = self._carved_groups.get(copies.axis) or self._ranks_along(copies.axis.split(_PRODUCT))
-            runs = [group[start : start + run] for group in groups for start in range(0, len(group), run)]
-            inside = self._named_group(copies, f"node_{run}", runs)
-            peers = [group[first::run] for group in groups for first in range(run)]
-            across = self._named_group(copies, f"nodes_{run}", peers)
+            inside, across = self._runs(copies, run, copies.axis)
         name = f"{self._copies_name(copies)}.{stage_index}"
         compressor = GradientCompressor(compression, CopyGroups(copies, inside, across), key, name)
         self.compressors.append(compressor)
         return compressor
+
+    def secondary_shards(self, shards: AxisGroup) -> SecondaryShards | None:
+        """Returns the ranks that share gathered weights between forward and backward; None where the layout has none.
+
+        A collective call, since it may make groups.
+
+        Args:
+            shards: the ranks that share the weights' state.
+        """
+        if not self.layout.secondary:
+            return None
+        inside, across = self._runs(shards, self.layout.secondary, SECONDARY)
+        ranks = dist.get_process_group_ranks(shards.group)
+        rows = torch.tensor(ranks).view(-1, inside.size)
+        names = (f"{SECONDARY}_copies", SECONDARY)
+        mesh = DeviceMesh.from_group([across.group, inside.group], self.device_type, rows, mesh_dim_names=names)
+        return SecondaryShards(axis_group=inside, mesh=mesh)
+
+    def _runs(self, axis_group: AxisGroup, run: int, booked_axis: str) -> tuple[AxisGroup, AxisGroup]:
+        """Returns this rank's run of neighbours in a group, and the ranks at its position in the other runs.
+
+        A collective call, since it makes groups.
+
+        Args:
+            axis_group: along axes of the mesh, or of an axis that carves.
+            run: neighbours, which divide the group.
+            booked_axis: name under which the run's traffic is booked.
+        """
+        groups = self._carved_groups.get(axis_group.axis) or self._ranks_along(axis_group.axis.split(_PRODUCT))
+        runs = [group[start : start + run] for group in groups for start in range(0, len(group), run)]
+        peers = [group[first::run] for group in groups for first in range(run)]
+        inside = self._named_group(axis_group.axis, f"node_{run}", runs, booked_axis)
+        return inside, self._named_group(axis_group.axis, f"nodes_{run}", peers, axis_group.axis)
 
     def _copies_name(self, copies: AxisGroup) -> str:
         """Returns the name of a shard's copies in draws: the first of them, by its rank at index 0 along ``tp``."""
@@ -151,12 +182,12 @@ class Mesh:
         self.compressors.append(compressor)
         return compressor
 
-    def _named_group(self, copies: AxisGroup, suffix: str, groups: list[list[int]]) -> AxisGroup:
-        """Returns this rank's group of a partition of groups of copies, under whose axis it is booked."""
-        key = f"{copies.axis}_{suffix}"
+    def _named_group(self, axis: str, suffix: str, groups: list[list[int]], booked_axis: str) -> AxisGroup:
+        """Returns this rank's group of a partition of an axis's groups, booked under a name."""
+        key = f"{axis}_{suffix}"
         if key not in self.axis_groups:
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            self.axis_groups[key] = AxisGroup(copies.axis, group, self.log)
+            self.axis_groups[key] = AxisGroup(booked_axis, group, self.log)
         return self.axis_groups[key]
 
     def barrier(self, timeout: timedelta) -> None:

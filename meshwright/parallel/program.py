@@ -69,7 +69,9 @@ class Program:
         """Names of the terms that the sums have beside the cross-entropy."""
         self.moving_buffers = MovingBuffers([stage.module for stage in self.stages], ())
         """Buffers that forward changes."""
-        self.state_meter: StateMeter | None = StateMeter([stage.module for stage in self.stages], self.weights)
+        modules, has_secondary = [stage.module for stage in self.stages], mesh is not None and mesh.layout.secondary > 0
+        buffers = mesh.log.buffers if mesh is not None and mesh.layout.is_lossy else None
+        self.state_meter: StateMeter | None = StateMeter(modules, self.weights, has_secondary, buffers)
         """Looks at the state's bytes while set; the trainer unsets it after the first steps."""
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,8 +149,11 @@ class _PendingReceive:
 
     def wait(self) -> object:
         """Called by torch's runtime before the stage computes."""
+        started = time.perf_counter()
         with self._log.waiting(self._description, self._number):
-            return self._work.wait()
+            result = self._work.wait()
+        self._log.stage_wait_s += time.perf_counter() - started
+        return result
 
 
 class _ReceiveBuffers(dict[tuple[int, int], Any]):

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.weights import Weight
 from meshwright.torch_compat.fsdp2 import gathered_tensors
 
@@ -40,21 +41,42 @@ class StateMeter:
     Args:
         modules: the wrapped stages.
         weights: its weights; a pipeline takes those out of this list later on that the rank holds once more.
+        in_backward: look before each unit's backward too, where parameters may be more than in forward.
+        buffers: of rounded numbers; None where values travel exactly.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], weights: list[Weight]) -> None:
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        weights: list[Weight],
+        in_backward: bool = False,
+        buffers: LiveBytes | None = None,
+    ) -> None:
+        self._buffers = buffers
         self._weights, self._all_weights = weights, tuple(weights)
         self._units = [
             submodule for module in modules for submodule in module.modules() if isinstance(submodule, FSDPModule)
         ]
         # After FSDP2's own: the unit at work is gathered then, and the next one is on its way.
         self._hooks = [unit.register_forward_pre_hook(lambda *_: self.sample()) for unit in self._units]
+        if in_backward:
+            self._hooks += [unit.register_forward_hook(self._watch_backward) for unit in self._units]
         self.parameters = self.gradients = 0
 
     def close(self) -> None:
         """Looks no more."""
         for hook in self._hooks:
             hook.remove()
+
+    def _watch_backward(self, _module: nn.Module, _args: object, output: object) -> None:
+        """Looks at the parameters once backward reaches a unit's output, when FSDP2 has gathered the unit."""
+        outputs = output if isinstance(output, tuple) else (output,)
+        for tensor in outputs:
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _gradient: self._sample_parameters())
+
+    def _sample_parameters(self) -> None:
+        self.parameters = max(self.parameters, _storage_bytes(_gathered_tensors(self._units)[0]))
 
     def sample(self) -> None:
         """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
@@ -75,10 +97,12 @@ class StateMeter:
         master weights themselves they are the parameters.
         """
         weight_bytes = sum(weight.local.nbytes for weight in self._all_weights)
+        buffers = {"buffers": self._buffers.total_peak} if self._buffers is not None else {}
         if self.parameters:
             return {
                 "parameters": self.parameters,
                 "gradients": self.gradients,
                 "optimizer": optimizer_bytes + weight_bytes,
+                **buffers,
             }
-        return {"parameters": weight_bytes, "gradients": self.gradients, "optimizer": optimizer_bytes}
+        return {"parameters": weight_bytes, "gradients": self.gradients, "optimizer": optimizer_bytes, **buffers}

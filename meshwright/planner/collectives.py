@@ -7,8 +7,9 @@ of ``ep``. Tests compare it with the bytes that runs count, and with the real pr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.model_parts import ModelParts, WeightPlacement
@@ -24,7 +25,7 @@ from meshwright.spec.compression import (
     count_blocks,
 )
 from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import SECONDARY, Layout
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
@@ -82,6 +83,10 @@ class Collectives:
         self.add(across, "all_to_all", chunk_bytes * (len(across.ranks) - 1))
         self.add(across, "all_gather", chunk_bytes)
 
+    def add_rounded_gather(self, shards: CollectiveGroup, size: int, count: int) -> None:
+        """Adds ``count`` gathers of a rank's part of a unit's weights, ``size`` bytes in rounded numbers."""
+        self.add(shards, "all_gather", size * count)
+
     def sent(self) -> dict[str, int]:
         """Returns the bytes that this rank sends, by axis, as `parallel.axis_group.AxisGroup` counts them."""
         sent_bytes: dict[str, float] = {}
@@ -91,6 +96,9 @@ class Collectives:
             factors = {"all_reduce": 2 * peers / (peers + 1), "all_gather": peers, "reduce_scatter": peers}
             sent_bytes[group.axis] = sent_bytes.get(group.axis, 0.0) + size * factors.get(kind, 1)
         return {axis: round(size) for axis, size in sent_bytes.items()}
+
+
+C = TypeVar("C", bound=Collectives)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,21 +169,32 @@ class StateTraffic:
         self._ep_axis = layout.axis(Mechanics.EXPERTS)
         self._pp_index, self._tp_index = axis_indices[self._pp_axis], axis_indices[self._tp_axis]
         self._ep_index = self._groups.carved(self._ep_axis).ranks.index(rank)
-        self._sharded = bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
+        self.is_sharded = bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
+        """Whether FSDP units hold the weights."""
 
     def add_to(self, collectives: Collectives) -> None:
         """Adds the collectives of a step."""
-        layout = self._layout
         for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
-            stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
-            if self._sharded:
-                self._add_fsdp_units(collectives, stage, stage_index)
-            elif layout.compress:
-                self._add_compressed_gradients(collectives, names)
-            else:
-                self._add_replica_gradients(collectives, stage)
+            self._add_stage(collectives, stage_index, names)
             self._add_partial_gradients(collectives, names)
         self._add_tied_gradients(collectives)
+
+    def stage_collectives(self, make: Callable[[], C]) -> Iterator[C]:
+        """Yields the gathers and sums over data axes of each stage of the rank, in collectives that ``make`` makes."""
+        for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
+            collectives = make()
+            self._add_stage(collectives, stage_index, names)
+            yield collectives
+
+    def _add_stage(self, collectives: Collectives, stage_index: int, names: Sequence[str]) -> None:
+        """Adds a stage's gathers of weights and sums of gradients over the data axes."""
+        stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
+        if self.is_sharded:
+            self._add_fsdp_units(collectives, stage, stage_index)
+        elif self._layout.compress:
+            self._add_compressed_gradients(collectives, names)
+        else:
+            self._add_replica_gradients(collectives, stage)
 
     def _add_fsdp_units(self, collectives: Collectives, stage: StageWeights, stage_index: int) -> None:
         """Adds those of a stage's FSDP units: the weights outside layers, every layer, every module of experts."""
@@ -188,8 +207,11 @@ class StateTraffic:
             expert_shards = CollectiveGroup(f"{self._ep_axis}_shard", (self._rank,))
         gathers = self._gather_counts(stage_index)
         self._add_fsdp_unit(collectives, stage.outside_layers, shards, copies, gathers[0])
+        # Backward's half of the gathers is of the secondary copy, where there is one.
+        layer_gathers = gathers[1] // 2 if layout.secondary else gathers[1]
         for layer in stage.layers:
-            self._add_fsdp_unit(collectives, layer.own, shards, copies, gathers[1])
+            self._add_fsdp_unit(collectives, layer.own, shards, copies, layer_gathers)
+            self._add_secondary_gathers(collectives, layer.own, shards, gathers[1] - layer_gathers)
             self._add_fsdp_unit(collectives, layer.experts, expert_shards, expert_copies, gathers[1])
 
     def _add_fsdp_unit(
@@ -198,10 +220,11 @@ class StateTraffic:
         """Adds the gathers and reductions of one FSDP unit."""
         layout, microbatches = self._layout, self._layout.microbatches
         shard_size = shard_elements(tensors, len(shards.ranks))  # padded: every shard is as long as the first
-        gathered_bytes, blocks = shard_size * self._width.compute, shard_blocks(tensors, len(shards.ranks))
-        if layout.compress_weights != "none":
-            gathered_bytes = blocks * FORMATS[layout.compress_weights].block_bytes
-        collectives.add(shards, "all_gather", gathered_bytes * gathers)
+        blocks = shard_blocks(tensors, len(shards.ranks))
+        if layout.compress_weights == "none":
+            collectives.add(shards, "all_gather", shard_size * self._width.compute * gathers)
+        else:
+            collectives.add_rounded_gather(shards, blocks * FORMATS[layout.compress_weights].block_bytes, gathers)
         # A pipeline reduce-scatters once, after its last backward; below ZeRO-2 full gradients add up until then.
         scatters = microbatches if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
         collectives.add(shards, "reduce_scatter", shard_size * self._width.master * scatters)
@@ -209,6 +232,18 @@ class StateTraffic:
             collectives.add_compressed_sum(copies, self._rank, blocks, layout.compress, self._width.master)
         else:
             collectives.add(copies, "all_reduce", shard_size * self._width.master)
+
+    def _add_secondary_gathers(
+        self, collectives: Collectives, tensors: Tensors, shards: CollectiveGroup, gathers: int
+    ) -> None:
+        """Adds a layer's gathers from the neighbours that share it between forward and backward, as it was gathered."""
+        if not gathers:
+            return
+        size, count = self._layout.secondary, len(shards.ranks)
+        start = shards.ranks.index(self._rank) // size * size
+        neighbours = CollectiveGroup(SECONDARY, shards.ranks[start : start + size])
+        part_bytes = shard_elements(tensors, count) * count // size * self._width.compute
+        collectives.add(neighbours, "all_gather", part_bytes * gathers)
 
     def _gather_counts(self, stage_index: int) -> tuple[int, int]:
         """Returns how often a stage's weights outside layers, and its layers, are gathered in a step."""

@@ -1,22 +1,68 @@
 """Prices layouts of islands: one island's layout on its share of devices and rows, and the join of all once a round.
 
-Inside an island a step is that of the layout without islands. The join is an all-reduce of each rank's movement between
-islands, whose seconds the steps of a round share; none of it is hidden. Source: Douillard et al., DiLoCo (2023).
+Inside an island a step is that of the layout without islands. With B bytes of a rank's movement, n islands, F fragments
+and D steps of delay, each fragment's exchange sends
+
+    all-reduce   2 (n-1)/n B/F                  rounded   (n-1) b/F, b the rounded bytes
+    gossip       p B/F, p = min(peers, n-1)
+
+and stands still for max(0, exchange - D step); the steps of a round share F of these.
+Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025), section 2.3.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 
 from meshwright.cluster import traffic
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
 from meshwright.planner.cost.element_bytes import master_bytes
-from meshwright.planner.rounds import JOIN, OUTER, OUTER_TENSORS
+from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
+from meshwright.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JoinPrice:
+    """The exchange of one fragment of the weights between islands, of which a round has ``fragments``."""
+
+    every: int
+    """Steps of a round."""
+    fragments: int
+    delay: int
+    """Steps of compute between an exchange's start and its end."""
+    sent_bytes: float
+    """Bytes that a rank sends in an exchange."""
+    exchange_s: float
+    """Seconds of an exchange."""
+    exposed_s: float
+    """Seconds of it for which a rank stands still."""
+
+    @property
+    def step_s(self) -> float:
+        """A step's share of what the exchanges of a round expose."""
+        return self.fragments * self.exposed_s / self.every
+
+    def note(self, step_s: float) -> str:
+        """Returns a sentence on what joins send and expose, and what would hide them.
+
+        Args:
+            step_s: seconds of a step without joins.
+        """
+        count = f"{self.fragments} times in" if self.fragments > 1 else "once in"
+        sentence = (
+            f"{count} {self.every} steps islands exchange {format_bytes(self.sent_bytes)} a rank in "
+            f"{format_seconds(self.exchange_s)}, of which {format_seconds(self.exposed_s)} are exposed"
+        )
+        delay = math.ceil(self.exchange_s / step_s)
+        if self.exposed_s > 0 and delay < self.every:
+            sentence += f"; --outer.delay {delay} would hide it behind the steps between"
+        return sentence
 
 
 def island_question(question: Question, layout: Layout) -> Question:
@@ -89,12 +135,13 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
         candidate: the layout of one island, priced on its share (`island_question`).
     """
     price, elements = candidate.price, _rank_elements(question, layout)
-    outer_bytes = OUTER_TENSORS * master_bytes(layout.precision) * elements
+    tensors = question.rounds.outer_tensors + question.rounds.travelling_tensors
+    outer_bytes = tensors * master_bytes(layout.precision) * elements
     stages = tuple(
         dataclasses.replace(stage, memory={**stage.memory, OUTER: outer_bytes}, peak=stage.peak + outer_bytes)
         for stage in price.stages
     )
-    join_s = join_seconds(question, layout) / question.rounds.steps
+    join_s = price_join(question, layout, price.step_s).step_s
     joined = dataclasses.replace(
         price,
         step_s=price.step_s + join_s,
@@ -106,14 +153,37 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
     return priced_candidate(question, layout, joined)
 
 
-def join_seconds(question: Question, layout: Layout) -> float:
-    """Returns seconds of a join: an all-reduce of each rank's movement, or a gather of it in rounded numbers."""
-    fabric, islands = question.cluster.fabric(), layout.islands
+def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
+    """Returns the price of a fragment's exchange between the islands of a layout.
+
+    Args:
+        question: of all islands.
+        layout: with the islands.
+        step_s: seconds of a step without joins, behind which an exchange is hidden.
+    """
+    fabric, islands, rounds = question.cluster.fabric(), layout.islands, question.rounds
     inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
-    elements = _rank_elements(question, layout)
-    if rounded_bytes := question.rounds.rounded_bytes:
-        return float(traffic.all_gather_s(rounded_bytes * elements * islands, inside, nodes, fabric, sharing))
-    return float(traffic.all_reduce_s(master_bytes(layout.precision) * elements, inside, nodes, fabric, sharing))
+    elements = _rank_elements(question, layout) / rounds.fragments
+    size = master_bytes(layout.precision) * elements
+    if rounds.direct_peers:
+        sent_bytes = min(rounds.direct_peers, islands - 1) * size
+        # Every rank sends at once, whatever the number of its island's peers in its node.
+        exchange_s = traffic.send_s(sent_bytes, inside, nodes, fabric, sharing * inside)
+    elif rounds.rounded_bytes:
+        sent_bytes = (islands - 1) * rounds.rounded_bytes * elements
+        gathered_bytes = islands * rounds.rounded_bytes * elements
+        exchange_s = traffic.all_gather_s(gathered_bytes, inside, nodes, fabric, sharing)
+    else:
+        sent_bytes = 2 * (islands - 1) / islands * size
+        exchange_s = traffic.all_reduce_s(size, inside, nodes, fabric, sharing)
+    return JoinPrice(
+        every=rounds.steps,
+        fragments=rounds.fragments,
+        delay=rounds.delay,
+        sent_bytes=float(sent_bytes),
+        exchange_s=float(exchange_s),
+        exposed_s=max(0.0, float(exchange_s) - rounds.delay * step_s),
+    )
 
 
 def _rank_elements(question: Question, layout: Layout) -> float:

@@ -77,6 +77,15 @@ def consider_lossy(
     return dataclasses.replace(choice, best=best, ties=ties, notes=notes)
 
 
+def no_lossy_note(subject: str) -> str:
+    """Returns a sentence on ``--allow lossy`` where no variant is searched: for ``islands``, or unequal devices."""
+    cure = "their joins by --outer.compress, sums inside of one by " if subject == "islands" else ""
+    return (
+        f"--allow lossy changes nothing here: rounding isn't searched for {subject}; nearest that works: {cure}"
+        "--layout with compress=int8, which is priced beside the plan"
+    )
+
+
 def _fastest_variant(layout: Layout, question: Question, price: Callable[[Layout], Candidate]) -> Candidate | None:
     """Returns the fastest way to round what a layout sends; None where it sends nothing that can be."""
     variants = [price(variant) for variant in lossy_variants(layout, question.machine.fabric.devices)]

@@ -134,6 +134,8 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
     if layout.zero < 3:
         return _gathered_stage_elements(stage, weights), "c n"
     layer_sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
+    if layout.secondary:
+        return _peak_with_secondary(stage, weights, layout.secondary), "c (rest + 2 largest layers + others / s)"
     # ZeRO-3 gathers a layer and prefetches its neighbour: the next one in forward, the previous one in backward.
     next_layers = [layer.own for layer in stage.layers[1:]]
     previous_layers = [layer.own for layer in stage.layers[:-1]]
@@ -143,6 +145,19 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
     ]
     outside = _gathered_elements(stage.outside_layers, weights.shards)
     return outside + max(layer_pairs, default=0), "c (rest + 2 largest neighbouring layers)"
+
+
+def _peak_with_secondary(stage: StageWeights, weights: RankWeights, secondary: int) -> int:
+    """Returns the most elements gathered at once where neighbours share each layer from its forward to its backward."""
+    own = [_gathered_elements(layer.own, weights.shards) for layer in stage.layers]
+    sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
+    parts = [size // secondary for size in own]
+    peaks = [sum(parts)]
+    for index, size in enumerate(sizes):
+        # Forward prefetches the next layer; backward the previous one, from its part, which stays until it is there.
+        neighbours = own[index + 1 : index + 2] + own[max(0, index - 1) : index]
+        peaks.append(sum(parts[:index]) + size + max(neighbours, default=0))
+    return _gathered_elements(stage.outside_layers, weights.shards) + max(peaks)
 
 
 def _gathered_stage_elements(stage: StageWeights, weights: RankWeights) -> int:

@@ -26,7 +26,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         candidate: the layout, priced by `price_layout`.
         sizes: of the model's state.
     """
-    state = predict(candidate.layout, sizes)
+    state = predict(candidate.layout, sizes, question.rounds.outer_tensors)
     price, microbatches = candidate.price, candidate.layout.microbatches
     other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
     if OUTER in price.memory and OUTER not in state.memory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,8 +10,6 @@ JOIN = "join"
 """Part of a step's time: joins, a round's share of them."""
 OUTER = "outer"
 """Part of a rank's memory: weights of the last join, and the outer momentum."""
-OUTER_TENSORS = 2
-"""Tensors of an outer optimizer that a weight takes between joins."""
 NOTED_SHARE = 0.2
 """Share of a step that the exposed sums of gradients take from which a plan names islands."""
 
@@ -23,6 +22,22 @@ class Rounds:
     """Steps of a round."""
     rounded_bytes: float = 0.0
     """Bytes of a rounded element on the wire; 0 where movements travel in the weights' own type."""
+    direct_peers: int = 0
+    """Islands to which each sends all of its weights, at most (gossip); 0 where all islands get the mean of all."""
+    fragments: int = 1
+    """Fragments of the weights, each of which joins once a round."""
+    delay: int = 0
+    """Steps of compute between the start of an exchange and the outer step that takes it."""
+
+    @property
+    def outer_tensors(self) -> int:
+        """Tensors of the outer optimizer that a weight takes between joins: start, momentum, what arrived early."""
+        return 3 if self.delay else 2
+
+    @property
+    def travelling_tensors(self) -> float:
+        """Tensors that exchanges under way take at most for each weight: what is sent, and the movement itself."""
+        return 2 * math.ceil(self.delay * self.fragments / self.steps) / self.fragments
 
     def advice(self, parts: Mapping[str, float]) -> list[str]:
         """Returns what islands would win over a plan, in a sentence; none where little of a step is exposed.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from meshwright.errors import PlanError
+from meshwright.planner.compression_buffers import compression_buffer_bytes
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, rest_bytes, state_memory
-from meshwright.planner.rounds import OUTER, OUTER_TENSORS
+from meshwright.planner.rounds import OUTER
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
@@ -15,22 +16,31 @@ STATE_SHARE = 0.6
 """Share of a device's memory that model state may fill; the rest is for activations, buffers and the framework."""
 
 
-def predict(layout: Layout, sizes: StateSizes | ModelParts) -> Prediction:
-    """Returns the prediction of a layout's model state alone, with that of the outer optimizer under islands."""
+def predict(layout: Layout, sizes: StateSizes | ModelParts, outer_tensors: int = 2) -> Prediction:
+    """Returns the prediction of a layout's model state alone, with that of the outer optimizer under islands.
+
+    Args:
+        layout: any.
+        sizes: of the model.
+        outer_tensors: of the outer optimizer for each weight, under islands.
+    """
     memory, formula = state_memory(layout, sizes)
     rank_elements = sizes.total
     if isinstance(sizes, ModelParts):
         if layout.islands > 1:
-            memory = {**memory, OUTER: OUTER_TENSORS * rest_bytes(layout, sizes, 0)}
+            memory = {**memory, OUTER: outer_tensors * rest_bytes(layout, sizes, 0)}
+        if layout.is_lossy:
+            memory = {**memory, "buffers": compression_buffer_bytes(layout, sizes)}
         fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
         rank_elements = fullest.weights.elements
     return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})
 
 
-def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts) -> Plan:
-    """Returns the plan for a layout that the user named."""
+def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts, outer_tensors: int = 2) -> Plan:
+    """Returns the plan for a layout that the user named; the arguments are those of `predict`, and its ranks."""
     layout.check_ranks(ranks)
-    return Plan(layout=layout, prediction=predict(layout, sizes), ranks=ranks, reason=named(layout))
+    prediction = predict(layout, sizes, outer_tensors)
+    return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=named(layout))
 
 
 def named(layout: Layout) -> str:

@@ -80,13 +80,13 @@ def _with_layers_split(
         return []
     job, stages, count = question.job, len(stage_kinds), len(question.job.shape.blocks)
     batch = LayoutBatch.from_layouts(layouts, count)
-    seconds = _layer_seconds(question, kinds, batch)
+    seconds = layer_seconds(question, kinds, batch)
     stage_limits_bytes = np.array([question.usable * kinds[kind][0].memory_bytes for kind in stage_kinds])
     max_layers = np.full((len(layouts), stages), count)
     splits: dict[int, StageSplit] = {}
     open_indices = np.arange(len(layouts))
     for _ in range(MAX_ROUNDS):
-        sizes = _stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices])
+        sizes = stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices])
         open_indices, sizes = open_indices[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
         if not len(open_indices):
             break
@@ -107,7 +107,7 @@ def _with_layers_split(
     return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
 
 
-def _layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch) -> Array:
+def layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch) -> Array:
     """Returns seconds of each layer on a micro-batch, (N, kinds, L) float64; the last layer includes the head."""
     job = question.job
     block_kind_of, kind_blocks = block_kinds(job.shape)
@@ -127,7 +127,7 @@ def _device_s(cost: LayerCost) -> Any:
     return cost.forward.busy + cost.backward.busy
 
 
-def _stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -> Array:
+def stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -> Array:
     """Returns layers of each stage, (N, stages) int64; 0 where no split meets ``max_layers``, (N, stages)."""
     chunk_size = max(1, MAX_CUT_SUMS // (seconds.shape[2] + 1) ** 2)
     size_chunks = [np.zeros((0, len(stage_kinds)), dtype=int)]

@@ -265,7 +265,20 @@ def _with_short_rounds(stand_in: _StandIn, outer: OuterConfig) -> _StandIn:
         differences.append(f"joins by {ALL_REDUCE.name}, not {outer.topology}")
     if outer.compress != "none":
         differences.append(f"joins without rounding to {outer.compress}")
-    recipe = OuterRecipe(every=steps, lr=outer.rate, momentum=outer.decay, nesterov=outer.nesterov)
+    fragments, delay = min(outer.fragments, steps), min(outer.delay, steps - 1)
+    if fragments < outer.fragments:
+        differences.append(f"{fragments} of {outer.fragments} fragments")
+    if delay < outer.delay:
+        differences.append(f"a delay of {delay} of {outer.delay} steps")
+    recipe = OuterRecipe(
+        every=steps,
+        lr=outer.rate,
+        momentum=outer.decay,
+        nesterov=outer.nesterov,
+        fragments=fragments,
+        delay=delay,
+        mix=outer.own_share if delay else 0.0,
+    )
     return dataclasses.replace(stand_in, outer=recipe, instead=(*stand_in.instead, *differences))
 
 

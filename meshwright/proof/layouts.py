@@ -10,7 +10,7 @@ from meshwright.errors import PlanError
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics, Reads
-from meshwright.spec.groups import axis_with, mesh_shape, round_axes, row_axes
+from meshwright.spec.groups import axis_with, mesh_shape, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute
 
@@ -73,9 +73,7 @@ def all_layouts(ranks: int, base: Layout | None = None, experts: int = 0) -> lis
     layouts = data_layouts(ranks, base)
     levels, recomputes, splits = cycle((1, 2, 3)), cycle(("none", "full", "selective")), cycle((True, False))
     attentions = cycle(("", "gather"))
-    # Islands are compared with one device in float64 alone.
-    left_out = () if base.precision == "float64" else round_axes()
-    for degrees in factorisations(ranks, [name for name in mesh_shape({}) if name not in left_out]):
+    for degrees in factorisations(ranks, list(mesh_shape({}))):
         if all(degree == 1 for name, degree in degrees.items() if name not in data) or _repeats_mechanics(degrees):
             continue
         stages, tokens = (degrees[axis_with(mechanics, degrees)] for mechanics in (Mechanics.STAGES, Mechanics.TOKENS))

@@ -55,11 +55,6 @@ class References:
     def reference_for(self, layout: Layout) -> tuple[Path, str]:
         """Returns the file of the reference for a layout, and why there is none."""
         rows = len(self._case.batches[0].tokens)
-        if layout.islands > 1 and self._precision != "float64":
-            return Path(), (
-                f"{layout}: islands are compared with one device in float64 alone; nearest that works: leave out "
-                f"precision={self._precision}"
-            )
         spans: tuple[tuple[Span, ...], ...] = (((0, rows),),)
         if not self._trial.objective.exact or layout.islands > 1:
             try:
@@ -103,22 +98,20 @@ def _reference(
     module = device.start(wide=True)
     if reason := _random_numbers_reason(module, device.forward, device.batches[0][0], case.training):
         return reason
-    if len(islands) > 1:
-        traces = device.train_islands(module, [len(spans) for spans in islands])
-        own = [{"losses": trace.losses, "norms": trace.norms, "gradients": trace.gradients} for trace in traces]
-        torch.save({"islands": own, "weights": traces[0].weights, **own[0]}, path)
-        return ""
-    truth = device.train(module)
-    if fault := _nonfinite_reason(truth):
+    calls = [len(spans) for spans in islands]
+    truths = device.train_islands(module, calls) if len(calls) > 1 else [device.train(module)]
+    if fault := _nonfinite_reason(truths):
         return f"one device alone can't train it, so that there is nothing to compare with: {fault} in float64"
-    saved: dict[str, Any] = {"losses": truth.losses, "norms": truth.norms}
-    saved |= {"gradients": truth.gradients, "weights": truth.weights}
+    own: list[dict[str, Any]] = [
+        {"losses": truth.losses, "norms": truth.norms, "gradients": truth.gradients} for truth in truths
+    ]
+    saved: dict[str, Any] = {"weights": truths[0].weights}
     if precision != "float64":
         del module
         for scale in SCALES if precision == "fp16" else SCALES[-1:]:
             # Each scale has its own draws: those before one that failed were made under another scale.
-            errors = ErrorStatistics(truth)
-            fault = _add_rounding_errors(device, precision, scale, errors)
+            errors = [ErrorStatistics(truth) for truth in truths]
+            fault = _add_rounding_errors(device, precision, scale, errors, calls)
             if not fault:
                 break
         else:
@@ -126,29 +119,44 @@ def _reference(
                 f"one device alone can't train it in {precision}, so that there is nothing to compare with: {fault}; "
                 "nearest that works: precision=float32"
             )
-        saved |= {"plain": errors.mean_errors, "scale": scale}
-    torch.save(saved, path)
+        saved["scale"] = scale
+        for values, statistics in zip(own, errors):
+            values["plain"] = statistics.mean_errors
+    torch.save(saved | own[0] | ({"islands": own} if len(own) > 1 else {}), path)
     return ""
 
 
-def _add_rounding_errors(device: _OneDevice, precision: str, scale: float, errors: ErrorStatistics) -> str:
-    """Trains in a low precision `DRAWS` times and adds the errors to the statistics; returns what isn't finite."""
+def _add_rounding_errors(
+    device: _OneDevice, precision: str, scale: float, errors: Sequence[ErrorStatistics], calls: Sequence[int]
+) -> str:
+    """Trains in a low precision `DRAWS` times and adds the errors to the statistics; returns what isn't finite.
+
+    Args:
+        device: trains.
+        precision: of forward and backward.
+        scale: of the loss.
+        errors: of each island.
+        calls: for each island in how many of the calls of a batch it takes part.
+    """
     for draw in range(DRAWS):
         # The first draw is that of any device; the others round other numbers, as near to the weights.
         shake = (UNITS[precision] / 2 if draw else 0.0, draw)
-        trace = device.train(device.start(wide=False), COMPUTE[precision], scale, shake)
-        if fault := _nonfinite_reason(trace):
+        module, low = device.start(wide=False), (COMPUTE[precision], scale, shake)
+        traces = device.train_islands(module, calls, *low) if len(calls) > 1 else [device.train(module, *low)]
+        if fault := _nonfinite_reason(traces):
             return fault
-        errors.add(trace)
+        for statistics, trace in zip(errors, traces):
+            statistics.add(trace)
     return ""
 
 
-def _nonfinite_reason(trace: Trace) -> str:
+def _nonfinite_reason(traces: Sequence[Trace]) -> str:
     """Returns the first loss or gradient norm that isn't finite, in words; "" for none."""
-    for step, values in enumerate(zip(trace.losses, trace.norms)):
-        for quantity, value in zip(("loss", "gradients' norm"), values):
-            if not math.isfinite(value):
-                return f"the {quantity} of step {step} is {value}"
+    for trace in traces:
+        for step, values in enumerate(zip(trace.losses, trace.norms)):
+            for quantity, value in zip(("loss", "gradients' norm"), values):
+                if not math.isfinite(value):
+                    return f"the {quantity} of step {step} is {value}"
     return ""
 
 
@@ -204,18 +212,29 @@ class _OneDevice:
             module, self.call, self.batches, case.recipe, case.training, case.compared_steps, compute, scale, shake
         )
 
-    def train_islands(self, module: nn.Module, calls: Sequence[int]) -> list[Trace]:
+    def train_islands(
+        self,
+        module: nn.Module,
+        calls: Sequence[int],
+        compute: torch.dtype | None = None,
+        scale: float = 1.0,
+        shake: tuple[float, int] = (0.0, 0),
+    ) -> list[Trace]:
         """Trains the module that was started last as several islands, by `train_islands_plainly`.
 
         Args:
-            module: in float64.
+            module: in the dtype of the proof.
             calls: for each island in how many of the calls of a batch it takes part.
+            compute: type of forward and backward; None for the module's own.
+            scale: factor on the loss in backward.
+            shake: as in `train_plainly`.
         """
         case = self._case
         starts = [sum(calls[:island]) for island in range(len(calls))]
         batches = [[parts[start : start + count] for start, count in zip(starts, calls)] for parts in self.batches]
+        outer, compared = case.outer, case.compared_steps
         return train_islands_plainly(
-            module, self.call, batches, case.recipe, case.outer, case.training, case.compared_steps
+            module, self.call, batches, case.recipe, outer, case.training, compared, compute, scale, shake
         )
 
     def call(self, model: nn.Module, batch: MicroBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -1,7 +1,8 @@
 """Islands as anyone would write them for one device: each trains by itself in turn, and at a round's end they join.
 
 The other side of `train.outer`, with which it shares no code: one list of full weights for each island, and the outer
-step written down a second time, weight by weight. Source: Douillard et al., DiLoCo (2023), algorithm 1.
+step written down a second time, weight by weight. Sources: Douillard et al., DiLoCo (2023), algorithm 1; Douillard et
+al., Streaming DiLoCo (2025), algorithm 2.
 """
 
 from __future__ import annotations
@@ -12,7 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.proof.reference import AuthorCall, OptimizerRecipe, Trace, accumulate_gradients, make_adamw
+from meshwright.proof.reference import (
+    AuthorCall,
+    OptimizerRecipe,
+    Trace,
+    accumulate_gradients,
+    make_adamw,
+    round_weights,
+)
 from meshwright.train.feed import MicroBatch
 
 
@@ -25,6 +33,84 @@ class OuterRecipe:
     lr: float = 0.7
     momentum: float = 0.9
     nesterov: bool = True
+    fragments: int = 1
+    """Fragments of the weights, each of which joins once in ``every`` steps."""
+    delay: int = 0
+    """Steps from a fragment's mean to the outer step that takes it."""
+    mix: float = 0.0
+    """Share of an island's own weights that stays when it is taken."""
+
+    def fragment(self, name: str) -> int:
+        """Returns the fragment of a weight: its layer's number modulo their count, the last for one of no layer."""
+        for word in name.split("."):
+            if word.isdigit():
+                return int(word) % self.fragments
+        return self.fragments - 1
+
+    def departs(self, fragment: int, step: int) -> bool:
+        """Returns whether a fragment's mean is taken after so many steps."""
+        first = (fragment + 1) * self.every // self.fragments
+        return step >= first and (step - first) % self.every == 0
+
+
+class _PlainIslands:
+    """The weights of all islands, and what joins them; all by name, of any shape.
+
+    Args:
+        outer: the outer step.
+        start: outer weights.
+        islands: weights of each island.
+    """
+
+    def __init__(
+        self, outer: OuterRecipe, start: dict[str, torch.Tensor], islands: list[dict[str, torch.Tensor]]
+    ) -> None:
+        self.outer, self.start, self.islands = outer, start, islands
+        self.momentum = {name: torch.zeros_like(value) for name, value in start.items()}
+        self.tokens = [[0] * len(islands) for _ in range(outer.fragments)]
+        """For each fragment the target tokens of each island since its mean was last taken."""
+        self.travelling: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
+        """Fragment to the step of its mean, and that mean."""
+
+    def count(self, island: int, targets: int) -> None:
+        """Counts a step of an island."""
+        for counts in self.tokens:
+            counts[island] += targets
+
+    @torch.no_grad()
+    def join(self, step: int, last: bool) -> None:
+        """Does after so many steps what islands do then."""
+        for fragment in range(self.outer.fragments):
+            if fragment in self.travelling and (last or self.travelling[fragment][0] + self.outer.delay == step):
+                self._arrive(fragment, self.outer.mix)
+        for fragment in range(self.outer.fragments):
+            if last or self.outer.departs(fragment, step):
+                self._depart(fragment, step)
+                if last or not self.outer.delay:
+                    self._arrive(fragment, 0.0)
+
+    def _depart(self, fragment: int, step: int) -> None:
+        """Takes the mean of the islands' weights, each by its tokens."""
+        tokens = self.tokens[fragment]
+        names = [name for name in self.start if self.outer.fragment(name) == fragment]
+        mean = {
+            name: sum(count * weights[name] for count, weights in zip(tokens, self.islands)) / sum(tokens)
+            for name in names
+        }
+        self.travelling[fragment] = step, mean
+        self.tokens[fragment] = [0] * len(tokens)
+
+    def _arrive(self, fragment: int, mix: float) -> None:
+        """Takes the outer step on ``start`` and moves every island to it, but for the share that it keeps."""
+        outer, (_, means) = self.outer, self.travelling.pop(fragment)
+        for name, mean in means.items():
+            # How far the mean lies from the start is the pseudo-gradient.
+            movement = self.start[name] - mean
+            self.momentum[name] = outer.momentum * self.momentum[name] + movement
+            step = movement + outer.momentum * self.momentum[name] if outer.nesterov else self.momentum[name]
+            self.start[name] = self.start[name] - outer.lr * step
+            for weights in self.islands:
+                weights[name].copy_(mix * weights[name] + (1.0 - mix) * self.start[name])
 
 
 def train_islands_plainly(
@@ -35,17 +121,24 @@ def train_islands_plainly(
     outer: OuterRecipe,
     training: bool = True,
     compared: Collection[int] = (0,),
+    compute: torch.dtype | None = None,
+    scale: float = 1.0,
+    shake: tuple[float, int] = (0.0, 0),
 ) -> list[Trace]:
     """Trains several islands on one device, whose weights the module holds in turn.
 
     Args:
-        module: materialised, in float64.
+        module: materialised, in the dtype of the proof.
         call: of the model.
         batches: for each step and island the parts of its batch that are handed to the model at once.
         recipe: the inner optimizer, of which each island has one.
         outer: the outer step; the last step ends a round.
         training: whether the module is in training mode.
         compared: steps whose gradients are kept.
+        compute: type of forward and backward; None for the module's own.
+        scale: factor on the loss in backward, taken out of the gradients again.
+        shake: by what share of themselves weights are moved at most before they are rounded to ``compute``, at random,
+            and the seed of it.
 
     Returns:
         A trace of each island; the weights of all are those after the last join.
@@ -53,16 +146,17 @@ def train_islands_plainly(
     module.train(training)
     trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     start = {name: parameter.detach().clone() for name, parameter in trained}
-    momentum = {name: torch.zeros_like(value) for name, value in start.items()}
+    if compute:
+        for parameter in module.parameters():  # buffers keep their type, as under a layout
+            parameter.data = parameter.data.to(compute) if parameter.is_floating_point() else parameter.data
     islands = [{name: value.clone() for name, value in start.items()} for _ in batches[0]]
+    joint = _PlainIslands(outer, start, islands)
     optimizers = [make_adamw(weights, recipe) for weights in islands]
-    traces, tokens = [Trace() for _ in islands], [0] * len(islands)
+    traces, generator = [Trace() for _ in islands], torch.Generator().manual_seed(shake[1])
     for step, parts in enumerate(batches):
         for island, (weights, micro_batches) in enumerate(zip(islands, parts)):
-            with torch.no_grad():
-                for name, parameter in trained:
-                    parameter.copy_(weights[name])
-            loss = accumulate_gradients(module, call, micro_batches, trained, weights, 1.0)
+            round_weights(trained, weights, shake[0], generator)
+            loss = accumulate_gradients(module, call, micro_batches, trained, weights, scale)
             if step in compared:
                 traces[island].gradients[step] = {
                     name: value.grad.clone() for name, value in weights.items() if value.grad is not None
@@ -71,30 +165,8 @@ def train_islands_plainly(
             optimizers[island].step()
             traces[island].losses.append(loss)
             traces[island].norms.append(float(norm))
-            tokens[island] += sum(int((batch.targets != -100).sum()) for batch in micro_batches)
-        if (step + 1) % outer.every == 0 or step + 1 == len(batches):
-            _join(start, momentum, islands, tokens, outer)
-            tokens = [0] * len(islands)
+            joint.count(island, sum(int((batch.targets != -100).sum()) for batch in micro_batches))
+        joint.join(step + 1, step + 1 == len(batches))
     for trace in traces:
         trace.weights = start
     return traces
-
-
-@torch.no_grad()
-def _join(
-    start: dict[str, torch.Tensor],
-    momentum: dict[str, torch.Tensor],
-    islands: Sequence[dict[str, torch.Tensor]],
-    tokens: Sequence[int],
-    outer: OuterRecipe,
-) -> None:
-    """Takes the outer step on ``start`` and copies it into every island; all by name, of any shape."""
-    for name, value in start.items():
-        # The mean of the islands' weights, each by its tokens; how far it lies from the start is the pseudo-gradient.
-        mean = sum(count * weights[name] for count, weights in zip(tokens, islands)) / sum(tokens)
-        movement = value - mean
-        momentum[name] = outer.momentum * momentum[name] + movement
-        step = movement + outer.momentum * momentum[name] if outer.nesterov else momentum[name]
-        start[name] = value - outer.lr * step
-        for weights in islands:
-            weights[name].copy_(start[name])

@@ -91,7 +91,7 @@ def train_plainly(
     generator = torch.Generator().manual_seed(shake[1])
     for step, micro_batches in enumerate(batches):
         if compute:
-            _round_weights(trained, masters, shake[0], generator)
+            round_weights(trained, masters, shake[0], generator)
         loss = accumulate_gradients(module, call, micro_batches, trained, masters, scale)
         if step in compared:
             trace.gradients[step] = {
@@ -115,10 +115,17 @@ def make_adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> 
     )
 
 
-def _round_weights(
+def round_weights(
     trained: Named, masters: Mapping[str, torch.Tensor], share: float, generator: torch.Generator
 ) -> None:
-    """Copies master weights to the module's type, each entry first moved at random by at most a share of itself."""
+    """Copies master weights to the module's type, each entry first moved at random by at most a share of itself.
+
+    Args:
+        trained: the module's trained parameters.
+        masters: weight to its master, each of the weight's full shape.
+        share: of itself by which an entry is moved at most.
+        generator: of the random numbers.
+    """
     with torch.no_grad():
         for name, parameter in trained:
             shaken = masters[name]

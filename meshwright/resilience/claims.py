@@ -26,6 +26,7 @@ FOLDER = "generations"
 LEASE_S = 4.0
 """A leader that hasn't renewed its file for so long counts as dead."""
 RENEW_S = 1.0
+_PRESENCE = "node-"
 PRESENCE_S = 4.0
 """A live node renews its presence file within this time."""
 FRESH_S = 2.0
@@ -129,15 +130,11 @@ class Claims:
         if now_s - self._present_at >= RENEW_S:
             self._present_at = now_s
             with contextlib.suppress(OSError):
-                self._presence_path(node).touch()
+                (self._folder / f"{_PRESENCE}{node}").touch()
 
     def read_presence(self, nodes: Iterable[int]) -> dict[int, int]:
         """Returns the change times of the nodes' presence files in ns, by the file system's clock."""
-        stamps = {}
-        for node in nodes:
-            with contextlib.suppress(OSError), self._presence_path(node).open("rb") as file:
-                stamps[node] = os.fstat(file.fileno()).st_mtime_ns
-        return stamps
+        return read_presence(self._folder.parent, nodes)
 
     def yield_lead(self, generation: int) -> None:
         """Marks a generation's leader as yielded, so that nodes which it can't reach may claim the next one."""
@@ -189,8 +186,14 @@ class Claims:
 
         return check
 
-    def _presence_path(self, node: int) -> Path:
-        return self._folder / f"node-{node}"
-
     def _claim_path(self, generation: int, suffix: str = "") -> Path:
         return self._folder / f"{generation:06d}{suffix}"
+
+
+def read_presence(run_dir: Path, nodes: Iterable[int]) -> dict[int, int]:
+    """Returns the change times of the nodes' presence files in ns, by the file system's clock; makes no folder."""
+    stamps = {}
+    for node in nodes:
+        with contextlib.suppress(OSError), (run_dir / FOLDER / f"{_PRESENCE}{node}").open("rb") as file:
+            stamps[node] = os.fstat(file.fileno()).st_mtime_ns
+    return stamps

@@ -47,6 +47,7 @@ from meshwright.resilience.orders import (
 )
 from meshwright.resilience.peers import pump_until
 from meshwright.resilience.planning import Planning, PlanPrefetcher
+from meshwright.resilience.replanner import Replanner
 from meshwright.resilience.rewinds import RewindPolicy
 from meshwright.spec.plan import Plan
 from meshwright.train.integrity import Damage
@@ -82,6 +83,7 @@ class Controller:
         self._config, self._planning = job.config.recovery, planning
         self._planner = PlanPrefetcher(planning.plan_for_ranks)
         self._planner.learn(job.plan.ranks, (job.plan, job.analysis))
+        self._replanner = Replanner(planning.replan, event, job.config.train.steps)
         # A minimum that not even all devices reach would be waited for in vain.
         self._minimum = min(self._config.minimum, job.plan.ranks)
         self._backoff = DeviceBackoff(self._config)
@@ -122,6 +124,7 @@ class Controller:
                 members.claim_next_generation()
         finally:
             self._planner.close()
+            self._replanner.close()
 
     def _pump_idle(self, seconds: float) -> None:
         """Processes messages while no ranks run, and stops the run when the user interrupts."""
@@ -171,10 +174,8 @@ class Controller:
     def _await_devices(self) -> None:
         """Waits until `recovery.minimum` devices are usable, readmitting those whose time out is over."""
         while len(self._usable_devices()) < self._minimum:
-            back_off_s, present = (
-                self._backoff.remaining_s(self._members.connected_devices()),
-                len(self._usable_devices()),
-            )
+            back_off_s = self._backoff.remaining_s(self._members.connected_devices())
+            present = len(self._usable_devices())
             known = {"seconds": back_off_s} if back_off_s else {}
             self._event("waiting", **known, present=present, minimum=self._minimum)
             pump_until(
@@ -256,6 +257,7 @@ class Controller:
         members, local = self._members, self._local
         self.order = order
         members.begin_generation()
+        self._replanner.begin_generation(order.plan.layout)
         # Forking the ranks blocks this thread: without Busy the followers would take the silence for a loss.
         members.broadcast(Busy(_BUSY_S))
         members.broadcast(Start(order))
@@ -283,6 +285,9 @@ class Controller:
             self._rewinds.rewind_to_checkpoint(verdict.outcome, order.generation)
         elif verdict.outcome.damage is not None:
             self._rewind_damage(verdict.outcome.damage, order)
+        elif (replan := self._replanner.take()) is not None:
+            # Also what later generations of as many ranks run under.
+            self._planner.learn(order.world, (replan.plan, replan.analysis))
         else:
             readmitted = self._readmissible_devices()
             self._backoff.readmit(readmitted)
@@ -316,7 +321,8 @@ class Controller:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
         grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
-        if grows and not ranks.control.reconfiguration_requested:
+        replans = self._replanner.poll(stamps, ranks.times)
+        if (grows or replans) and not ranks.control.reconfiguration_requested:
             ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):

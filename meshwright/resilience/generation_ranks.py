@@ -24,6 +24,7 @@ from meshwright.spec.layout import Layout
 from meshwright.train.flight import Flight
 from meshwright.train.memory import PeerCopies, RecoveryMemory, SupervisorRequests
 from meshwright.train.session import TrainJob
+from meshwright.train.stage_times import PublishedTimes, can_resplit
 
 _IDLE_LIMIT_GROWTH = 4.0
 """Factor on the idle limit after each failure without a new step: the last one may have been no hang."""
@@ -65,6 +66,8 @@ class GenerationRanks:
         self.disk = tuple(Segment() for _ in range(count)) if writes else ()
         """Each rank's segment for checkpoints; empty when ranks write themselves."""
         self.control = SupervisorRequests()
+        self.times = PublishedTimes(count) if job.config.train.replan and can_resplit(layout) else None
+        """Where ranks publish what they computed, for `replanner.Replanner`."""
         self.flight = Flight(count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(
             count,
@@ -114,6 +117,7 @@ class GenerationRanks:
             disk=self.disk,
             control=self.control,
             flight=self.flight,
+            times=self.times,
             every=self._order.copies.every,
             state=state,
             lost_at=lost_at,
@@ -145,6 +149,8 @@ class GenerationRanks:
     def close(self) -> None:
         """Lets go of the shared memory."""
         self.control.close()
+        if self.times is not None:
+            self.times.close()
         if self.flight is not None:
             self.flight.close()
         for segment in self.all_segments():

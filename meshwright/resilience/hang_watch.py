@@ -13,9 +13,9 @@ from meshwright.resilience.idle import IdleWatch
 UNLEARNED_LIMIT_S = 1800.0
 """Limit of a phase that hasn't been seen to end yet, and of `LONG_PHASES`: first steps compile, allocate and open
 connections, disks vary, and each such wait has a timeout elsewhere."""
-LONG_PHASES = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export")
+LONG_PHASES = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export", "server")
 """Phases that may last much longer than ever before."""
-EXTERNAL_PHASES = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done")
+EXTERNAL_PHASES = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done", "server")
 """Phases in which a rank may wait for something outside this host: hooks, file systems, connections. In all others it
 computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
 SUSPECT_S = 0.1

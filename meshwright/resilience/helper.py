@@ -79,9 +79,10 @@ def _work_in_child(work: Callable[[], bytes | None], nice: int, answer_fd: int, 
         # Its own process group: Ctrl-C in the terminal reaches the supervisor alone.
         os.setpgid(0, 0)
         die_with_parent(parent)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        # A scheduler sends SIGTERM to all of a node's processes: the supervisor answers, and kills this one at the end.
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
         os.nice(nice)
         # The pipe may be smaller than the answer: write until all is taken.
         answer = memoryview(work() or b"")

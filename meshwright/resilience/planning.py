@@ -11,12 +11,35 @@ from typing import Any
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.resilience.helper import Helper
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.session import TrainJob
 
 Planner = Callable[[int], Any]
 """Returns the plan and model analysis for a number of ranks; raises `MeshwrightError` without a layout."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replan:
+    """Another split of a pipeline's layers, ready to run."""
+
+    plan: Plan
+    """With the split."""
+    analysis: ModelAnalysis
+    """Of its layout."""
+    step_ratio: float
+    """Expected seconds of a step under it over the present ones."""
+    speeds: tuple[float, ...]
+    """Of each stage, as a share of the fastest's."""
+
+
+Replanning = Callable[[Layout, Sequence[float], float], Replan | None]
+"""Maps (layout, seconds that each stage computes, seconds of a step) to a faster split; None where there is none."""
+
+
+def no_replan(layout: Layout, busy_s: Sequence[float], step_s: float) -> None:
+    """Returns no other split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +52,8 @@ class Planning:
     """Returns the job of a plan; the analysis is that of the plan, where it is known."""
     announce_plan: Callable[[Plan], None]
     """Called with each later plan before its ranks start."""
+    replan: Replanning = no_replan
+    """Returns a faster split of a pipeline's layers at measured speeds."""
 
 
 class PlanPrefetcher:

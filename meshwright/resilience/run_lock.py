@@ -207,6 +207,12 @@ class RunLock:
             os._exit(0)
 
 
+def living_owners(run_dir: Path) -> list[Owner]:
+    """Returns who trains in a run directory; waits some seconds where an owner is on another host."""
+    paths = [path for path in (run_dir / FOLDER).glob("*") if path.name[-1:].isdigit()]
+    return [owner for path in sorted(paths) if (owner := _living_owner([path])) is not None]
+
+
 def _living_owner(paths: Iterable[Path]) -> Owner | None:
     """Returns a live owner among those of some files; None when none lives.
 

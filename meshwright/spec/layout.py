@@ -41,6 +41,8 @@ OFFLOADS = ("none", "optimizer", "parameters")
 ATTENTIONS = ("heads", "gather")
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
+SECONDARY = "secondary"
+"""Name under which gathers of the secondary copy of the weights are booked."""
 _GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares] | type[Compression]] = {
     "recompute": Recompute,
     "split": StageSplit,
@@ -95,6 +97,9 @@ class Layout:
     """Numbers in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
     compress_weights: str = "none"
     """Numbers in which ZeRO gathers weights: ``none`` for those of compute, ``int8``, ``fp8``."""
+    secondary: int = 0
+    """Neighbouring ranks that share each layer's gathered weights from forward to backward under ZeRO-3, so that
+    backward gathers among them alone; 0 for all ranks that share the state."""
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have; choices with a grammar may be given as text."""
@@ -131,6 +136,7 @@ class Layout:
             raise PlanError(
                 f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
             )
+        self._check_secondary()
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
         for name, value, known_values in (
@@ -141,6 +147,29 @@ class Layout:
             if value not in known_values:
                 raise PlanError(f"{name}={value} is unknown{nearest(value, known_values)}")
         self._check_axes()
+
+    def _check_secondary(self) -> None:
+        """Refuses a secondary copy of the weights that no backward would read, and runs that don't divide the ranks."""
+        size, shards = self.secondary, self.state_shards
+        if not size:
+            return
+        if self.zero != 3:
+            raise PlanError(
+                f"secondary={size} says how ZeRO-3 keeps weights between forward and backward, and zero={self.zero} "
+                "frees none in between; write zero=3, or drop it"
+            )
+        if self.degree(Mechanics.STAGES) > 1:
+            raise PlanError(
+                f"secondary={size} has no effect with {self.format_degree(Mechanics.STAGES)}: a pipeline keeps the "
+                "weights of its stages gathered between forward and backward; drop it"
+            )
+        if not _fits_secondary(size, shards):
+            fitting = [count for count in range(2, shards) if _fits_secondary(count, shards)]
+            nearest_size = min(fitting, key=lambda count: abs(count - size), default=0)
+            raise PlanError(
+                f"secondary={size}: runs of 2 ranks or more must divide the {shards} ranks that share the state, and "
+                f"be fewer; nearest that works: " + (f"secondary={nearest_size}" if nearest_size else "drop it")
+            )
 
     def _check_axes(self) -> None:
         """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
@@ -404,6 +433,7 @@ class Layout:
         changes |= {} if reader(0, degrees)[1] == reader(0, self.degrees)[1] else {"rows": BatchShares()}
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
+        changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
         for name, mechanics in _CHOICES_OF.items():
             # A choice without its axis would be refused.
@@ -421,6 +451,17 @@ class Layout:
     def from_json(cls, values: JsonObject) -> Self:
         """Builds the layout from `to_json`'s values."""
         return cls(**{key: value for key, value in values.items() if key != "text"})
+
+
+def secondary_over(size: int, degrees: Mapping[str, int], zero: int) -> int:
+    """Returns the ranks that can share gathered weights between passes over other degrees: ``size``, or 0."""
+    is_pipelined = degrees.get(axis_with(Mechanics.STAGES, degrees), 1) > 1
+    fits = zero == 3 and not is_pipelined and _fits_secondary(size, int(state_shards(degrees, zero)))
+    return size if fits else 0
+
+
+def _fits_secondary(size: int, shards: int) -> bool:
+    return 2 <= size < shards and shards % size == 0
 
 
 def _shards_rows(degrees: Mapping[str, int]) -> bool:

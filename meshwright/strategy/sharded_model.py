@@ -15,6 +15,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.spec.layout import Layout
 from meshwright.strategy.agreement import AgreementCheck
+from meshwright.strategy.comm_hooks import offer_comm_hook
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.state import SavedShards
@@ -61,6 +62,7 @@ class ShardedModel:
         """Counts the sums over copies of a custom loop, for the rounding of compressed ones."""
         if self.sync is not None:
             program.rounding_key.step = self.rounding_step
+            offer_comm_hook(program, layout)
 
     def _publish(self) -> None:
         """Hands reduced gradients to the optimizers' shards."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from meshwright.torch_compat import PrivateName
 
@@ -22,6 +24,7 @@ __all__ = [
     "fsdp_parameters",
     "gathered_tensors",
     "set_async_unshard",
+    "set_post_forward_mesh",
     "shard_sizes",
 ]
 
@@ -98,6 +101,35 @@ PRIVATE_NAMES = (
         "sum of the micro-batches' gradients in float32; None without one",
         of_instances=True,
     ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_common:HSDPMeshInfo",
+        "`fully_shard(reshard_after_forward=K)` makes groups of its own for each unit, on the ranks of one unit's mesh "
+        "alone: with tp, pp or copies beside it, ranks would wait for each other",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward_mesh_info",
+        "the same: the ranks that share a unit's weights between forward and backward",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.post_forward_mesh_info",
+        "the same",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._init_sharded_post_forward_param_metadata",
+        "the same: how large a rank's part is",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._orig_size",
+        "the same: of a whole weight",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._sharded_post_forward_param_data",
+        "memory of that part; unset before the first forward",
+        of_instances=True,
+    ),
 )
 
 
@@ -144,6 +176,16 @@ def set_async_unshard(unit: nn.Module) -> None:
     unit._set_unshard_async_op(True)
 
 
+def set_post_forward_mesh(unit: nn.Module, mesh: DeviceMesh) -> None:
+    """Shares a unit's gathered weights between forward and backward over the last dim of a mesh of two dims."""
+    mesh_info = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    for group in fsdp_groups(unit):
+        group.post_forward_mesh_info = mesh_info
+        for fsdp_param in group.fsdp_params:
+            fsdp_param.post_forward_mesh_info = mesh_info
+            fsdp_param._init_sharded_post_forward_param_metadata(torch.empty(fsdp_param._orig_size, device="meta"))
+
+
 def clear_unsharded_gradients(module: nn.Module) -> None:
     """Drops the gradients that FSDP2 keeps in gathered parameters between micro-batches."""
     for fsdp_param in fsdp_parameters(module):
@@ -169,6 +211,8 @@ def gathered_tensors(unit: nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
             parameters.append(group._all_gather_result.all_gather_output)
         for fsdp_param in group.fsdp_params:
             parameters.extend(fsdp_param.all_gather_outputs)
+            if (part := vars(fsdp_param).get("_sharded_post_forward_param_data")) is not None:
+                parameters.append(part)
             if (parameter := _unsharded_parameter(fsdp_param)) is not None:
                 held_gradients = (parameter.grad, fsdp_param.unsharded_accumulated_grad)
                 gradients.extend(grad for grad in held_gradients if grad is not None)

@@ -83,6 +83,9 @@ class TrainConfig(Config):
     rebalance: int = 0
     """Every this many steps, move rows from readers that compute slowly to faster ones, where that makes the step at
     least 5 % faster; the global batch stays the same. 0 never does."""
+    replan: int = 0
+    """Every this many steps, ask the planner which split of a pipeline's layers is fastest at their measured speeds;
+    the ranks start again under it where that wins more than it costs. 0 never does."""
     sample: str = ""
     """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
     sample_tokens: int = 200
@@ -100,6 +103,8 @@ class TrainConfig(Config):
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
         if self.rebalance < 0:
             raise ConfigError(f"train.rebalance = {self.rebalance}: give steps between decisions, or 0 for none")
+        if self.replan < 0:
+            raise ConfigError(f"train.replan = {self.replan}: give steps between questions, or 0 for none")
         if self.sample_tokens < 0:
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:
@@ -129,6 +134,35 @@ class OuterConfig(Config):
     """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values."""
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
+    fragments: int = 1
+    """Fragments of the weights, by layers, that join at staggered steps, each once in ``every`` steps."""
+    delay: int = 0
+    """Steps of training between the start of an exchange and the outer step that takes its result."""
+    mix: float | None = None
+    """Share of an island's own weights that stays when a result arrives; None for 0.5, and 0 without a delay."""
+    meet: str = ""
+    """``HOST:PORT`` of an outer server (``meshwright serve-outer``): this run is then a site, one island of those that
+    dial in there. The settings below are for sites and their server."""
+    key_file: str = ""
+    """The server's key, a copy on this machine that only its user may read; the server makes it as ``key`` in its run
+    directory where none is given."""
+    site: int = 0
+    """Number of this site, from 0."""
+    sites: int = 1
+    """Number of sites: each reads its own ``train.batch`` of the ``sites`` x ``train.batch`` rows of a step."""
+    mode: Literal["sync", "async", "bounded"] = "sync"
+    """When rounds become a version: ``sync``, when a quorum of sites has come; ``async``, each when it comes;
+    ``bounded``, as ``async``, and a site that is more than ``staleness`` rounds ahead of the slowest waits."""
+    quorum: int | None = None
+    """``sync``: sites after whose rounds the others are waited for ``grace_s`` at most; None for all ``sites``."""
+    grace_s: float = 30.0
+    """Longest wait for sites that are late, and silence after which a site is forgotten until it dials in again."""
+    staleness: int = 2
+    """``bounded``: rounds by which a site may be ahead of the slowest live one when it begins a round."""
+    momentum_every: int | None = None
+    """``async``, ``bounded``: rounds between two updates of the momentum; None for one of each site."""
+    wait_s: float = 600.0
+    """Longest wait of a site for the server at a join, after which its run ends."""
 
     @property
     def rate(self) -> float:
@@ -139,6 +173,11 @@ class OuterConfig(Config):
     def decay(self) -> float:
         """Momentum of the outer step."""
         return (0.0 if self.kind == "local_sgd" else 0.9) if self.momentum is None else self.momentum
+
+    @property
+    def own_share(self) -> float:
+        """Share of an island's own weights that stays when a result arrives."""
+        return (0.5 if self.delay else 0.0) if self.mix is None else self.mix
 
     def check(self) -> None:
         """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
@@ -152,6 +191,42 @@ class OuterConfig(Config):
             raise ConfigError(
                 f"outer.kind = local_sgd takes the mean of the islands' weights, which outer.lr = {self.rate:g} and "
                 f"outer.momentum = {self.decay:g} would change; leave them out, or write --outer diloco"
+            )
+        if not 1 <= self.fragments <= self.every:
+            raise ConfigError(
+                f"outer.fragments = {self.fragments}: at least 1, and at most outer.every = {self.every}, since "
+                "at most one fragment joins in a step"
+            )
+        if not 0 <= self.delay < self.every:
+            raise ConfigError(
+                f"outer.delay = {self.delay}: at least 0, and under outer.every = {self.every}, after which the same "
+                "weights are sent again"
+            )
+        if not 0 <= self.own_share < 1:
+            raise ConfigError(f"outer.mix = {self.mix}: it must be at least 0 and under 1, or nothing would be taken")
+        if self.mix and not self.delay:
+            raise ConfigError(
+                f"outer.mix = {self.mix:g} keeps what an island trained while an exchange was under way, which without "
+                "a delay is nothing; leave it out, or write --outer.delay 1"
+            )
+        self._check_sites()
+
+    def _check_sites(self) -> None:
+        """Refuses numbers of sites and times that can't be, and an outer step that isn't defined out of order."""
+        if not 0 <= self.site < self.sites:
+            raise ConfigError(f"outer.site = {self.site}: sites are numbered from 0, and outer.sites = {self.sites}")
+        if self.quorum is not None and not 1 <= self.quorum <= self.sites:
+            raise ConfigError(f"outer.quorum = {self.quorum}: give 1 to outer.sites = {self.sites}")
+        if self.staleness < 0:
+            raise ConfigError(f"outer.staleness = {self.staleness}: give at least 0 rounds")
+        if self.momentum_every is not None and self.momentum_every < 1:
+            raise ConfigError(f"outer.momentum_every = {self.momentum_every}: give at least 1 round")
+        if not self.grace_s > 0 or not self.wait_s > 0:
+            raise ConfigError(f"outer.grace_s = {self.grace_s}, outer.wait_s = {self.wait_s}: give more than 0 seconds")
+        if self.mode != "sync" and self.decay and not self.nesterov:
+            raise ConfigError(
+                f"outer.mode = {self.mode} takes delayed Nesterov's step, which outer.no-nesterov contradicts; leave "
+                "it out, or write outer.momentum = 0"
             )
 
 

@@ -72,6 +72,7 @@ class TokenFeed:
         mask_documents: whether documents in a row are kept apart.
         device: of the tensors.
         start: first step.
+        site: (index, count) of a site among those that share the rows of a step, each with ``rows`` of them.
     """
 
     def __init__(
@@ -86,19 +87,26 @@ class TokenFeed:
         mask_documents: bool,
         device: torch.device,
         start: int = 0,
+        site: tuple[int, int] = (0, 1),
     ) -> None:
         self._set, self._rows, self._sequence, self._span = token_set, rows, sequence, span
         self._micro, self._device = micro, device
+        # The site's first row in a step; its own rows are counted from there.
+        self._first_row = site[0] * rows
         self._loader = Loader(
             token_set.train,
-            rows=rows,
+            rows=site[1] * rows,
             sequence=sequence,
             seed=seed,
-            row_range=span,
+            row_range=self._shift(span),
             mask_documents=mask_documents,
         )
-        self._spans = [(start, span)]
+        self._spans = [(start, self._shift(span))]
         self._prefetcher = Prefetcher(_SpanReader(self._loader, self._spans), start, AHEAD, to_device=self._split)
+
+    def _shift(self, span: tuple[int, int]) -> tuple[int, int]:
+        """Returns rows of this site as rows of all sites."""
+        return self._first_row + span[0], self._first_row + span[1]
 
     def _split(self, batch: Batch) -> list[MicroBatch]:
         """Splits a reader's rows into equal micro-batches and moves them; runs in the prefetching thread.
@@ -143,11 +151,11 @@ class TokenFeed:
         """
         if first_step < self.next_unread:
             raise AssertionError(f"rows of step {first_step} change, and those before {self.next_unread} may be read")
-        self._spans.append((first_step, span))
+        self._spans.append((first_step, self._shift(span)))
 
     def targets(self, step: int) -> int:
         """Returns the target tokens of a step's whole global batch, from the index alone."""
-        return self._loader.global_targets(step)
+        return self._loader.global_targets(step, self._shift((0, self._rows)))
 
     def epoch(self, step: int) -> float:
         """Returns the passes over the training rows before a step."""

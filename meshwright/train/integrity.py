@@ -70,6 +70,7 @@ class Integrity:
         step_event: records an event of a step, which the ranks of an island alone know.
         rewinds_steps: whether a step's suspect numbers may send the ranks back to an older state; islands can't, since
             the others know nothing of the step.
+        copies_in_islands: whether an island has several ranks, which may hold copies of the same state.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Integrity:
         event: Callable[..., None],
         step_event: Callable[..., None],
         rewinds_steps: bool = True,
+        copies_in_islands: bool = False,
     ) -> None:
         self._health, self._event, self._step_event, config = health, event, step_event, health.config
         # Without a supervisor nobody restarts from an older state: damages then raise.
@@ -91,7 +93,9 @@ class Integrity:
         compares = config.compare and agreement.count > 1
         self._copy_check = CopyCheck(program, optimizer, agreement, config.compare_every) if compares else None
         self._bounds = StateBounds(program, optimizer) if config.compare else None
-        self._agreement = agreement
+        self._agreement, self._compares_joins = agreement, compares and copies_in_islands
+        self._noted_reason: str | None = None
+        """Why this rank's state was out of bounds when an exchange of islands started; not known to other ranks yet."""
         self.damage: Damage | None = None
         """The damage for which these ranks end; None while none was detected."""
 
@@ -103,19 +107,36 @@ class Integrity:
         if self._bounds is not None:
             self._bounds.start()
 
-    def may_join(self, step: int) -> bool:
-        """Returns, the same on all ranks, whether every rank's state is within bounds before the islands join.
+    def note_state(self) -> None:
+        """Looks at this rank's own bounds before its movement is sent, without waiting for any other rank.
+
+        The ranks learn of it in `may_join`, before they take what was sent.
+        """
+        self._noted_reason = self._noted_reason or (self._bounds.broken() if self._bounds is not None else None)
+
+    def may_join(self, step: int, counters: JsonObject) -> bool:
+        """Returns, the same on all ranks, whether every rank's state is sound before the islands join.
+
+        Every state must be within its bounds, and where an island has several ranks their copies must agree: a join
+        would mix what one of them holds into all islands.
 
         Args:
             step: steps done.
+            counters: plain values that must be equal on all ranks.
 
         Raises:
-            RankError: when one is out of bounds and no supervisor can restart from older state.
+            RankError: when one is damaged and no supervisor can restart from older state.
         """
+        if self._compares_joins:
+            return self.agrees(step, counters)
         if self._bounds is None:
             return True
-        reasons = self._agreement.gather(self._bounds.broken())
+        reasons = self._agreement.gather(self._own_reason())
         return self._within_bounds(step, reasons, tuple(rank for rank, reason in enumerate(reasons) if reason))
+
+    def _own_reason(self) -> str | None:
+        """Returns why this rank's state is out of bounds; None for within."""
+        return self._noted_reason or (self._bounds.broken() if self._bounds is not None else None)
 
     def joined(self) -> None:
         """Takes the weights that the islands joined to as correct: they moved further than by an update."""
@@ -207,7 +228,7 @@ class Integrity:
             RankError: when copies differ and no supervisor can restart from older state.
         """
         # Checked on each rank alone; the comparison below tells all ranks who raised an alarm.
-        reason = self._bounds.broken() if self._bounds is not None else None
+        reason = self._own_reason()
         if self._copy_check is None:
             return self._within_bounds(step, [reason], (0,) if reason else ())
         comparison = self._copy_check.compare(step, [step, *as_values(counters)], alarm=reason is not None)
@@ -260,7 +281,7 @@ class Integrity:
             raise RankError(f"{reason}; the newest checkpoint was written before")
         if earlier is not None and earlier.last:
             self._event("limits_left", step=step, why=reason, replayed=True)
-            self._earlier_damage = self._bounds = None
+            self._earlier_damage = self._bounds = self._noted_reason = None
             return True
         keep = step - 1 if earlier is None else self._restored_step - 1
         self.damage = Damage(kind=BOUNDS, step=step, keep=keep, why=reason, ranks=ranks, base=self._restored_step)

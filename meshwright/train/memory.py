@@ -20,6 +20,7 @@ from meshwright.train.flight import Flight
 from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
+from meshwright.train.stage_times import PublishedTimes
 from meshwright.train.state import (
     BUFFERS,
     adopt_values,
@@ -140,6 +141,8 @@ class RecoveryMemory:
     so that with three segments there is always a step whose snapshot every rank has both locally and on the peers."""
     fence: Callable[[], None] | None = None
     """Raises once another generation was claimed; called before anything is written."""
+    times: PublishedTimes | None = None
+    """Where ranks publish what they computed; None where nobody asks (`train.replan`)."""
     flight: Flight | None = None
     """Queries the operations that the ranks' GPUs wait for; None for ranks on the CPU."""
 

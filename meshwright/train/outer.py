@@ -11,118 +11,41 @@ after n_i target tokens, all islands continue from
 Where islands exchange with some others alone (`parallel.sync`: ring, exponential), each goes on from the mean of its
 own weights and theirs, and the outer weights are the mean over all, taken before they are evaluated or saved.
 
+Streaming: the weights are split into fragments (`train.fragments`), each with rounds of its own, staggered. With
+`outer.delay` D a fragment's exchange starts after step t and the outer step follows after step t + D, from the movement
+as it was at t; then an island goes on from mix theta_i + (1 - mix) theta. Movements are always from the outer weights,
+so what an island keeps of its own counts in the next round.
+
 AdamW's moments stay with their island. The rate 1 without momentum is the mean of the weights: local SGD.
-Source: Douillard et al., DiLoCo (2023), algorithm 1; McMahan et al., FedAvg (2017), algorithm 1.
+Source: Douillard et al., DiLoCo (2023), algorithm 1; Douillard et al., Streaming DiLoCo (2025), algorithm 2; McMahan
+et al., FedAvg (2017), algorithm 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
-from meshwright.parallel.axis_group import PendingCollective
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.parallel.sync import find_exchange
 from meshwright.parallel.sync.all_reduce import EXCHANGE as ALL_REDUCE
-from meshwright.parallel.sync.contract import PendingMean
-from meshwright.parallel.weights import Weight
 from meshwright.spec.groups import round_axes
-from meshwright.spec.layout import Layout
 from meshwright.train.config import OuterConfig
-from meshwright.train.run_config import RunConfig
-from meshwright.train.state import OUTER_MOMENTUM, WEIGHTS, island_prefix
+from meshwright.train.fragments import Fragment, Transfer, make_fragments
+from meshwright.train.join_report import VOTES, JoinReport, merge_reports
+from meshwright.train.state import OUTER_MOMENTUM, OUTER_TRANSFER, TRANSFER_SUMMARIES, WEIGHTS, island_prefix
 from meshwright.train.step import squared_norm
 
 _COUNTERS = "counters"
 _COUNTER_BYTES = 16384
 """Bytes of an island's plain values: the losses and norms of its last steps above all."""
-VOTES = ("stop", "evaluate", "checkpoint")
-"""What an island's hooks may ask of all islands; it happens after the next join."""
-
-
-def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
-    """Refuses settings of the outer step that a layout can't obey.
-
-    Args:
-        config: of the run.
-        layout: of the run.
-        resumes: whether the run has been started before, whose settings stay though its islands may go.
-
-    Raises:
-        ConfigError: with what to write instead.
-    """
-    if layout.islands == 1:
-        if config.outer != OuterConfig() and not resumes:
-            raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
-        return
-    exchange, outer = find_exchange(config.outer.topology), config.outer
-    exchange.check(layout.islands)
-    if not exchange.global_mean and (outer.kind != "local_sgd" or outer.compress != "none"):
-        raise ConfigError(
-            f"outer.topology = {exchange.name} averages the weights of a few islands, so that there is no movement of "
-            "all to step along or to round; write --outer local_sgd and leave outer.compress out, or --outer.topology "
-            "all_reduce"
-        )
-    if config.train.rebalance:
-        raise ConfigError(
-            f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on "
-            "nothing within a round; leave it out, or take replicate in place of islands"
-        )
-    if config.recovery.on_sick == "rewind":
-        raise ConfigError(
-            "recovery.on_sick = rewind goes back with all ranks at once, and under islands a sick step is known to one "
-            "island alone; write recovery.on_sick = skip or stop"
-        )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JoinReport:
-    """A join of the islands, the same on every rank but for the bytes."""
-
-    losses: tuple[float, ...]
-    """Mean loss of each island over the targets of its round."""
-    tokens: tuple[float, ...]
-    """Target tokens of each island's round."""
-    pseudo_gradient_norm: float | None
-    """2-norm of the mean movement of the islands' weights; None where no island has that mean."""
-    consensus_distance: float
-    """Root of the mean over islands of the squared distance of their weights from the mean that they got."""
-    raw_bytes: int
-    """Bytes of this rank's movement in the type of its weights."""
-    sent_bytes: int
-    """Bytes that this rank sent to other islands for it."""
-    votes: tuple[float, ...]
-    """Sums of `VOTES` over islands."""
-    stop_count: float
-    """Sum over islands of what their ranks were asked (`OuterOptimizer.request_stop`)."""
-
-    def to_json(self) -> dict[str, object]:
-        """Returns plain values for a line of metrics."""
-        return {
-            "island_losses": list(self.losses),
-            "island_tokens": list(self.tokens),
-            "pseudo_gradient_norm": self.pseudo_gradient_norm,
-            "consensus_distance": self.consensus_distance,
-            "raw_bytes": self.raw_bytes,
-            "sent_bytes": self.sent_bytes,
-        }
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """A join under way."""
-
-    mean: PendingMean
-    summary: torch.Tensor
-    """(4 + 2 islands,) float64: `VOTES`, the stop count, then tokens and summed loss of each island."""
-    pending_summary: PendingCollective
 
 
 class OuterOptimizer:
@@ -142,32 +65,36 @@ class OuterOptimizer:
         self._exchange = find_exchange(config.topology)
         self._exchange.check(self.islands)
         self._group, self._world = mesh.combined_group(round_axes()), mesh.world
-        self._weights: list[Weight] = list(program.weights)
         # A stage may hold frozen weights alone.
         first = (program.weights or program.frozen)[0].local
         self._device = torch.device("cuda", torch.cuda.current_device()) if mesh.world.on_cuda else first.device
-        sizes = [weight.local.numel() for weight in self._weights]
-        self._start = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+        self._fragments = make_fragments(program.weights, config.fragments, config.every)
+        # In the order of fragments, so that each is a run of the flat tensors.
+        self._weights = [weight for fragment in self._fragments for weight in fragment.weights]
+        self._start = torch.empty(self._fragments[-1].span.stop, dtype=first.dtype, device=first.device)
         self._momentum = torch.zeros_like(self._start)
+        # Means that arrived before their time: a snapshot can't hold a collective under way.
+        self._received = torch.zeros_like(self._start) if config.delay else None
+        # For each fragment the summary of `Transfer`, its norm and its distance.
+        columns = len(VOTES) + 3 + 2 * self.islands
+        self._summaries = torch.zeros(config.fragments, columns, dtype=torch.float64, device=first.device)
         self._start_views = self._split(self._start)
         self._counters = torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=first.device)
         self._votes = [0.0] * len(VOTES)
         self._stop_count = 0.0
-        self._round_tokens = self._round_loss = 0.0
-        self._round_steps = self._joins = 0
         self.restart()
 
     def _split(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Returns a view of ``flat: (n,)`` for each weight, of the shape of its local part."""
-        sizes = [weight.local.numel() for weight in self._weights]
-        return [view.view_as(weight.local) for view, weight in zip(flat.split(sizes), self._weights)]
+        return [view for fragment in self._fragments for view in fragment.split(flat[fragment.span])]
 
     def restart(self) -> None:
         """Begins a round from the present weights, which are equal in all islands."""
         for weight, start in zip(self._weights, self._start_views):
             start.copy_(weight.local)
-        self._round_tokens = self._round_loss = 0.0
-        self._round_steps = 0
+        for fragment in self._fragments:
+            fragment.tokens = fragment.loss = 0.0
+            fragment.transfer = None
 
     def request_stop(self, count: float) -> None:
         """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.
@@ -185,14 +112,36 @@ class OuterOptimizer:
         """
         self._votes = [self._votes[index] + votes.get(name, 0.0) for index, name in enumerate(VOTES)]
 
+    def sends_ahead(self, step: int, last: bool) -> bool:
+        """Returns whether an exchange starts after so many steps whose result is taken in a later one."""
+        return bool(self._config.delay) and not last and bool(self._starting(step, last))
+
     def ends_round(self, step: int, last: bool) -> bool:
-        """Returns whether the islands join after so many steps.
+        """Returns whether weights of this island change to those of a join after so many steps.
 
         Args:
             step: steps done.
-            last: whether the run ends after this step, which ends the round too.
+            last: whether the run ends after this step, which ends all rounds too.
         """
-        return last or step % self._config.every == 0
+        return last or bool(self._arriving(step, last) if self._config.delay else self._starting(step, last))
+
+    def _starting(self, step: int, last: bool) -> list[Fragment]:
+        """Returns the fragments whose exchange starts after so many steps."""
+        return [fragment for fragment in self._fragments if last or step % self._config.every == fragment.offset]
+
+    def _arriving(self, step: int, last: bool) -> list[Fragment]:
+        """Returns the fragments whose exchange started before and is taken after so many steps."""
+        delay = self._config.delay
+        return [
+            fragment
+            for fragment in self._fragments
+            if fragment.transfer is not None and (last or step - fragment.transfer.step >= delay)
+        ]
+
+    def receive(self, step: int, last: bool) -> None:
+        """Waits for what is taken after so many steps, so that it can be compared before any weight changes."""
+        for fragment in self._arriving(step, last):
+            self._receive(fragment)
 
     def after_step(self, step: int, tokens: float, loss: float, last: bool) -> JoinReport | None:
         """Counts a step, and joins the islands where a round ends; all ranks call it after each step.
@@ -206,19 +155,20 @@ class OuterOptimizer:
         Returns:
             The join's figures; None within a round.
         """
-        self._round_steps += 1
-        if tokens:
-            self._round_tokens, self._round_loss = self._round_tokens + tokens, self._round_loss + tokens * loss
-        if not self.ends_round(step, last):
-            return None
-        report = self._apply(self._begin())
+        for fragment in self._fragments:
+            fragment.count(tokens, loss)
+        reports = [self._apply(fragment, self._config.own_share) for fragment in self._arriving(step, last)]
+        for fragment in self._starting(step, last):
+            self._begin(fragment, step)
+            if last or not self._config.delay:
+                reports.append(self._apply(fragment, 0.0))
         if last and not self._exchange.global_mean:
             with torch.no_grad():
                 self._average_all()
                 for weight, start in zip(self._weights, self._start_views):
                     weight.local.copy_(start)
             self._on_change()
-        return report
+        return merge_reports(reports)
 
     def _average_all(self) -> None:
         """Sets the outer weights to the mean over all islands, where exchanges leave their weights apart."""
@@ -229,64 +179,99 @@ class OuterOptimizer:
             view.copy_(weight.local)
         self._start.copy_(ALL_REDUCE.start(values, 1.0, self._group, 0).finish())
 
-    def _take_outer_step(self, mean: torch.Tensor) -> None:
-        """Moves the outer weights along the mean movement, (n,), which is overwritten."""
-        config = self._config
-        self._momentum.mul_(config.decay).add_(mean)
+    def _take_outer_step(self, mean: torch.Tensor, span: slice) -> None:
+        """Moves a run of the outer weights along the mean movement, (n,), which is overwritten."""
+        config, momentum = self._config, self._momentum[span]
+        momentum.mul_(config.decay).add_(mean)
         # Nesterov looks ahead: the movement, and what the momentum makes of it in the next round.
-        direction = mean.add_(self._momentum, alpha=config.decay) if config.nesterov else self._momentum
-        self._start.sub_(direction, alpha=config.rate)
-
-    def _begin(self) -> _Transfer:
-        """Starts the exchange of this rank's movement since the round's start, and of the round's summary."""
-        # The movement is taken at the round's end: start minus present, weight by weight into one flat tensor.
-        values = torch.empty(self._start.shape, dtype=self._start.dtype, device=self._device)
-        for view, start, weight in zip(self._split(values), self._start_views, self._weights):
-            view.copy_(start - weight.local if self._exchange.global_mean else weight.local)
-        tokens, losses = ([0.0] * self.islands for _ in range(2))
-        tokens[self.island], losses[self.island] = self._round_tokens, self._round_loss
-        values_by_island = [*self._votes, self._stop_count, *tokens, *losses]
-        summary = torch.tensor(values_by_island, dtype=torch.float64, device=self._device)
-        mean = self._exchange.start(values, self._round_tokens, self._group, self._joins, self._config.compress)
-        return _Transfer(mean, summary, self._group.all_reduce(summary, "the islands' losses"))
+        direction = mean.add_(momentum, alpha=config.decay) if config.nesterov else momentum
+        self._start[span].sub_(direction, alpha=config.rate)
 
     @torch.no_grad()
-    def _apply(self, transfer: _Transfer) -> JoinReport:
-        """Waits for a transfer, takes the outer step and begins the next round from its weights."""
-        mean = transfer.mean.finish()
-        transfer.pending_summary.wait()
-        summary = transfer.summary.tolist()
-        votes, stop_count, figures = summary[: len(VOTES)], summary[len(VOTES)], summary[len(VOTES) + 1 :]
-        means = self._split(mean)
-        global_mean = self._exchange.global_mean
-        deviations = [
-            ((start - weight.local) if global_mean else weight.local).to(view.device) - view
-            for start, weight, view in zip(self._start_views, self._weights, means)
+    def _begin(self, fragment: Fragment, step: int) -> None:
+        """Starts the exchange of this rank's movement from the outer weights, and of the round's summary."""
+        # The movement is taken at the round's end: start minus present, weight by weight into one flat tensor.
+        start = self._start[fragment.span]
+        values = torch.empty(start.shape, dtype=start.dtype, device=self._device)
+        for view, outer, weight in zip(fragment.split(values), fragment.split(start), fragment.weights):
+            view.copy_(outer - weight.local if self._exchange.global_mean else weight.local)
+        # The exchange may overwrite the values, and with a delay the weights go on.
+        movement = fragment.split(values.clone()) if self._config.delay else None
+        tokens, losses = ([0.0] * self.islands for _ in range(2))
+        tokens[self.island], losses[self.island] = fragment.tokens, fragment.loss
+        values_by_island = [*self._votes, self._stop_count, *tokens, *losses]
+        summary = torch.tensor(values_by_island, dtype=torch.float64, device=self._device)
+        mean = self._exchange.start(values, fragment.tokens, self._group, fragment.joins, self._config.compress)
+        pending = (mean, self._group.all_reduce(summary, "the islands' losses"))
+        fragment.transfer = Transfer(step, summary, mean.sent_bytes, pending, movement)
+        fragment.tokens = fragment.loss = 0.0
+        fragment.joins += 1
+        self._votes, self._stop_count = [0.0] * len(VOTES), 0.0
+
+    @torch.no_grad()
+    def _receive(self, fragment: Fragment) -> Transfer:
+        """Waits for a fragment's mean movement, if it is still under way; every rank calls it after the same step."""
+        transfer = fragment.transfer
+        assert transfer is not None
+        if transfer.pending is None:
+            return transfer
+        wait_began = time.perf_counter()
+        mean, summary = transfer.pending
+        values = mean.finish()
+        summary.wait()
+        means, global_mean = fragment.split(values), self._exchange.global_mean
+        movement = transfer.movement or [
+            start - weight.local if global_mean else weight.local
+            for start, weight in zip(fragment.split(self._start[fragment.span]), fragment.weights)
         ]
+        deviations = [own.to(view.device) - view for own, view in zip(movement, means)]
         squares = torch.stack(
-            [squared_norm(zip(self._weights, tensors), self._device) for tensors in (means, deviations)]
+            [squared_norm(zip(fragment.weights, tensors), self._device) for tensors in (means, deviations)]
         )
         # Partial over an island's ranks; over the islands it is a mean.
         self._world.all_reduce(squares).wait()
-        norm, distance = (squares / self.islands).sqrt().tolist()
+        transfer.norm, transfer.distance = (squares / self.islands).sqrt().tolist()
+        transfer.wait_s = time.perf_counter() - wait_began
+        transfer.pending = transfer.movement = None
+        transfer.mean = values
+        if self._received is not None:
+            transfer.mean = self._received[fragment.span].copy_(values)
+        return transfer
+
+    @torch.no_grad()
+    def _apply(self, fragment: Fragment, own_share: float) -> JoinReport:
+        """Takes the outer step from a fragment's mean movement, and begins its next round.
+
+        Args:
+            fragment: whose exchange has started.
+            own_share: share of this island's own weights that stays.
+        """
+        transfer, start, global_mean = self._receive(fragment), self._start[fragment.span], self._exchange.global_mean
+        assert transfer.mean is not None
+        means = fragment.split(transfer.mean)
         if global_mean:
-            self._take_outer_step(mean.to(self._start.device))
-            means = self._start_views
-        for weight, view in zip(self._weights, means):
-            weight.local.copy_(view)
-        self._round_tokens = self._round_loss = 0.0
-        self._round_steps, self._votes, self._stop_count = 0, [0.0] * len(VOTES), 0.0
-        self._joins += 1
+            self._take_outer_step(transfer.mean.to(start.device), fragment.span)
+            means = fragment.split(start)
+        for weight, view in zip(fragment.weights, means):
+            if own_share:
+                weight.local.mul_(own_share).add_(view, alpha=1.0 - own_share)
+            else:
+                weight.local.copy_(view)
+        fragment.transfer = None
         self._program.weights_changed()
         self._on_change()
+        summary = transfer.summary.tolist()
+        votes, stop_count, figures = summary[: len(VOTES)], summary[len(VOTES)], summary[len(VOTES) + 1 :]
         tokens, losses = figures[: self.islands], figures[self.islands :]
         return JoinReport(
             losses=tuple(loss / max(1.0, count) for loss, count in zip(losses, tokens)),
             tokens=tuple(tokens),
-            pseudo_gradient_norm=norm if global_mean else None,
-            consensus_distance=distance,
-            raw_bytes=self._start.nbytes,
-            sent_bytes=transfer.mean.sent_bytes,
+            pseudo_gradient_norm=transfer.norm if global_mean else None,
+            consensus_distance=transfer.distance,
+            raw_bytes=start.nbytes,
+            sent_bytes=transfer.sent_bytes,
+            wait_s=transfer.wait_s,
+            fragments=(fragment.index,),
             votes=tuple(votes),
             stop_count=stop_count,
         )
@@ -312,21 +297,29 @@ class OuterOptimizer:
 
     def state(self) -> Iterator[tuple[str, StateTensor]]:
         """Yields (name, tensor) of what checkpoints hold beside each island's weights and moments."""
-        for prefix, flat in ((WEIGHTS, self._start), (OUTER_MOMENTUM, self._momentum)):
+        flat_tensors = [(WEIGHTS, self._start), (OUTER_MOMENTUM, self._momentum)]
+        if self._received is not None:
+            flat_tensors.append((OUTER_TRANSFER, self._received))
+            yield TRANSFER_SUMMARIES, self._summaries
+        for prefix, flat in flat_tensors:
             for weight, view in zip(self._weights, self._split(flat)):
                 yield f"{prefix}/{weight.name}", weight.checkpoint_boxes(view)
         yield f"{island_prefix(self.island)}{_COUNTERS}", self._counters
 
     def addresses(self) -> list[int]:
         """Returns the memory addresses of `state`'s tensors."""
-        return [self._start.data_ptr(), self._momentum.data_ptr(), self._counters.data_ptr()]
+        received = [] if self._received is None else [self._received.data_ptr(), self._summaries.data_ptr()]
+        return [self._start.data_ptr(), self._momentum.data_ptr(), *received, self._counters.data_ptr()]
 
     def bytes(self) -> int:
         """Returns the bytes of the outer optimizer's state that this rank holds between joins."""
-        return self._start.nbytes + self._momentum.nbytes
+        received = 0 if self._received is None else self._received.nbytes
+        return self._start.nbytes + self._momentum.nbytes + received
 
     def prepare_state(self, values: JsonObject) -> None:
         """Writes this island's plain values into the tensor that checkpoints hold, and takes the outer weights.
+
+        Exchanges under way are waited for, and what they brought is saved with the state; it is taken in its own step.
 
         Args:
             values: of the loop.
@@ -335,9 +328,16 @@ class OuterOptimizer:
             CheckpointError: when they are too long.
         """
         self._average_all()
-        rounds = {"tokens": self._round_tokens, "loss": self._round_loss, "steps": self._round_steps}
-        own = {"round": rounds, "joins": self._joins, "votes": self._votes}
-        text = json.dumps(own | dict(values)).encode()
+        rounds: list[list[float | None]] = []
+        for fragment in self._fragments:
+            started = None
+            if fragment.transfer is not None:
+                transfer = self._receive(fragment)
+                started = transfer.step
+                figures = [*transfer.summary.tolist(), transfer.norm, transfer.distance]
+                self._summaries[fragment.index] = torch.tensor(figures, dtype=torch.float64)
+            rounds.append([fragment.tokens, fragment.loss, fragment.joins, started])
+        text = json.dumps({"rounds": rounds, "votes": self._votes} | dict(values)).encode()
         if len(text) > _COUNTER_BYTES:
             raise CheckpointError(f"an island's plain values take {len(text)} bytes, more than {_COUNTER_BYTES}")
         padded = bytearray(text.ljust(_COUNTER_BYTES))
@@ -346,8 +346,21 @@ class OuterOptimizer:
     def read_counters(self) -> JsonObject:
         """Restores the round from the tensor that a checkpoint filled; returns the values of `prepare_state`."""
         values = json.loads(bytes(self._counters.cpu().numpy()).decode())
-        rounds = values["round"]
-        self._round_tokens, self._round_loss = float(rounds["tokens"]), float(rounds["loss"])
-        self._round_steps, self._joins = int(rounds["steps"]), int(values["joins"])
+        # Checkpoints from before there were fragments have one round.
+        rounds = values.get("rounds") or [[values["round"]["tokens"], values["round"]["loss"], values["joins"], None]]
+        for fragment, (tokens, loss, joins, started) in zip(self._fragments, rounds):
+            fragment.tokens, fragment.loss, fragment.joins = float(tokens), float(loss), int(joins)
+            fragment.transfer = None if started is None else self._restored_transfer(fragment, int(started))
         self._votes = [float(vote) for vote in values["votes"]]
         return dict(values)
+
+    def _restored_transfer(self, fragment: Fragment, step: int) -> Transfer:
+        """Returns a fragment's exchange that started after ``step`` steps and whose result a checkpoint held."""
+        assert self._received is not None
+        *summary, norm, distance = self._summaries[fragment.index].tolist()
+        mean = self._received[fragment.span]
+        sent_bytes = self._exchange.sent_bytes(
+            mean.numel(), mean.element_size(), self._group.size, self._config.compress
+        )
+        figures = torch.tensor(summary, dtype=torch.float64)
+        return Transfer(step, figures, sent_bytes, mean=mean, norm=norm, distance=distance)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter
+from meshwright.monitor.timeline import TimelineWriter
 from meshwright.train.faults import Faults
 
 AFTERWARDS = ("restore", "record", "compare", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
@@ -18,16 +19,26 @@ class RankProgress:
         progress: writes the stamps.
         faults: the injected faults, if any.
         steps_done: returns the number of steps done.
+        timeline: records the phases and waits of some steps, if they are wanted.
     """
 
-    def __init__(self, progress: ProgressWriter, faults: Faults | None, steps_done: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        progress: ProgressWriter,
+        faults: Faults | None,
+        steps_done: Callable[[], int],
+        timeline: TimelineWriter | None = None,
+    ) -> None:
         self._progress, self._faults, self._steps_done = progress, faults, steps_done
+        self._timeline = timeline
         self._phase, self._micro, self._layer, self._number = "start", 0, NO_LAYER, 0
 
     def begin_step(self) -> None:
         """Starts a step."""
         # Collectives are numbered within a step, so that ranks can be compared.
         self._number = 0
+        if self._timeline is not None:
+            self._timeline.begin(self._steps_done() + 1)
         if self._faults is not None:
             self._faults.begin_step(self._steps_done() + 1)
 
@@ -35,6 +46,8 @@ class RankProgress:
         """Starts a phase, and stamps it."""
         self._phase, self._micro, self._layer = phase, micro, NO_LAYER
         self._progress.stamp(phase, self._step, micro, "", self._number)
+        if self._timeline is not None:
+            self._timeline.phase(phase, micro)
 
     def inject(self) -> None:
         """Injects the faults at the beginning of the phase."""
@@ -53,6 +66,8 @@ class RankProgress:
         """Stamps the operation that the rank is about to wait for (`TrafficLog.on_wait`); empty after the wait."""
         self._number = number
         self._progress.stamp(self._phase, self._step, self._micro, operation, number, self._layer, size_bytes)
+        if self._timeline is not None:
+            self._timeline.wait(operation, size_bytes)
         if operation and self._faults is not None:
             self._faults.reach("collective")
 

@@ -31,6 +31,7 @@ from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress
+from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build
 from meshwright.parallel.context import local_tokens
@@ -54,11 +55,14 @@ from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
 from meshwright.train.own_loss import own_loss_compute
+from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.share_balance import ShareBalancer, ShareChange, fixed_shares_reason
 from meshwright.train.shortage import is_shortage, report
+from meshwright.train.site_optimizer import SiteOptimizer
 from meshwright.train.spoiler import Spoiler
+from meshwright.train.stage_times import TimePublisher
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Trainer, TrainerDeps
 
@@ -84,6 +88,8 @@ class TrainJob:
     """Called after each step, on every rank."""
     memory: RecoveryMemory | None = None
     """Memory shared with the supervisor; None without one."""
+    page_requests: PageRequests | None = None
+    """What the page asks for, where this node's command serves it."""
 
 
 def model_compute(model: BuiltModel, objective: Objective | None = None) -> Compute:
@@ -226,10 +232,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
     store = CheckpointStore.build(folder, config.checkpoint, lambda phase: faults.reach(f"checkpoint.{phase}"), fence)
-    identity = (context.rank, context.generation, store.agreement, context.local_rank)
-    memory = RankMemory(job.memory, *identity) if job.memory is not None else None
-    if memory is not None:
-        stack.callback(memory.close)  # what was copied counts, whatever ends this rank
+    memory = _open_memory(context, job, store, stack)
     latest = memory.state if memory is not None and memory.state is not None else store.latest()
     header = RunHeader(
         steps=config.train.steps, rows=job.header, progress=_progress_path(context, job), describe=layout.describe_rank
@@ -260,19 +263,47 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         memory=memory,
         faults=faults,
         outer=outer,
+        timeline=_make_timeline(context, job, monitor, stack),
+        page_requests=job.page_requests if context.local_rank == 0 else None,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
     )
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))
     start = trainer.resume() + trainer.passed_over
+    stack.enter_context(trainer.dialled_in())
     feed = deps.feed = _make_feed(job, token_set, layout.span(context.rank, config.train.batch), device, start)
     stack.callback(feed.close)
-    # After a loss of ranks a layout may be left whose shares can't change.
-    if config.train.rebalance and not fixed_shares_reason(config.train, layout, job.analysis.rows):
-        deps.hooks = (*deps.hooks, _make_balancer(context, job, program, feed, monitor))
+    deps.hooks = (*deps.hooks, *_speed_hooks(context, job, program, feed, monitor))
     if context.rank == 0:
         monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
     return trainer.run()
+
+
+def _open_memory(
+    context: RankContext, job: TrainJob, store: CheckpointStore, stack: contextlib.ExitStack
+) -> RankMemory | None:
+    """Returns the memory that outlives this rank; None without a supervisor."""
+    if job.memory is None:
+        return None
+    memory = RankMemory(job.memory, context.rank, context.generation, store.agreement, context.local_rank)
+    stack.callback(memory.close)  # what was copied counts, whatever ends this rank
+    return memory
+
+
+def _make_timeline(
+    context: RankContext, job: TrainJob, monitor: Monitor, stack: contextlib.ExitStack
+) -> TimelineWriter | None:
+    """Returns what records this rank's steps; None where they aren't wanted, or the disk refuses."""
+    every = job.config.monitor.timeline_every
+    if not every:
+        return None
+    try:
+        timeline = TimelineWriter(job.run_dir, context.rank, every)
+    except OSError as error:
+        monitor.event(Event(kind="monitor_failed", rank=context.rank, data={"part": "timeline", "error": str(error)}))
+        return None
+    stack.callback(timeline.close)
+    return timeline
 
 
 @contextlib.contextmanager
@@ -290,6 +321,21 @@ def _report_refused_fault(monitor: Monitor, rank: int, path: Path, reason: str) 
     """Reports a fault request that can't be parsed."""
     if rank == 0:
         monitor.event(Event(kind="fault_refused", rank=0, data={"path": str(path), "reason": reason}))
+
+
+def _speed_hooks(
+    context: RankContext, job: TrainJob, program: Program, feed: TokenFeed, monitor: Monitor
+) -> list[Hook]:
+    """Returns the hooks that follow the ranks' speeds: one that moves rows, one that publishes times."""
+    hooks: list[Hook] = []
+    train, layout = job.config.train, job.plan.layout
+    # After a loss of ranks a layout may be left whose shares can't change.
+    if train.rebalance and not fixed_shares_reason(train, layout, job.analysis.rows):
+        hooks.append(_make_balancer(context, job, program, feed, monitor))
+    if job.memory is not None and job.memory.times is not None:
+        assert program.mesh is not None  # `can_resplit`: there are several stages
+        hooks.append(TimePublisher(job.memory.times, context.local_rank, train.replan, program.mesh.log))
+    return hooks
 
 
 def _make_balancer(
@@ -320,8 +366,10 @@ def _make_faults(context: RankContext, job: TrainJob, program: Program, optimize
     return Faults(job.run_dir, context.rank, context.generation, configured, spoiler.spoil_gradient, spoiler.flip_bit)
 
 
-def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | None:
-    """Returns what joins the islands; None where there is one."""
+def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> OuterOptimizer | SiteOptimizer | None:
+    """Returns what joins the islands, or this site with others; None where there is neither."""
+    if job.config.outer.meet:
+        return SiteOptimizer(program, job.config, job.fingerprint, optimizer.weights_changed)
     if job.plan.layout.islands == 1:
         return None
     return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
@@ -342,4 +390,5 @@ def _make_feed(
         mask_documents=data.mask_documents,
         device=device,
         start=start,
+        site=(job.config.outer.site, job.config.outer.sites) if job.config.outer.meet else (0, 1),
     )

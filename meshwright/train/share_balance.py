@@ -9,8 +9,11 @@ the global batch, so its gradient stays the global batch's up to the order of th
 from __future__ import annotations
 
 import heapq
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import median
 
 import torch
@@ -26,7 +29,15 @@ from meshwright.train.feed import TokenFeed
 from meshwright.train.hooks import Request, StepInfo
 
 LEAST_GAIN = 0.05
-"""Shares change when the slowest reader's time is expected to fall by this share: less is noise of the clock."""
+"""Shares change when the slowest reader's time is expected to fall by this share: less isn't worth a change,"""
+CERTAINTY = 2.5
+"""and by so many standard errors of the times more, so that noise alone moves no rows to and fro."""
+WINDOWS = (1, 2, 4, 8)
+"""Decisions whose steps count together: the last one shows a large change at once, more of them show a small one."""
+NOISE_STEPS = 32
+"""Newest differences between steps that follow each other, which noise is read from."""
+SURE_DIFFERENCES = 8
+"""Differences from which on their median says how noisy times are."""
 MEMORY_SHARE = 0.9
 """Share of a device's memory that more rows may fill."""
 WARM_UP_STEPS = 2
@@ -115,6 +126,18 @@ class ShareChange:
     """The slowest reader's after it, where a row costs what it cost."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPace:
+    """A rank's times, as all ranks learn them."""
+
+    seconds: tuple[float, ...]
+    """Median seconds that it computed a step, over its newest steps of each of `WINDOWS`, as far as there are."""
+    row_limit: int
+    """Rows of a micro-batch that its memory allows."""
+    noise: float = 0.0
+    """Standard deviation of a step's seconds, as a share of them."""
+
+
 class ShareDecision:
     """What all ranks decide alike from all ranks' times; no communication, no clock.
 
@@ -122,32 +145,41 @@ class ShareDecision:
         reader_of: the reader that each rank belongs to.
         shares: first rows of each reader in a micro-batch.
         unit: rows that can't be split.
+        every: steps between decisions, of which the first of `WINDOWS` has as many.
     """
 
-    def __init__(self, reader_of: Sequence[int], shares: Sequence[int], unit: int) -> None:
-        self._reader_of, self.shares, self._unit = tuple(reader_of), tuple(shares), unit
+    def __init__(self, reader_of: Sequence[int], shares: Sequence[int], unit: int, every: int) -> None:
+        self._reader_of, self.shares, self._unit, self._every = tuple(reader_of), tuple(shares), unit, every
 
-    def decide(self, times: Sequence[tuple[float, int]], first_step: int) -> ShareChange | None:
-        """Returns new shares where they are worth it.
+    def decide(self, times: Sequence[RankPace], first_step: int) -> ShareChange | None:
+        """Returns new shares where they are worth it, by the fewest steps that show it.
 
         Args:
-            times: by rank: seconds that it computed a step, and the rows that its memory allows.
+            times: by rank.
             first_step: from which on new shares can hold.
         """
-        seconds = [0.0] * len(self.shares)
         limits = [sum(self.shares)] * len(self.shares)
-        for reader, (busy_s, limit) in zip(self._reader_of, times, strict=True):
+        for reader, rank in zip(self._reader_of, times, strict=True):
             # A reader's ranks share its rows (tp, pp, cp): the slowest sets its pace, the fullest its limit.
-            seconds[reader], limits[reader] = max(seconds[reader], busy_s), min(limits[reader], limit)
-        if min(seconds) <= 0.0:
-            return None
-        per_row = [busy_s / rows for busy_s, rows in zip(seconds, self.shares)]
-        shares = balanced_shares(per_row, limits, sum(self.shares), self._unit)
-        expected_s = max(rows * cost for rows, cost in zip(shares, per_row))
-        if expected_s > (1.0 - LEAST_GAIN) * max(seconds):
-            return None
-        self.shares = tuple(shares)
-        return ShareChange(first_step=first_step, shares=self.shares, seconds=tuple(seconds), expected_s=expected_s)
+            limits[reader] = min(limits[reader], rank.row_limit)
+        noise = max(rank.noise for rank in times)
+        for window, decisions in enumerate(WINDOWS[: len(times[0].seconds)]):
+            seconds = [0.0] * len(self.shares)
+            for reader, rank in zip(self._reader_of, times, strict=True):
+                seconds[reader] = max(seconds[reader], rank.seconds[window])
+            if min(seconds) <= 0.0:
+                return None
+            per_row = [busy_s / rows for busy_s, rows in zip(seconds, self.shares)]
+            shares = balanced_shares(per_row, limits, sum(self.shares), self._unit)
+            expected_s = max(rows * cost for rows, cost in zip(shares, per_row))
+            # Of a median of n draws sqrt(pi / 2n) deviations; of the ratio of two of them, sqrt(2) times that.
+            error = noise * math.sqrt(math.pi / (decisions * self._every))
+            if expected_s < (1.0 - LEAST_GAIN - CERTAINTY * error) * max(seconds):
+                self.shares = tuple(shares)
+                return ShareChange(
+                    first_step=first_step, shares=self.shares, seconds=tuple(seconds), expected_s=expected_s
+                )
+        return None
 
 
 class ShareBalancer:
@@ -180,11 +212,13 @@ class ShareBalancer:
         rows = config.batch // layout.microbatches
         reader_of = [layout.reader(rank)[0] for rank in range(layout.world)]
         shares = [rows * share // sum(layout.reader_shares()) for share in layout.reader_shares()]
-        self._decision = ShareDecision(reader_of, shares, unit)
+        self._decision = ShareDecision(reader_of, shares, unit, self._every)
         self._reader = reader_of[mesh.rank]
         self._most_rows = shares[self._reader]
         self._pending: ShareChange | None = None
-        self._busy_s: list[float] = []
+        self._busy_s: deque[float] = deque(maxlen=WINDOWS[-1] * self._every)
+        self._differences: deque[float] = deque(maxlen=NOISE_STEPS)
+        self._undecided_steps = 0
         self._ignored_steps = WARM_UP_STEPS
 
     def __call__(self, info: StepInfo) -> Request:
@@ -198,29 +232,39 @@ class ShareBalancer:
             self._ignored_steps -= 1
         else:
             self._busy_s.append(busy_seconds(info.record))
-            if len(self._busy_s) >= self._every:
+            self._undecided_steps += 1
+            if self._undecided_steps >= self._every:
                 self._decide(info.record)
         return Request.NONE
 
     def _decide(self, record: StepRecord) -> None:
-        # The median, since one step may hold what has nothing to do with rows: a snapshot, a page fault.
-        times = self._gather(median(self._busy_s), self._row_limit(record))
-        self._busy_s.clear()
+        times = self._gather(self._row_limit(record))
+        self._undecided_steps = 0
         self._pending = self._decision.decide(times, self._feed.next_unread)
         if self._pending is not None:
+            self._busy_s.clear()
             shares, first = self._pending.shares, sum(self._pending.shares[: self._reader])
             span = (first * self._microbatches, (first + shares[self._reader]) * self._microbatches)
             self._feed.change_span(self._pending.first_step, span)
             self._event(self._pending)
 
-    def _gather(self, busy_s: float, limit: int) -> list[tuple[float, int]]:
-        """Returns every rank's (seconds, rows), in rank order."""
-        mine = torch.tensor([busy_s, float(limit)], dtype=torch.float64, device=self._mesh.device_type)
-        values = mine.new_empty(2 * self._mesh.world.size)
+    def _gather(self, row_limit: int) -> list[RankPace]:
+        """Returns every rank's times, in rank order; all ranks have seen equally many steps."""
+        newest = list(self._busy_s)
+        windows = [count * self._every for count in WINDOWS if count * self._every <= len(newest)]
+        # Medians, since one step may hold what has nothing to do with rows: a snapshot, a page fault.
+        seconds = [median(newest[-count:]) for count in windows]
+        self._differences.extend(relative_differences(newest[-self._every - 1 :]))
+        own = [float(row_limit), noise_of(self._differences), *seconds]
+        mine = torch.tensor(own, dtype=torch.float64, device=self._mesh.device_type)
+        values = mine.new_empty(len(own) * self._mesh.world.size)
         self._mesh.world.all_gather(values, mine).wait()
         # Else this wait would be taken from the next step's time.
         self._mesh.log.drain()
-        return [(seconds, int(rows)) for seconds, rows in values.view(-1, 2).tolist()]
+        return [
+            RankPace(row_limit=int(limit), noise=noise, seconds=tuple(seconds))
+            for limit, noise, *seconds in values.view(-1, len(own)).tolist()
+        ]
 
     def _row_limit(self, record: StepRecord) -> int:
         """Returns the rows of a micro-batch that this rank has memory for; those that it has had at the least."""
@@ -242,3 +286,21 @@ def busy_seconds(record: StepRecord) -> float:
     """Returns the seconds of a step that its rank computed: without waits for collectives and for data."""
     waits = sum(row.exposed_s for row in record.comm) + record.parts.get("data", 0.0)
     return max(0.0, record.step_s - waits)
+
+
+def relative_differences(seconds: Sequence[float]) -> list[float]:
+    """Returns by which share of their mean each two seconds that follow each other differ."""
+    return [2.0 * abs(later - earlier) / (later + earlier or 1.0) for earlier, later in pairwise(seconds)]
+
+
+def noise_of(differences: Sequence[float]) -> float:
+    """Returns the standard deviation of values from the absolute differences of neighbours; 0 without any.
+
+    By the median, so that one change of the values themselves, or one step that held something else, says nothing.
+    """
+    if not differences:
+        return 0.0
+    # The median of a few may be small by chance: the largest then stands for it.
+    typical = median(differences) if len(differences) >= SURE_DIFFERENCES else max(differences)
+    # |a - b| of two normal draws has the median 0.6745 sqrt(2) deviations.
+    return typical / (0.6745 * math.sqrt(2.0))

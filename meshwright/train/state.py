@@ -20,6 +20,10 @@ WEIGHTS = "weights"
 BUFFERS = "buffers"
 OUTER_MOMENTUM = "outer_momentum"
 """Prefix of the outer optimizer's momentum; under islands the weights of `WEIGHTS` are the outer ones."""
+OUTER_TRANSFER = "outer_transfer"
+"""Prefix of the islands' mean movements that have arrived before the step in which they are taken."""
+TRANSFER_SUMMARIES = "outer_transfer_summaries"
+"""Their summaries, a row for each fragment of the weights."""
 _ISLAND = "island"
 
 
@@ -83,7 +87,9 @@ def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[s
     tensors.update((prefix + name, moment) for name, moment in optimizer.state())
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     if outer is not None and saved:
-        tensors.update(pair for pair in outer.state() if pair[0].startswith(f"{OUTER_MOMENTUM}/"))
+        # A site's state has no momentum, which is its server's.
+        momentum = (pair for pair in outer.state() if pair[0].startswith(f"{OUTER_MOMENTUM}/"))
+        tensors.update(pair for pair in momentum if pair[0] in names)
     return tensors
 
 
@@ -159,7 +165,9 @@ def load_state(
         expect=expect,
         required=False,
         # Another number of islands reads the outer weights and leaves what single islands saved.
-        may_remain=lambda name: island_of_name(name) is not None or name.startswith(f"{OUTER_MOMENTUM}/"),
+        may_remain=lambda name: (
+            island_of_name(name) is not None or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))
+        ),
     )
     if checkpoint is None:
         return None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,7 @@ from meshwright.json_types import JsonObject
 from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
+from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
 from meshwright.spec.layout import Layout
@@ -27,14 +28,17 @@ from meshwright.train.feed import Feed
 from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
+from meshwright.train.join_report import VOTES, JoinReport
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
-from meshwright.train.outer import VOTES, JoinReport, OuterOptimizer
+from meshwright.train.outer import OuterOptimizer
+from meshwright.train.page_requests import PageRequests, split_stop_count
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.shortage import peak_bytes
+from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
 
@@ -71,8 +75,12 @@ class TrainerDeps:
     """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
     faults: Faults | None = None
     """The injected faults, if any."""
-    outer: OuterOptimizer | None = None
-    """Joins the islands; None where there is one."""
+    outer: OuterOptimizer | SiteOptimizer | None = None
+    """Joins the islands, or this site with others; None where there is neither."""
+    timeline: TimelineWriter | None = None
+    """Records phases and waits of some steps; None where they aren't wanted."""
+    page_requests: PageRequests | None = None
+    """What the page asked for, on the one rank that spreads it."""
 
 
 class Trainer:
@@ -86,15 +94,19 @@ class Trainer:
         self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
         state = (deps.program, deps.optimizer, deps.store.agreement)
         events = (self._event, self._step_event)
-        self._integrity = Integrity(self._health, *state, deps.memory, *events, rewinds_steps=deps.outer is None)
-        self._join: JoinReport | None = None
+        self._integrity = Integrity(
+            self._health, *state, deps.memory, *events,
+            rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
+        )  # fmt: skip
+        self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
+        self._page_requested = Request.NONE
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
         self._saved_at = -1
         self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
-        self._position = RankProgress(deps.progress, deps.faults, lambda: self.step)
+        self._position = RankProgress(deps.progress, deps.faults, lambda: self.step, deps.timeline)
         deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
@@ -273,6 +285,8 @@ class Trainer:
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
+        if deps.page_requests is not None:
+            stop_share += deps.page_requests.share()
 
         def run(limits: Limits | None) -> StepOutcome:
             return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
@@ -281,6 +295,7 @@ class Trainer:
         outcome, values = self._integrity.settled(self.step, first_outcome, scaled, run)
         if self._integrity.damage is not None:
             return None
+        values["stop"] = self._take_page_requests(values["stop"])
         reason = self._health.judge(values["loss"], values["grad_norm"])
         if deps.outer is not None:
             stop_count = self._join_islands(deps.outer, values, reason is None)
@@ -300,7 +315,36 @@ class Trainer:
         deps.monitor.step(record)
         return record, values["stop"]
 
-    def _join_islands(self, outer: OuterOptimizer, values: Mapping[str, float], updated: bool) -> float | None:
+    @contextlib.contextmanager
+    def dialled_in(self) -> Iterator[None]:
+        """Has a site take the present version of its server, where steps are left, and hang up at the context's end."""
+        outer = self._deps.outer
+        if not isinstance(outer, SiteOptimizer):
+            yield
+            return
+        outer.stamp = lambda: self._phase("server", 0)
+        try:
+            if self.step < self._deps.config.train.steps:
+                version = outer.dial_in()
+                self._event("site_dialled_in", step=self.step, version=version, meet=self._deps.config.outer.meet)
+            yield
+            outer.leave()
+        finally:
+            outer.close()
+
+    def _take_page_requests(self, total: float) -> float:
+        """Takes the page's requests, the same on all ranks of a step, out of its stop count; returns the rest."""
+        deps = self._deps
+        stop_count, self._page_requested = split_stop_count(total)
+        if deps.page_requests is not None and self._page_requested:
+            deps.page_requests.answer(self._page_requested)
+            actions = [flag.name.lower() for flag in self._page_requested if flag.name]
+            deps.monitor.event(Event(kind="requested", rank=deps.rank, data={"step": self.step + 1, "what": actions}))
+        return stop_count
+
+    def _join_islands(
+        self, outer: OuterOptimizer | SiteOptimizer, values: Mapping[str, float], updated: bool
+    ) -> float | None:
         """Counts a step of this island and joins the islands where a round ends.
 
         Args:
@@ -316,9 +360,13 @@ class Trainer:
         outer.request_stop(values["stop"])
         step, tokens = self.step + 1, values["targets"] if updated else 0.0
         last = step == self._deps.config.train.steps
-        # A join would spread one rank's damage to all islands, and start their bounds from it.
-        if outer.ends_round(step, last) and not self._integrity.may_join(step):
-            return None
+        if outer.sends_ahead(step, last):
+            self._integrity.note_state()
+        if outer.ends_round(step, last):
+            outer.receive(step, last)
+            # A join would spread one rank's damage to all islands, and start their bounds from it.
+            if not self._integrity.may_join(step, self._shared_counters() | {"tokens": self.tokens}):
+                return None
         self._join = outer.after_step(step, tokens, values["loss"], last)
         self._deps.program.step_timer.lap("join")
         if self._join is None:
@@ -390,7 +438,8 @@ class Trainer:
             requests |= Request.EVALUATE
         if config.checkpoint.due(self.step):
             requests |= Request.CHECKPOINT
-        hook_requests, outer = Request.NONE, self._deps.outer
+        # The page's requests are executed as those of a hook.
+        hook_requests, outer = self._page_requested, self._deps.outer
         if self._deps.hooks:
             info = StepInfo(step=self.step, steps=steps, record=record, validation_loss=self.validation_loss)
             for hook in self._deps.hooks:

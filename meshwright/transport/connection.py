@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import selectors
 import socket
 import time
 
@@ -51,6 +52,12 @@ class Connection:
     def limit(self, seconds: float | None) -> None:
         """Sets the timeout of each wait for the peer; None waits for ever."""
         self.socket.settimeout(seconds)
+
+    def readable(self, seconds: float) -> bool:
+        """Returns whether data, or the connection's end, comes within some seconds."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.socket, selectors.EVENT_READ)
+            return bool(selector.select(seconds))
 
     def send(self, contents: bytes | bytearray | memoryview, kind: FrameKind = FrameKind.MESSAGE) -> None:
         """Sends a frame.

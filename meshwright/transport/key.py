@@ -69,19 +69,20 @@ def read_key(path: Path) -> RunKey:
         ) from None
 
 
-def run_key(run_dir: Path, key_file: Path | None = None) -> RunKey:
+def run_key(run_dir: Path, key_file: Path | None = None, name: str = NAME) -> RunKey:
     """Returns a run's key from the user's file, or from the run directory, where the first node creates it.
 
     Args:
         run_dir: shared by all nodes.
         key_file: the user's key file on this node; None for the run directory's.
+        name: of the file in the run directory.
 
     Raises:
         LaunchError: as `read_key`, and when none can be created.
     """
     if key_file is not None:
         return read_key(key_file)
-    path = run_dir / NAME
+    path = run_dir / name
     if not path.exists():
         _create_key_file(path)
     deadline = time.monotonic() + _VISIBLE_S

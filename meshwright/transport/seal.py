@@ -61,6 +61,10 @@ class Channel(enum.IntEnum):
     """Snapshots that another node reads."""
     WRITERS = 4
     """Agreement between the writers of a checkpoint."""
+    SITES = 5
+    """Rounds and versions, between a site and the outer server."""
+    MOVEMENTS = 6
+    """Movements and outer weights, between a rank of a site and a shard of the outer server."""
 
 
 class FrameKind(enum.IntEnum):

@@ -133,7 +133,14 @@ def test_eight_ranks(model: str, text: str) -> None:
                 "llama",
                 ("shard=2,cp=2,zero=1,microbatches=2", "shard=2,cp=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3"),
             ),
-            ("mixtral", ("shard=2,cp=2,zero=3", "shard=2,cp=2,ep=2,zero=3,microbatches=2", "shard=2,cp=2,ep=4,zero=1")),
+            (
+                "mixtral",
+                (
+                    "shard=2,cp=2,zero=3,secondary=2",
+                    "shard=2,cp=2,ep=2,zero=3,secondary=2,microbatches=2",
+                    "shard=2,cp=2,ep=4,zero=1",
+                ),
+            ),
             ("llama", ("replicate=2,shard=2,cp=2,zero=2,microbatches=2", "pp=2,shard=2,cp=2,zero=3,microbatches=2")),
             ("gpt2", ("shard=2,cp=2,tp=2,zero=3,sequence=true",)),
             ("deep", ("pp=2,shard=2,cp=2,zero=1,microbatches=4,schedule=zbv",)),

@@ -31,7 +31,8 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.strategy.mesh import layout_of_dims
 from meshwright.train.config import OuterConfig
 from meshwright.train.feed import MicroBatch
-from meshwright.train.outer import OuterOptimizer, check_islands
+from meshwright.train.island_checks import check_islands
+from meshwright.train.outer import OuterOptimizer
 from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program

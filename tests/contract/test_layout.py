@@ -74,6 +74,11 @@ def test_defaults_and_spaces() -> None:
         ("offload=disk", "known: none, optimizer, parameters"),
         ("recompute=none:2", "full:K or selective:K"),
         ("compile=1", "compile=true or compile=false"),
+        ("shard=8,secondary=3", "must divide the 8 ranks .* nearest that works: secondary=2"),
+        ("shard=4,secondary=4", "be fewer; nearest that works: secondary=2"),
+        ("shard=2,secondary=2", "nearest that works: drop it"),
+        ("shard=4,zero=2,secondary=2", "zero=2 frees none in between; write zero=3"),
+        ("pp=2,shard=4,secondary=2", "no effect with pp=2: a pipeline keeps"),
     ],
 )
 def test_what_cannot_be(text: str, told: str) -> None:
@@ -175,3 +180,10 @@ def test_uneven_shares_cover_the_batch_once() -> None:
 def test_shares_that_cannot_be_are_refused(text: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         Layout.parse(text)
+
+
+def test_a_secondary_copy_follows_the_ranks_that_share_the_state() -> None:
+    layout = Layout.parse("shard=4,cp=2,secondary=4")
+    assert str(layout) == "shard=4,cp=2,zero=3,secondary=4"
+    for degrees, secondary in (({"shard": 8}, 4), ({"shard": 4}, 0), ({"shard": 8, "pp": 2}, 0), ({"replicate": 8}, 0)):
+        assert layout.with_degrees(degrees).secondary == secondary

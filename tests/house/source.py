@@ -15,7 +15,7 @@ FILE_LINES = 400
 FUNCTION_LINES = 60
 TYPED_ROOMS = ("spec", "parallel", "models")
 """Rooms without imports for types alone: these hide circles."""
-TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner")
+TORCH_FREE_ROOMS = ("spec", "schedules", "cluster", "planner", "sites")
 """Rooms that a plan from sizes alone reads, which starts without torch."""
 INNER_IMPORTS = {
     ("arguments.py", "tyro"): "a third of a second, which a command without flags needn't wait for",

@@ -129,7 +129,7 @@ def test_the_readme_fits_two_screens() -> None:
 
 PROGRAM = re.compile(r"python (-m (?!meshwright |pytest)[\w.]+|(?!-)[\w/]+\.py)((?: (?:\\\n *)?[^`\n|#]*)?)")
 """A command of this repository: its module or file, and the words that follow."""
-COMMAND = re.compile(r"(?<![\w.])meshwright ([a-z]+)((?:(?!\n\n|```|`|  +#).)*?)(?=[`#\n]|  +#|$)")
+COMMAND = re.compile(r"(?<![\w.])meshwright ([a-z-]+)((?:(?!\n\n|```|`|  +#).)*?)(?=[`#\n]|  +#|$)")
 """``meshwright VERB ...`` up to the end of its line, of its code, or a comment."""
 FLAG = re.compile(r"(?<=\s)--([a-z][\w.-]*)")
 

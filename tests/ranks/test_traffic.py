@@ -41,12 +41,15 @@ CASES = {
         "shard=2,zero=3,compress_weights=int8,microbatches=2", "shard=2,zero=1,compress_weights=fp8",
         "cp=2,compress=fp16", "replicate=4,compress=fp8:2", "replicate=4,compress=int8",
         "replicate=2,shard=2,zero=2,microbatches=2,compress=int8,compress_weights=int8",
+        # Backward's gathers from a secondary copy, under a name of their own.
+        "shard=4,zero=3,secondary=2,microbatches=2", "shard=2,cp=2,zero=3,secondary=2,precision=bf16",
+        "shard=4,zero=3,secondary=2,compress_weights=int8",
         "replicate=2,tp=2,compress=int8", "replicate=2,pp=2,microbatches=2,compress=int8",
     ],
     "mixtral": [
         "replicate=2", "shard=2,ep=2,zero=3,microbatches=2", "cp=2,ep=2", "tp=2,ep=2", "shard=2,cp=2,ep=2,zero=2",
         "replicate=2,shard=2,ep=2,zero=1", "replicate=2,shard=2,ep=2,zero=1,compress=int8",
-        "replicate=2,tp=2,ep=2,compress=int8",
+        "replicate=2,tp=2,ep=2,compress=int8", "shard=4,ep=2,zero=3,secondary=2",
     ],
 }  # fmt: skip
 """Every axis on its own, and where two share a wire."""

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from meshwright.events import Event, StepRecord
 from meshwright.monitor.config import MonitorConfig
-from meshwright.monitor.display import Course, PlainDisplay, RunHeader, event_line
+from meshwright.monitor.display import Course, PlainDisplay, RunHeader, event_line, step_line
 from meshwright.monitor.live import LiveDisplay, braille, draw
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
@@ -81,6 +81,12 @@ def test_the_panel_shows_the_run():
     for words in ("gpt2", "step 50/100", "25.0 s to go", "loss 0.0800", "val loss 1.7500 @ 50", "12.3 k", "41.2%",
                   "forward 40%", "parameters 1.00 MiB", "rank 1 waits"):  # fmt: skip
         assert words in text, words
+    join = {"island_losses": [2.25, 2.5], "consensus_distance": 0.125, "sent_bytes": 1 << 20, "raw_bytes": 4 << 20}
+    course.step(record(51, outer=join))
+    course.step(record(52))
+    joined = "islands 2.25 2.5, apart 0.125, sent 1.00 MiB for 4.00 MiB @ 51"
+    console.print(draw(course, [], 61.0))
+    assert joined in console.file.getvalue() and joined in step_line(record(52), course)
     assert any(0x2801 <= ord(letter) <= 0x28FF for letter in text)
     narrow = terminal(40)
     narrow.print(draw(course, [], 0.0))

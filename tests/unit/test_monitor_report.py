@@ -30,6 +30,10 @@ PLAN = {
 CONFIG = '[model]\nfamily = "gpt2"\nlayers = 4\nwidth = 128\n\n[data]\npaths = ["tinyshakespeare.txt"]\n'
 
 
+JOIN = {"island_losses": [3.0, 2.5], "consensus_distance": 0.5, "pseudo_gradient_norm": 1.0,
+        "sent_bytes": 2 << 20, "raw_bytes": 4 << 20, "wait_s": 0.25}  # fmt: skip
+
+
 def record(step: int, draw: random.Random, skipped: bool = False) -> StepRecord:
     loss = 1.5 + 2.7 * math.exp(-step / 250) + draw.gauss(0, 0.06)
     parts = {"data": 0.001, "forward": 0.031, "backward": 0.058, "reduce": 0.012, "optimizer": 0.006, "other": 0.001}
@@ -56,6 +60,7 @@ def record(step: int, draw: random.Random, skipped: bool = False) -> StepRecord:
             CommTotals(axis="replicate", op="all_reduce", calls=6, bytes=1_600_000, seconds=0.009, exposed_s=0.006),
         ),
         epoch=step / 800,
+        outer=JOIN if step % 30 == 0 else {},
     )
 
 
@@ -99,7 +104,7 @@ def make_run(folder: Path, steps: int) -> Path:
 class Tags(HTMLParser):
     """Collects tags and addresses, and checks that every element that must be closed is."""
 
-    VOID = ("meta", "br", "line", "rect", "path", "circle")
+    VOID = ("meta", "br", "line", "rect", "path", "circle", "input", "img")
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +141,7 @@ def test_a_long_run_gives_a_small_whole_page_that_loads_nothing(tmp_path):
     assert len(text) < 400_000
     for words in ("Loss", "Gradient norm", "Learning rate", "Throughput", "rank 3", "replicate 1", "resumed",
                   "skipped step (3)", "4 B x 800,000 / shard 2", "reduce_scatter", "gzip", "2.320", "slowest 1 %",
-                  "value above the frame"):  # fmt: skip
+                  "value above the frame", "island 1", "Consensus distance", "2.00 MiB a join"):  # fmt: skip
         assert words in text, words
 
 

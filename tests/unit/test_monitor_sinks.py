@@ -129,7 +129,9 @@ def read_tensorboard(folder: Path) -> tuple[dict[str, list[tuple[int, float]]], 
 def test_tensorboard_reads_what_the_sink_writes(tmp_path):
     sink: Sink = TensorBoardSink(tmp_path, every=2)
     for step in range(1, 7):
-        sink.step(record(step, loss=float(step), grad_norm=math.nan if step == 4 else 1.0, mfu=0.5))
+        # A join between two points is written all the same.
+        outer = {"island_losses": [2.0, 3.0], "consensus_distance": 0.5, "sent_bytes": 8} if step in (3, 4) else {}
+        sink.step(record(step, loss=float(step), grad_norm=math.nan if step == 4 else 1.0, mfu=0.5, outer=outer))
     sink.event(Event(kind="evaluated", rank=0, data={"step": 6, "loss": 1.5, "best": True}))
     sink.event(Event(kind="sampled", rank=0, data={"step": 6, "text": "To be\nor not"}))
     sink.close()
@@ -138,6 +140,7 @@ def test_tensorboard_reads_what_the_sink_writes(tmp_path):
     resumed.close()
     scalars, texts = read_tensorboard(tmp_path)
     assert scalars["train/loss"] == [(1, 1.0), (2, 2.0), (4, 44.0)]
+    assert scalars["islands/loss_1"] == [(3, 3.0)] and scalars["islands/sent_bytes"] == [(3, 8.0)]
     assert scalars["comm_bytes_per_s/replicate/all_reduce"][0] == (1, pytest.approx(40_000.0))
     assert {"train/accuracy", "train/learning_rate", "speed/tokens_per_s", "speed/mfu", "memory/peak_bytes",
             "step/backward_s", "comm_s/replicate/all_reduce", "evaluation/loss"} <= set(scalars)  # fmt: skip

@@ -13,6 +13,7 @@ from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
 from meshwright.spec.layout import Layout
@@ -45,6 +46,55 @@ def test_lines_of_tp_share_a_card() -> None:
     alone = reduce_s("replicate=8,compress=int8:2")
     shared = reduce_s("replicate=8,tp=2,compress=int8:2", "4x4xa100-40@ethernet-1g")
     assert shared == pytest.approx(alone, rel=0.1)
+
+
+def test_an_exact_sum_between_nodes_costs_the_network() -> None:
+    """One device a node: the two neighbours of a run are on two of them, and exchange exact gradients there.
+
+    By hand, of V bytes of gradients: V to sum halves with a neighbour and gather them, rounded halves over two runs;
+    flat, six quarters of V rounded; exactly, six quarters of V.
+    """
+    lone_devices = "4x1xa100-40@ethernet-1g"
+    exact, flat, runs = (
+        reduce_s(f"replicate=4{choice}", lone_devices) for choice in ("", ",compress=int8", ",compress=int8:2")
+    )
+    rounded = 260 / 256 / 4
+    assert flat / exact == pytest.approx(rounded, rel=0.1)
+    assert runs / exact == pytest.approx((1 + rounded / 2) / 1.5, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("inside", "nodes", "run", "neighbours", "across"),
+    [(8, 2, 4, (4, 1), (2, 2)), (8, 4, 16, (8, 2), (1, 2)), (1, 4, 2, (1, 2), (1, 2)), (3, 2, 2, (1, 2), (1, 3))],
+)
+def test_runs_of_neighbours_use_the_links_that_they_cross(
+    inside: int, nodes: int, run: int, neighbours: tuple[int, int], across: tuple[int, int]
+) -> None:
+    spans = GroupSpan(*(np.array([float(value)]) for value in (inside, nodes, 1))).split_runs(np.array([float(run)]))
+    for span, expected in zip(spans, (neighbours, across)):
+        assert (span.inside[0], span.nodes[0]) == expected
+    assert spans[0].ranks[0] * spans[1].ranks[0] == inside * nodes
+
+
+def test_messages_under_way_take_memory() -> None:
+    exact, rounded = (
+        price(JOB, Layout.parse(f"replicate=4,precision=float32{choice}"), Cluster.parse("4x1xa100-40@ethernet-1g"))
+        for choice in ("", ",compress=int8")
+    )
+    largest_weight = 32000 * 1024
+    assert exact.memory["buffers"] == 0
+    assert 2 * largest_weight < rounded.memory["buffers"] < 6 * largest_weight
+    assert rounded.peak == pytest.approx(exact.peak + rounded.memory["buffers"], rel=0.01)
+
+
+@pytest.mark.parametrize(("cluster", "fix"), [("4xh100+4xa100-80", ""), ("2x4xh100", "islands=2")])
+def test_what_lossy_does_not_reach_is_said(cluster: str, fix: str) -> None:
+    sizes = "layers=8,width=1024,heads=16,vocab=32000"
+    config = PlanConfig(sizes=sizes, cluster=cluster, batch=32, sequence=512, fix=fix)
+    assert not any("lossy" in note for note in plan_model(config, model_of_sizes(sizes)).choice.notes)
+    allowed = plan_model(dataclasses.replace(config, allow=("lossy",)), model_of_sizes(sizes))
+    (note,) = [note for note in allowed.choice.notes if "--allow lossy" in note]
+    assert "changes nothing" in note and "compress=int8" in note
 
 
 def test_gathered_weights_cost_their_bytes() -> None:

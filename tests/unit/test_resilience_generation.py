@@ -410,10 +410,10 @@ def test_a_device_of_a_node_that_is_gone_ends_no_generation(tmp_path: Path) -> N
     controller.order, asked = order_of({0: 3}), []
     requests = SimpleNamespace(reconfiguration_requested=False, request_reconfiguration=lambda: asked.append(1))
     controller._record_device_failure((7, 0))
-    controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
+    controller._watch_generation(SimpleNamespace(control=requests, times=None))  # type: ignore[arg-type]
     assert not asked
     controller._record_device_failure((0, 0))
-    controller._watch_generation(SimpleNamespace(control=requests))  # type: ignore[arg-type]
+    controller._watch_generation(SimpleNamespace(control=requests, times=None))  # type: ignore[arg-type]
     assert asked == [1]
 
 

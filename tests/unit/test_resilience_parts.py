@@ -232,6 +232,36 @@ def test_equal_ranks_are_rarely_named_by_chance() -> None:
     assert sum(map(bool, verdicts)) <= 2, verdicts
 
 
+def named_in_steps(ranks: int, slow: int | None, seed: int, steps: int = 400) -> list[tuple[int, int]]:
+    """Returns (step, rank) of each verdict on ranks that end every step together, polled ten times a second."""
+    draw, watch = random.Random(seed), SlowRankWatch(lambda rank: 0)
+    named, start_s, polled_s = [], 0.0, 0.0
+    for step in range(steps):
+        busy_s = [0.1 * draw.lognormvariate(0.0, 0.2) + 0.3 * (rank == slow) for rank in range(ranks)]
+        # Each step has work that nobody waits for, and its end, when all wait for the slowest.
+        end_s = start_s + max(busy_s) + 0.02
+        while polled_s < end_s:
+            stamps = [
+                RankStamp(
+                    rank=rank, pid=1, generation=0, step=9 + step, micro=0, phase="backward", since=0.0,
+                    waits_for="" if polled_s - start_s < busy_s[rank] else "all_reduce over replicate",
+                )
+                for rank in range(ranks)
+            ]  # fmt: skip
+            named += [(step, verdict.rank) for verdict in watch.poll(stamps)]
+            polled_s += 0.1
+        start_s = end_s
+    return named
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_slowed_rank_is_named_and_undisturbed_runs_name_nobody(ranks: int) -> None:
+    for seed in range(10):
+        assert named_in_steps(ranks, None, seed) == []
+        step, rank = named_in_steps(ranks, seed % ranks, seed, steps=20)[0]
+        assert step < 20 and rank == seed % ranks
+
+
 def test_plans_are_made_ahead_by_another_process() -> None:
     asked = []
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.errors import ConfigError, PlanError
 from meshwright.spec.layout import Layout
 from meshwright.train.config import TrainConfig
-from meshwright.train.share_balance import LEAST_GAIN, ShareDecision, balanced_shares, check_rebalance
+from meshwright.train.share_balance import LEAST_GAIN, RankPace, ShareDecision, balanced_shares, check_rebalance
 
 
 def slowest(shares: list[int], costs: list[float]) -> float:
@@ -36,26 +36,33 @@ def test_no_other_shares_are_faster(seed: int) -> None:
     assert not allowed or shares in allowed
 
 
+def measured(seconds: float, row_limit: int = 99, noise: float = 0.0) -> RankPace:
+    return RankPace(seconds=(seconds,), row_limit=row_limit, noise=noise)
+
+
 def test_shares_change_only_where_it_is_worth_it() -> None:
-    decision = ShareDecision(reader_of=(0, 1), shares=(8, 8), unit=1)
-    assert decision.decide([(1.0, 99), (1.0 + LEAST_GAIN, 99)], 7) is None
-    change = decision.decide([(1.0, 99), (3.0, 99)], 7)
+    decision = ShareDecision(reader_of=(0, 1), shares=(8, 8), unit=1, every=3)
+    assert decision.decide([measured(1.0), measured(1.0 + LEAST_GAIN)], 7) is None
+    # A fifth less would be worth it, and is no more than what chance makes of three steps of such a clock.
+    assert decision.decide([measured(1.0, noise=0.1), measured(1.6)], 7) is None
+    change = decision.decide([measured(1.0), measured(3.0)], 7)
     assert change is not None and change.shares == (12, 4) and change.first_step == 7
     assert change.expected_s == pytest.approx(1.5) and change.seconds == (1.0, 3.0)
     # The load is gone: the same rows cost the same again.
-    back = decision.decide([(1.5, 99), (0.5, 99)], 20)
+    back = decision.decide([measured(1.5), measured(0.5)], 20)
     assert back is not None and back.shares == (8, 8)
 
 
 def test_the_slowest_and_the_fullest_rank_of_a_reader_count() -> None:
     # Two readers of two ranks each, as under tp=2: rank 3 is slow, rank 0 has memory for nine rows.
-    decision = ShareDecision(reader_of=(0, 0, 1, 1), shares=(8, 8), unit=1)
-    change = decision.decide([(0.5, 9), (1.0, 99), (1.0, 99), (3.0, 99)], 0)
+    decision = ShareDecision(reader_of=(0, 0, 1, 1), shares=(8, 8), unit=1, every=5)
+    change = decision.decide([measured(0.5, 9), measured(1.0), measured(1.0), measured(3.0)], 0)
     assert change is not None and change.seconds == (1.0, 3.0) and change.shares == (9, 7)
 
 
 def test_a_clock_that_stood_still_changes_nothing() -> None:
-    assert ShareDecision(reader_of=(0, 1), shares=(8, 8), unit=1).decide([(0.0, 99), (3.0, 99)], 0) is None
+    decision = ShareDecision(reader_of=(0, 1), shares=(8, 8), unit=1, every=5)
+    assert decision.decide([measured(0.0), measured(3.0)], 0) is None
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,8 @@ def test_objects_of_torch_have_the_attributes_that_only_they_have() -> None:
 def _missing_attributes(names: list[PrivateName]) -> list[str]:
     """Returns the names that this torch should have and its objects lack, or has and shouldn't."""
     unit = _sharded_unit()
+    unit.set_reshard_after_forward(True)  # type: ignore[operator]
+    fsdp2.set_post_forward_mesh(unit, init_device_mesh("cpu", (1, 1)))
     unit(torch.ones(1, 2)).sum().backward()
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"), input_args=(torch.ones(1, 2),))
     runtime: Any = pipelining.make_runtime([stage], 1, torch.sum)

@@ -18,6 +18,12 @@ class AllReduce(Exchange):
     name = "all_reduce"
     global_mean = True
 
+    def sent_bytes(self, elements: int, element_bytes: int, islands: int, compress: str = "none") -> int:
+        """Returns the bytes that a rank sends in an exchange: a ring's, or its rounded blocks to every other island."""
+        if compress != "none":
+            return count_blocks(elements) * FORMATS[compress].block_bytes * (islands - 1)
+        return 2 * elements * element_bytes * (islands - 1) // islands
+
     def check(self, islands: int) -> None:
         """Refuses no number of islands."""
 
@@ -37,7 +43,7 @@ class AllReduce(Exchange):
             # No island may have trained on a token: then all of them hold zeros.
             return values.div_(total.clamp(min=1.0).to(values.dtype))
 
-        return PendingMean(finish, 2 * values.nbytes * (group.size - 1) // group.size)
+        return PendingMean(finish, self.sent_bytes(values.numel(), values.element_size(), group.size))
 
 
 def _gather_rounded(values: torch.Tensor, weight: float, group: AxisGroup, codec: BlockCodec) -> PendingMean:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.spec.gossip import GOSSIP_PEERS
 
 
 @dataclass(slots=True)
@@ -33,6 +34,17 @@ class Exchange(ABC):
     """As `outer.topology` has it."""
     global_mean: bool
     """Whether every island gets the mean over all islands, to the same bits; else the islands' weights stay apart."""
+
+    def sent_bytes(self, elements: int, element_bytes: int, islands: int, compress: str = "none") -> int:
+        """Returns the bytes that a rank sends in an exchange.
+
+        Args:
+            elements: values that it hands over.
+            element_bytes: of one in its own type.
+            islands: number of islands.
+            compress: what values travel as, one of `outer.compress`.
+        """
+        return min(GOSSIP_PEERS.get(self.name, 0), islands - 1) * elements * element_bytes
 
     @abstractmethod
     def check(self, islands: int) -> None:

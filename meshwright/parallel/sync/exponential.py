@@ -41,7 +41,7 @@ class Exponential(Exchange):
             pending.wait()
             return received.add_(values).div_(2.0)
 
-        return PendingMean(finish, values.nbytes)
+        return PendingMean(finish, self.sent_bytes(values.numel(), values.element_size(), group.size))
 
 
 EXCHANGE = Exponential()

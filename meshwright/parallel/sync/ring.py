@@ -35,7 +35,7 @@ class Ring(Exchange):
                 total.add_(received[peer])
             return total.div_(len(neighbours) + 1)
 
-        return PendingMean(finish, len(neighbours) * values.nbytes)
+        return PendingMean(finish, self.sent_bytes(values.numel(), values.element_size(), group.size))
 
 
 EXCHANGE = Ring()

@@ -33,7 +33,7 @@ class CommunicationTimes:
         # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
         if (model.layouts.compress_weights > 0).any():
-            self._gather_bytes = self._value_bytes(model.layouts.compress_weights, self._gather_bytes)
+            self._gather_bytes = self.rounded_value_bytes(model.layouts.compress_weights, self._gather_bytes)
 
     def send_s(self) -> Array:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
@@ -52,8 +52,9 @@ class CommunicationTimes:
         seconds = self._gathers_s(ranks)
         exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
         # A pipeline that keeps its stages gathered gathers them only before their first forward.
-        exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(seconds, ranks.backward_busy))
-        exposed += runtime.slowed_s(np.where(self._gathers_once, 1.0, 2.0) * seconds - exposed)
+        again_s = np.where(self._gathers_once, 0.0, self._backward_gathers_s(ranks, seconds))
+        exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(again_s, ranks.backward_busy))
+        exposed += runtime.slowed_s(seconds + again_s - exposed)
         return np.asarray((exposed * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
@@ -68,6 +69,26 @@ class CommunicationTimes:
         seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
         return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
+    def _backward_gathers_s(self, ranks: Any, seconds: Array) -> Array:
+        """Returns seconds to gather all parameters of a rank for backward, (N, P).
+
+        Args:
+            ranks: of the layouts.
+            seconds: (N, P), of forward's gathers.
+        """
+        layouts, groups = self._model.layouts, self._model.groups
+        if not layouts.secondary.any():
+            return seconds
+        # The secondary copy holds the weights as forward gathered them, decoded; experts over ep have none.
+        dense, experts = ranks.parameters
+        exact_bytes = self._model.engine.runtime.gather_bytes * self._model.element / 2.0
+        over_ep = layouts.ep[:, None] > 1
+        shared = (dense + np.where(over_ep, 0.0, experts)) * exact_bytes
+        secondary_s = self._collective_s(traffic.all_gather_s, shared, groups.secondary)
+        others = np.where(over_ep, experts, 0.0) * self._gather_bytes
+        secondary_s = secondary_s + self._collective_s(traffic.all_gather_s, others, groups.expert_shard)
+        return np.asarray(np.where(layouts.secondary[:, None] > 0, secondary_s, seconds))
+
     def _exposed_gather_s(self, seconds: Array, busy: Array) -> Array:
         """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy`` seconds of compute."""
         overlap = self._model.engine.runtime.gather_overlap
@@ -81,7 +102,7 @@ class CommunicationTimes:
         gathers_each = (self._model.layouts.zero[:, None] == 3) & ~self._gathers_once
         if not gathers_each.any():
             return cover
-        seconds = self._gathers_s(ranks)
+        seconds = self._backward_gathers_s(ranks, self._gathers_s(ranks))
         hidden_s = seconds - self._exposed_gather_s(seconds, ranks.backward_busy)
         return np.asarray(np.where(gathers_each, np.maximum(cover - hidden_s, 0.0), cover))
 
@@ -117,7 +138,7 @@ class CommunicationTimes:
         cover_s = sharded_overlap * ranks.forward_busy * window
         return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
 
-    def _value_bytes(self, codes: Array, exact: Values) -> Array:
+    def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
         by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values())]
         return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
@@ -135,12 +156,12 @@ class CommunicationTimes:
         compressed = layouts.compress > 0
         if not compressed.any():
             return exact_s
-        # Copies of a node reduce-scatter and gather exact values; between nodes each has its part of them.
-        run = np.where(compressed & (span.inside % layouts.node_copies == 0), layouts.node_copies, 1.0)
-        inside = GroupSpan(run, np.ones_like(run), span.sharing)
-        across = GroupSpan(span.inside / run, span.nodes, span.sharing * run)
+        # Neighbours reduce-scatter and gather exact values; between runs of them each rank has its part of these.
+        fits = compressed & (span.ranks % layouts.node_copies == 0) & (span.ranks > layouts.node_copies)
+        run = np.where(fits, layouts.node_copies, 1.0)
+        inside, across = span.split_runs(run)
         inside_bytes, part = elements * self._reduce_bytes, elements / run[:, None]
-        wire_bytes = part * self._value_bytes(layouts.compress, 0.0)
+        wire_bytes = part * self.rounded_value_bytes(layouts.compress, 0.0)
         seconds = self._collective_s(traffic.reduce_scatter_s, inside_bytes, inside, collectives)
         seconds += self._collective_s(traffic.all_gather_s, inside_bytes, inside, collectives)
         seconds += self._collective_s(traffic.all_to_all_s, wire_bytes, across, collectives)

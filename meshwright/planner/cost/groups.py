@@ -48,6 +48,25 @@ class GroupSpan:
         """Members of a group."""
         return self.inside * self.nodes
 
+    def split_runs(self, run: Array) -> tuple[GroupSpan, GroupSpan]:
+        """Returns the span of runs of ``run`` neighbours, (N,), which divides the ranks, and that across the runs.
+
+        Neighbours that don't fit a node's members of the group sum over the links between nodes.
+        """
+        on_node = np.gcd(np.rint(self.inside).astype(np.int64), np.rint(run).astype(np.int64)).astype(float)
+        nodes = run / on_node
+        # Runs that share a node's cards, where their members are on several.
+        sharing = np.where(nodes > 1, self.sharing * self.inside / on_node, self.sharing)
+        runs_inside, runs_nodes = self.inside / on_node, self.nodes / nodes
+        # Runs that begin in the middle of a node: taken as one member a node, the slowest that can be.
+        is_even = (on_node == run) | (on_node == self.inside)
+        across = GroupSpan(
+            np.where(is_even, runs_inside, 1.0),
+            np.where(is_even, runs_nodes, self.ranks / run),
+            self.sharing * on_node,
+        )
+        return GroupSpan(on_node, nodes, sharing), across
+
 
 def span(rank_stride: Values, degree: Values, devices: int, world: Values) -> GroupSpan:
     """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
@@ -73,6 +92,7 @@ class CollectiveTimes:
         self.ep = span(1, layouts.ep, devices, world)
         self.shard = span(tp_cp, layouts.shard, devices, world)
         self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
+        self.secondary = span(layouts.tp, np.maximum(1.0, layouts.secondary), devices, world)
         self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
         self.readers = span(layouts.tp, layouts.readers, devices, world)
         # With ep, the ranks that shard one expert are every ep-th of shard x cp x tp; without, as for any weight.

@@ -144,6 +144,8 @@ class LayoutBatch:
     """Neighbouring copies that sum exactly first; 1 for none."""
     compress_weights: Array
     """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
+    secondary: Array
+    """Neighbours that share gathered weights from forward to backward under ZeRO-3; 0 for all ranks of the state."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
     """Layers of each stage, for layouts that name them; empty where none does."""
     files: tuple[str, ...] = ()
@@ -227,7 +229,8 @@ class LayoutBatch:
             splits: layers of each stage, for layouts that name them.
             files: schedules from files, whose codes follow those of the known ones.
         """
-        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "compress", "compress_weights"}
+        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary"}
+        zeros |= {"compress", "compress_weights"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -277,4 +280,5 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "compress": COMPRESSIONS.index(layout.compress.name),
         "node_copies": layout.compress.node_copies,
         "compress_weights": COMPRESSIONS.index(layout.compress_weights),
+        "secondary": layout.secondary,
     }

@@ -245,7 +245,30 @@ class RankTimes(LayerSums):
         memory["gradients"] = memory["gradients"] + further_gradients
         if self.job.adapters:
             memory |= {name: np.zeros_like(dense) for name in ("gradients", "optimizer", "update")}
-        return memory | {"buffers": np.zeros_like(dense)}
+        return memory | {"buffers": self._compression_buffers(dense)}
+
+    def _compression_buffers(self, dense: Array) -> Array:
+        """Returns bytes of rounded messages under way, (N, P): an estimate from the largest weights and FSDP units.
+
+        `planner.compression_buffers` has them exactly, of a model whose weights are known.
+        """
+        layouts, value_bytes = self.layouts, self.communication.rounded_value_bytes
+        if not (layouts.compress.any() or layouts.compress_weights.any()):
+            return np.zeros_like(dense)
+        layer_sizes = [np.asarray(cost.parameters + cost.experts) for cost in self.costs.layers]
+        largest_layer = fold(np.maximum, layer_sizes)[:, None]
+        ends = dense - self.sum_layers(lambda cost: cost.parameters)
+        unit, shards = np.maximum(ends, largest_layer), layouts.state_shards[:, None]
+        # A sharded unit is a message, of which two are under way: one sent and received, one gathered. A plain weight
+        # is one too, of a layer's at most a third, of which the next begins before those under way go on.
+        is_sharded = layouts.zero[:, None] > 0
+        embedding = (self.job.shape.vocab * self.job.shape.width / layouts.tp)[:, None]
+        largest_weight = np.maximum(np.minimum(ends, embedding), largest_layer / 3.0)
+        summed = np.where(is_sharded, 3.0 * unit / shards, 5.0 * largest_weight)
+        gathered = np.where(is_sharded, unit * (1.0 + 1.0 / shards), 0.0)
+        return np.asarray(
+            summed * value_bytes(layouts.compress, 0.0) + gathered * value_bytes(layouts.compress_weights, 0.0)
+        )
 
     def _activations(self) -> Array:
         """Returns bytes of activations at the peak of each rank, (N, P)."""
@@ -265,4 +288,12 @@ class RankTimes(LayerSums):
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
         all_layers = self.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
         end_parameters = dense - self.sum_layers(lambda cost: cost.parameters)
-        return np.minimum(2 * np.broadcast_to(largest, self.count)[:, None] + np.maximum(end_parameters, 0), all_layers)
+        largest = np.broadcast_to(largest, self.count)[:, None]
+        gathered = 2 * largest + np.maximum(end_parameters, 0)
+        if self.layouts.secondary.any():
+            # A rank has a part of every layer but the one at work; experts over ep have none.
+            over_ep, secondary = self.layouts.ep > 1, self.layouts.secondary[:, None]
+            shared = self.sum_layers(lambda cost: cost.parameters + np.where(over_ep, 0.0, cost.experts))
+            parts = np.maximum(shared - largest, 0.0) / np.maximum(secondary, 1.0)
+            gathered = gathered + np.where(secondary > 0, parts, 0.0)
+        return np.minimum(gathered, all_layers)

@@ -1,0 +1,70 @@
+"""Where ``meshwright train`` runs: here, on the nodes of a Slurm job, or in a job that is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from meshwright.cli.arguments import print_result
+from meshwright.errors import ConfigError, nearest
+from meshwright.jobs.nodes import NodeOptions
+from meshwright.jobs.progress import to_stderr as say
+from meshwright.jobs.run_directory import claim_directory
+from meshwright.jobs.slurm import run_in_job, submit
+from meshwright.launch.slurm import SlurmPlace, slurm_place
+from meshwright.train.run_config import RunConfig
+
+LAUNCHERS = ("local", "ssh", "slurm")
+"""Values of ``--on``."""
+
+
+def check_launcher(on: str | None, hostfile: str | None, nodes: NodeOptions | None) -> None:
+    """Refuses a launcher that isn't known, or that other flags contradict.
+
+    Raises:
+        ConfigError: naming the flags.
+    """
+    if on is None:
+        return
+    if on not in LAUNCHERS:
+        raise ConfigError(f"--on {on} is unknown{nearest(on, LAUNCHERS)}; known: {', '.join(LAUNCHERS)}")
+    if (on == "ssh") != (hostfile is not None):
+        raise ConfigError("--on ssh and --hostfile HOSTS belong together: give both, or neither")
+    if on == "slurm" and nodes is not None:
+        raise ConfigError("--on slurm numbers the nodes by itself; drop --nodes, --node and --meet")
+
+
+def train_by_slurm(on: str | None, args: Sequence[str], config: RunConfig, dry_run: bool) -> int | None:
+    """Submits a run to Slurm, or does this process's part in a job; returns the exit status.
+
+    Args:
+        on: value of ``--on``; inside of a job of several nodes none is needed.
+        args: words of the command after ``train``, without those of the launcher.
+        config: these words as settings.
+        dry_run: print the script and submit nothing.
+
+    Returns:
+        None where the run is for this machine alone, or torchrun's.
+    """
+    place = _place(on)
+    if place is None and on != "slurm":
+        return None
+    if place is None or dry_run:
+        config = claim_directory(config)
+        script, job = submit(args, config, dry_run=dry_run)
+        if dry_run:
+            print_result(script.rstrip())
+            return 0
+        print_result(f"job {job} trains in {config.run}")
+        for verb in ("status", "logs -f", "cancel"):
+            say(f"  meshwright {verb} {config.run}")
+        return 0
+    return run_in_job(args, config, place, say)
+
+
+def _place(on: str | None) -> SlurmPlace | None:
+    """Returns where in a Slurm job this process stands, if the run is for its nodes."""
+    if on not in (None, "slurm"):
+        return None
+    place = slurm_place()
+    # A job of one node runs as any machine does, unless it is asked to be watched over.
+    return place if place is not None and (on == "slurm" or place.nodes > 1) else None

@@ -1,0 +1,242 @@
+"""A run seen and ended from outside: its state, what it printed, its end, whichever launcher started it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.events import Event
+from meshwright.jobs.run_directory import CONFIG, LAUNCH
+from meshwright.jobs.slurm import LaunchRecord, read_record
+from meshwright.json_types import JsonObject
+from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
+from meshwright.monitor.display import event_line
+from meshwright.monitor.rundir import RunFiles, read_run
+from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
+from meshwright.resilience.run_lock import Owner, living_owners
+
+_POLL_S = 0.5
+_SSH_S = 30.0
+_QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
+_LOSSES = ("rank_lost", "node_lost", "leader_lost")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerState:
+    """What a scheduler says of a run's job."""
+
+    launcher: str
+    """``slurm``."""
+    job: str
+    """Id of the job."""
+    state: str
+    """As the scheduler calls it: ``PENDING``, ``RUNNING``; ``gone`` when it doesn't know the job any more."""
+    nodes: str
+    """The job's nodes now; empty before they are known."""
+    time_left: str
+    """Time left, as the scheduler writes it."""
+    reason: str
+    """Why the job waits; empty when it doesn't."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus:
+    """Where a run stands."""
+
+    run: str
+    """The run's directory."""
+    state: str
+    """``queued``, ``starting``, ``running``, ``finished``, ``interrupted``, ``failed``, or ``ended`` without a word."""
+    step: int
+    """Steps done."""
+    steps: int | None
+    """Steps of the run; None before its settings are written."""
+    loss: float | None
+    """Loss of the last step."""
+    tokens_per_s: float | None
+    """Target tokens a second in the last step."""
+    layout: str
+    """Layout of the ranks."""
+    owners: tuple[str, ...]
+    """Who trains: host and process, with the node's number where there are several."""
+    recoveries: int
+    """How often the run went on after a failure."""
+    last_loss: str
+    """The last failure, as a line; empty without any."""
+    job: SchedulerState | None
+    """The scheduler's job; None where no scheduler started the run."""
+
+    def to_json(self) -> JsonObject:
+        """Returns the fields as plain values."""
+        return asdict(self)
+
+
+def run_status(run_dir: Path) -> RunStatus:
+    """Reads where a run stands.
+
+    Raises:
+        ConfigError: when the directory holds no run, and none was submitted for it.
+    """
+    record = _record_of(run_dir)
+    job = _ask_slurm(record) if record is not None else None
+    files, owners = read_run(run_dir), living_owners(run_dir)
+    last = files.steps[-1] if files.steps else {}
+    losses = files.of_kind(*_LOSSES)
+    train = files.config.get("train")
+    return RunStatus(
+        run=str(run_dir),
+        state=_state(files, bool(owners), job),
+        step=int(last.get("step", 0)),
+        steps=train.get("steps") if isinstance(train, dict) else None,
+        loss=last.get("loss"),
+        tokens_per_s=last.get("tokens_per_s"),
+        layout=files.layout,
+        owners=tuple(_describe_owner(owner) for owner in owners),
+        recoveries=len(files.of_kind("recovered")),
+        last_loss=(_event_text(losses[-1]) or "") if losses else "",
+        job=job,
+    )
+
+
+def _record_of(run_dir: Path) -> LaunchRecord | None:
+    record = read_record(run_dir)
+    if record is None and not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG}; give the directory of a run")
+    return record
+
+
+def _state(files: RunFiles, owned: bool, job: SchedulerState | None) -> str:
+    if owned:
+        return "running" if files.steps else "starting"
+    if job is not None and job.state in _QUEUED:
+        return "queued"
+    if job is not None and job.state == "RUNNING" and files.state == "running":
+        return "starting"
+    # Nobody trains, and the run never said how it ended: it was killed.
+    return "ended" if files.state == "running" else files.state
+
+
+def _describe_owner(owner: Owner) -> str:
+    node = "" if owner.node is None else f"node {owner.node}: "
+    return f"{node}process {owner.pid} on {owner.host} since {owner.since}"
+
+
+def _ask_slurm(record: LaunchRecord) -> SchedulerState:
+    shown = call_slurm("squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%N|%L|%r")
+    state, nodes, time_left, reason = (shown.splitlines()[0] if shown else "gone|||").split("|", 3)
+    return SchedulerState(
+        launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left=time_left,
+        reason="" if reason == "None" else reason,
+    )  # fmt: skip
+
+
+def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
+    """Yields what a run printed, else its steps and events, as lines; with ``follow`` until the run has ended.
+
+    Raises:
+        ConfigError: when the directory holds no run, and none was submitted for it.
+    """
+    _record_of(run_dir)
+    positions: dict[Path, int] = {}
+    while True:
+        # Asked before reading: what an ended run printed last is read after its end.
+        ended = not follow or run_status(run_dir).state not in ("queued", "starting", "running")
+        outputs = sorted((run_dir / LAUNCH).glob("*.out"), key=lambda path: path.stat().st_mtime)
+        for path in outputs:
+            with path.open("rb") as file:
+                file.seek(positions.get(path, 0))
+                text = file.read()
+            # Only whole lines, but for the last of an ended run.
+            text = text if ended else text[: text.rfind(b"\n") + 1]
+            positions[path] = positions.get(path, 0) + len(text)
+            yield from text.decode(errors="replace").splitlines()
+        if not outputs:
+            yield from _record_lines(run_dir, positions)
+        if ended:
+            return
+        time.sleep(_POLL_S)
+
+
+def _record_lines(run_dir: Path, positions: dict[Path, int]) -> Iterator[str]:
+    """Yields new events and steps of a run whose output went to a terminal, by time."""
+    for name in (EVENTS, METRICS):
+        path = run_dir / name
+        rows = list(read_lines(path)) if path.exists() else []
+        for row in rows[positions.get(path, 0) :]:
+            text = _event_text(row) if name == EVENTS else f"step {row.get('step')}: loss {row.get('loss')}"
+            if text:
+                yield text
+        positions[path] = len(rows)
+
+
+def _event_text(row: JsonObject) -> str | None:
+    data = {key: value for key, value in row.items() if key not in ("kind", "rank", "pid", "host", "time")}
+    return event_line(Event(kind=str(row.get("kind")), rank=0, data=data))
+
+
+def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
+    """Ends a run: with a checkpoint, or at once; waits until nobody trains there.
+
+    Args:
+        run_dir: its directory.
+        now: without a checkpoint.
+        limit_s: how long to wait.
+
+    Returns:
+        How it ended, as a sentence.
+
+    Raises:
+        ConfigError: when the directory holds no run.
+        LaunchError: when it goes on, or can't be reached.
+    """
+    record = _record_of(run_dir)
+    job = _ask_slurm(record) if record is not None else None
+    owners = living_owners(run_dir)
+    if record is not None and job is not None and job.state != "gone":
+        _cancel_job(record, now or job.state in _QUEUED)
+    elif owners:
+        _signal_owners(owners, now)
+    else:
+        return f"nobody trains in {run_dir}"
+    deadline = time.monotonic() + limit_s
+    while living_owners(run_dir) or (record is not None and _ask_slurm(record).state not in ("gone", "COMPLETING")):
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{run_dir} still runs after {limit_s:g} s; --now ends it without a checkpoint")
+        time.sleep(_POLL_S)
+    return f"ended after step {run_status(run_dir).step}"
+
+
+def _cancel_job(record: LaunchRecord, now: bool) -> None:
+    if now:
+        call_slurm("scancel", record.job)
+        cancel_replacements(record.job, record.nodes)
+        return
+    current = job_nodes(record.job)
+    # The batch script passes it on once to the nodes, and leaves the queue; where its node is lost, the nodes are told.
+    script_lives = current is not None and current[0] in current[1]
+    options = ("--batch", "--signal=INT") if script_lives else ("--signal=TERM",)
+    if call_slurm("scancel", *options, record.job) is None:
+        raise LaunchError(f"scancel can't reach job {record.job}; run this where Slurm's commands are")
+
+
+def _signal_owners(owners: list[Owner], now: bool) -> None:
+    """Sends a signal to one supervisor, which ends the run on all nodes, or to all of them."""
+    number = signal.SIGKILL if now else signal.SIGTERM
+    for owner in owners if now else owners[:1]:
+        if owner.host == socket.gethostname() and owner.lives:
+            os.kill(owner.pid, number)
+            continue
+        command = ("ssh", "-o", "BatchMode=yes", owner.host, f"kill -{int(number)} {owner.pid}")
+        try:
+            status = subprocess.run(command, timeout=_SSH_S, stdin=subprocess.DEVNULL).returncode
+        except (OSError, subprocess.TimeoutExpired):
+            status = 1
+        if status:
+            raise LaunchError(f"process {owner.pid} on {owner.host} can't be reached by ssh; end it there")

@@ -1,0 +1,199 @@
+"""A node of a Slurm job: runs its supervisor, starts it again when it was killed, and brings back nodes that are lost.
+
+Each node has such a keeper. The one of the lowest live number looks after the others: whose presence file isn't renewed
+any more is started again by srun while Slurm has it in the job, else by a job of one node that takes its number.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FrameType
+
+from meshwright.errors import LaunchError
+from meshwright.forking import die_with_parent
+from meshwright.launch.signals import handle_interrupts
+from meshwright.launch.slurm import (
+    SlurmLauncher,
+    SlurmPlace,
+    call_slurm,
+    cancel_replacements,
+    job_nodes,
+    replacement_name,
+    restart_environment,
+)
+
+Presence = Callable[[Iterable[int]], Mapping[int, int]]
+"""Returns a stamp by node that changes while the node's supervisor lives."""
+SRUN = ("srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none", "--input=none")
+"""srun, which by these goes on when a node fails, and leaves cores and ranks to the supervisors."""
+_POLL_S = 0.2
+_LOOK_S = 1.0
+_MISSING_S = 10.0
+"""A supervisor that forks ranks may not renew its presence for seconds."""
+_OVER_S = 60.0
+"""A last checkpoint, evaluation and sample come after the last sign of life."""
+_MOST_PAUSE_S = 15.0
+_RESTARTS = 5
+_STEADY_S = 600.0
+"""A supervisor that lived for so long has its restarts back."""
+
+
+class NodeKeeper:
+    """Runs one node's supervisor to the end of the run.
+
+    Args:
+        place: this node.
+        argv: words of the command without those that number nodes.
+        launcher: submits a job in the stead of a lost node.
+        presence: reads which supervisors live.
+        start_s: within which a supervisor has started.
+        say: takes a line for people.
+    """
+
+    def __init__(
+        self,
+        place: SlurmPlace,
+        argv: Sequence[str],
+        launcher: SlurmLauncher,
+        presence: Presence,
+        start_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        assert place.node is not None
+        self._place, self._argv, self._node = place, tuple(argv), place.node
+        self._revival = NodeRevival(place, argv, launcher, presence, start_s, say) if place.nodes > 1 else None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self._say = say
+
+    def run(self) -> int:
+        """Runs until the supervisor ends by itself; returns its exit status."""
+        restarts, started_at = 0, time.monotonic()
+        with handle_interrupts(self._forward):
+            while True:
+                status = self._run_supervisor()
+                if time.monotonic() - started_at > _STEADY_S:
+                    restarts = 0
+                if status >= 0 or self._stopping or restarts == _RESTARTS:
+                    break
+                # The kernel or a person killed it: its node's ranks are gone with it, the others go on meanwhile.
+                restarts, started_at = restarts + 1, time.monotonic()
+                self._say(f"the supervisor of node {self._node} was killed by signal {-status}; it is started again")
+                time.sleep(min(2.0**restarts, _MOST_PAUSE_S) / 2)
+        if self._revival is not None:
+            self._revival.finish()
+        return status if status >= 0 else 128 - status
+
+    def _run_supervisor(self) -> int:
+        place = self._place
+        words = ("--nodes", str(place.nodes), "--node", str(self._node), "--meet", place.meet())
+        command = [sys.executable, "-m", "meshwright", *self._argv, *(words if place.nodes > 1 else ())]
+        parent = os.getpid()
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(parent))
+        self._child, looked_at = child, time.monotonic()
+        if self._stopping:
+            child.terminate()
+        while child.poll() is None:
+            time.sleep(_POLL_S)
+            if self._revival is not None and not self._stopping and time.monotonic() - looked_at > _LOOK_S:
+                looked_at = time.monotonic()
+                self._revival.poll()
+        return int(child.returncode)
+
+    def _forward(self, number: int, frame: FrameType | None) -> None:
+        self._stopping = True
+        # Slurm sends SIGINT to all processes of a step; SIGTERM may be for this one alone, and twice counts once.
+        if number == signal.SIGTERM and self._child is not None and self._child.poll() is None:
+            self._child.terminate()
+
+
+class NodeRevival:
+    """Starts lost nodes again: the job's script does, else the lowest node that lives."""
+
+    def __init__(
+        self,
+        place: SlurmPlace,
+        argv: Sequence[str],
+        launcher: SlurmLauncher,
+        presence: Presence,
+        start_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._place, self._argv, self._launcher, self._presence = place, tuple(argv), launcher, presence
+        self._say = say
+        # Before its first sign of life a node may take as long as a start does.
+        self._seen_at = dict.fromkeys(range(place.nodes), time.monotonic() + start_s - _MISSING_S)
+        self._stamps: dict[int, int] = {}
+        self._moved: set[int] = set()
+        self._attempts: dict[int, int] = {}
+        self._try_at: dict[int, float] = {}
+        self._steps: dict[int, subprocess.Popen[bytes]] = {}
+        self._keeps = place.node in (None, 0)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether supervisors have lived, and for a while none does."""
+        return bool(self._moved) and time.monotonic() - max(self._seen_at[node] for node in self._moved) > _OVER_S
+
+    def poll(self, revives: bool = True) -> None:
+        """Looks who lives, and starts who doesn't unless the run is to end."""
+        now = time.monotonic()
+        for node, stamp in self._presence(range(self._place.nodes)).items():
+            if self._stamps.get(node, stamp) != stamp:
+                self._seen_at[node] = now
+                self._moved.add(node)
+                self._attempts.pop(node, None)
+            self._stamps[node] = stamp
+        live = [node for node, seen_at in self._seen_at.items() if now - seen_at < _MISSING_S]
+        self._keeps = self._place.node in (None, min(live, default=-1))
+        for node, step in list(self._steps.items()):
+            if step.poll() is not None:
+                del self._steps[node]
+        # Where nobody lives the run is over, or has not begun.
+        for node in range(self._place.nodes) if revives and self._keeps and live else ():
+            if node not in live and node not in self._steps and now >= self._try_at.get(node, 0.0):
+                self._attempts[node] = self._attempts.get(node, 0) + 1
+                self._try_at[node] = now + min(2.0 ** self._attempts[node], _MOST_PAUSE_S)
+                self._start_again(node)
+
+    def _start_again(self, node: int) -> None:
+        place = self._place
+        current = job_nodes(place.job)
+        # A scheduler's signal to this step would reach the srun started here, which would kill the other node's step.
+        if current is None or (place.node is not None and place.is_watched and current[0] in current[1]):
+            return
+        environment = restart_environment(place, node)
+        words = ["-m", "meshwright", *self._argv, "--on", "slurm"]
+        if place.names[node] in current[1]:
+            own = ("--overlap", f"--jobid={place.job}", "--nodes=1", "--ntasks=1", f"--nodelist={place.names[node]}")
+            cores = self._launcher.config.cpus_per_node
+            command = [*SRUN, *own, *((f"--cpus-per-task={cores}",) if cores else ()), sys.executable, *words]
+            self._steps[node] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            if self._attempts[node] == 1:
+                self._say(f"node {node} ({place.names[node]}) is lost; it is started again as soon as it answers")
+            return
+        name = replacement_name(place.job, node)
+        if not place.replaces or call_slurm("squeue", "--noheader", "--me", f"--name={name}", "--format=%i") != "":
+            return
+        self._launcher.name = name
+        try:
+            self._launcher.submit_replacement(words[2:], node, environment, ",".join(current[1]))
+        except LaunchError as error:
+            self._say(f"node {node} ({place.names[node]}) has left the job, and there is no other: {error}")
+        else:
+            self._say(f"node {node} ({place.names[node]}) has left the job; another was asked for ({name})")
+
+    def finish(self) -> None:
+        """Ends what was started beside the job, and the job where its script is gone with its first node."""
+        if not self._keeps:
+            return
+        cancel_replacements(self._place.job, self._place.nodes)
+        current = job_nodes(self._place.job)
+        if current is not None and current[0] not in current[1]:
+            # Nobody is left to end the job; it would stay until its time limit.
+            call_slurm("scancel", self._place.job)

@@ -1,0 +1,128 @@
+"""The coordinator's side of the shard processes: starts them, gives them orders, and ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import time
+
+from meshwright.errors import LaunchError
+from meshwright.forking import die_with_parent
+from meshwright.sites.messages import Done
+from meshwright.sites.pipe import Pipe
+from meshwright.sites.shard import run_shard
+from meshwright.transport.key import RunKey
+
+ORDER_S = 600.0
+"""Limit of an order: the outer step over a shard, or writing it to a slow disk."""
+_END_S = 5.0
+
+
+class OrderRefusedError(Exception):
+    """A shard can't do what was asked for."""
+
+
+def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
+    """Returns a listening socket.
+
+    Raises:
+        LaunchError: when the address isn't this machine's, or the port is taken.
+    """
+    try:
+        listener = socket.create_server((host, port), backlog=backlog)
+    except OSError as error:
+        raise LaunchError(f"can't listen at {host}:{port}: {error.strerror or error}; give another --listen") from None
+    return listener
+
+
+class ShardGroup:
+    """The shard processes.
+
+    Args:
+        shards: number of them.
+        host: address to listen at.
+        first_port: of the first; the others follow. 0 for free ones.
+        key: of the server.
+    """
+
+    def __init__(self, shards: int, host: str, first_port: int, key: RunKey) -> None:
+        self.count = shards
+        self._pipes: list[Pipe] = []
+        self._pids: list[int] = []
+        listeners = []
+        try:
+            for index in range(shards):
+                listeners.append(listen(host, first_port + index if first_port else 0))
+            self.ports = tuple(int(listener.getsockname()[1]) for listener in listeners)
+            """Port of each shard."""
+            for index in range(shards):
+                self._start(index, listeners, key)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            for listener in listeners:
+                listener.close()
+
+    def _start(self, index: int, listeners: list[socket.socket], key: RunKey) -> None:
+        own, theirs = socket.socketpair()
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                die_with_parent(parent)
+                own.close()
+                for pipe in self._pipes:
+                    pipe.close()
+                for other, listener in enumerate(listeners):
+                    if other != index:
+                        listener.close()
+                status = run_shard(index, self.count, listeners[index], theirs, key)
+            finally:
+                os._exit(status)
+        theirs.close()
+        self._pids.append(pid)
+        self._pipes.append(Pipe(own))
+
+    def order(self, record: object) -> float:
+        """Has all shards do something, at once; returns the sum of what they answer.
+
+        Raises:
+            OrderRefusedError: with the first refusal.
+            LaunchError: when a shard has ended, or doesn't answer in time.
+        """
+        total, refusal = 0.0, ""
+        try:
+            for pipe in self._pipes:
+                pipe.send(record)
+            # Every answer is read, whatever the others say: the next order's must not be mistaken for it.
+            for pipe in self._pipes:
+                answer = pipe.receive(ORDER_S)
+                if isinstance(answer, Done):
+                    total += answer.value
+                else:
+                    refusal = refusal or str(getattr(answer, "why", answer))
+        except OSError as error:
+            raise LaunchError(
+                f"a shard of the outer server ended or is silent ({error}); start the server again, and it goes on "
+                "from its last saved version"
+            ) from error
+        if refusal:
+            raise OrderRefusedError(refusal)
+        return total
+
+    def close(self) -> None:
+        """Ends the processes: their pipes close, and those that don't end by themselves are killed."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + _END_S
+        for pid in self._pids:
+            while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+        self._pids.clear()

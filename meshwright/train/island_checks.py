@@ -1,0 +1,54 @@
+"""What islands can't do, refused before a rank starts."""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.parallel.sync import find_exchange
+from meshwright.spec.layout import Layout
+from meshwright.train.config import OuterConfig
+from meshwright.train.run_config import RunConfig
+from meshwright.train.site_optimizer import check_site
+
+
+def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
+    """Refuses settings of the outer step that a layout can't obey.
+
+    Args:
+        config: of the run.
+        layout: of the run.
+        resumes: whether the run has been started before, whose settings stay though its islands may go.
+
+    Raises:
+        ConfigError: with what to write instead.
+    """
+    if config.outer.meet:
+        check_site(config, layout)
+        return
+    if layout.islands == 1:
+        if config.outer != OuterConfig() and not resumes:
+            raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
+        return
+    exchange, outer = find_exchange(config.outer.topology), config.outer
+    exchange.check(layout.islands)
+    if not exchange.global_mean and (outer.kind != "local_sgd" or outer.compress != "none"):
+        raise ConfigError(
+            f"outer.topology = {exchange.name} averages the weights of a few islands, so that there is no movement of "
+            "all to step along or to round; write --outer local_sgd and leave outer.compress out, or --outer.topology "
+            "all_reduce"
+        )
+    if not exchange.global_mean and (outer.fragments, outer.delay) != (1, 0):
+        raise ConfigError(
+            f"outer.fragments = {outer.fragments} and outer.delay = {outer.delay} stream a movement from outer weights "
+            f"that all islands share, which outer.topology = {exchange.name} has none of; write --outer.topology "
+            "all_reduce, or leave both out"
+        )
+    if config.train.rebalance:
+        raise ConfigError(
+            f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on "
+            "nothing within a round; leave it out, or take replicate in place of islands"
+        )
+    if config.recovery.on_sick == "rewind":
+        raise ConfigError(
+            "recovery.on_sick = rewind goes back with all ranks at once, and under islands a sick step is known to one "
+            "island alone; write recovery.on_sick = skip or stop"
+        )
