@@ -26,7 +26,7 @@ ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
 
-.PHONY: help venv train test long clusters quick check docs bench ghost newest fuzz mutants clean
+.PHONY: help venv train test long soak clusters quick check docs bench ghost newest fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -53,10 +53,13 @@ check: $(READY) ## style, types, import floors, docstrings
 	@$(BIN)/python -m tests.house.source
 
 test: check ## what must hold, in two processes; pytest's summary comes last
-	@$(BIN)/python -m pytest -m "not long and not cluster" $(TWO)
+	@$(BIN)/python -m pytest -m "not long and not cluster and not soak" $(TWO)
 
 docs: $(READY) ## build the site of docs/ into site/; a broken link, a missing anchor or page is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+soak: $(READY) ## more seeds of random faults
+	@$(BIN)/python -m pytest -m soak $(TWO)
 
 clusters: $(READY) ## runs on a real Slurm of three nodes on this machine, where slurm-wlm is installed
 	@$(BIN)/python -m pytest -m cluster

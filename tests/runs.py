@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -134,6 +135,12 @@ class Running:
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Sends a signal to the command's own process."""
         os.kill(self.pid, number)
+
+    def end(self) -> None:
+        """Kills what is left of its session, after a test that failed."""
+        for pid in self.alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
     def no_orphans(self, limit_s: float = 60.0) -> None:
         """Fails when a process of its session still lives after a moment."""

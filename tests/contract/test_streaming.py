@@ -38,7 +38,7 @@ from tests.contract.test_islands import all_pass, events, train
 from tests.faults.test_recovery_nodes import Nodes
 from tests.ranks.group import run_ranks
 from tests.runs import curve, rows, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, seeds
 
 STREAM = ("--outer.fragments", "2", "--outer.delay", "3")
 """With rounds of 4 steps: fragment 0 starts after 2, 6, 10 and arrives after 5, 9; fragment 1 after 4, 8 and 7, 11."""
@@ -255,7 +255,7 @@ def test_a_flip_in_one_of_an_islands_copies_is_found_before_it_is_joined(
 
 @pytest.mark.slow
 def test_islands_over_two_nodes_are_those_of_one(root: Path) -> None:
-    """An island a node; a node that dies is left out, and with it its island."""
+    """An island a node, whose joins cross the network."""
     more = ("--outer.every", "4", "--schedule.shape", "constant", *STREAM)
     whole = train(root, "whole", "islands=2,shard=2,zero=2", 24, 4, *more)
     run = Nodes(root, "nodes", 2, "islands=2,shard=2,zero=2", "--model.heads", "4", *more, ranks=4).start()
@@ -263,9 +263,8 @@ def test_islands_over_two_nodes_are_those_of_one(root: Path) -> None:
     assert list(curve(root / "nodes").values()) == whole
 
 
-@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", seeds(range(20), 3))
 def test_ranks_of_islands_killed_at_random_steps(seed: int, root: Path) -> None:
     """The run ends as the undisturbed one to the bit; where a device stays away its island is left out by an event."""
     draw = random.Random(seed)

@@ -28,6 +28,7 @@ from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import read_key
 from tests.runs import events, rows, wait_until
+from tests.tiers import seeds
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (7, 3), "norm": (3,), "scale": (), "head": (5, 3)}
 SITES, GRACE_S, LIMIT_S = 3, 1.0, 2.5
@@ -267,12 +268,10 @@ def test_the_weights_are_the_replay_of_the_log_whatever_befalls_sites(tmp_path: 
     play(tmp_path, seed)
 
 
-@pytest.mark.long
 @pytest.mark.slow
-def test_twenty_stories_of_killed_and_cut_off_sites(tmp_path: Path) -> None:
-    for seed in range(10, 30):
-        (tmp_path / str(seed)).mkdir()
-        play(tmp_path / str(seed), seed)
+@pytest.mark.parametrize("seed", seeds(range(10, 30), 3))
+def test_more_stories_of_killed_and_cut_off_sites(tmp_path: Path, seed: int) -> None:
+    play(tmp_path, seed)
 
 
 @pytest.mark.slow
