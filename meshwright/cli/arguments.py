@@ -69,6 +69,15 @@ def read_config(kind: type[C], args: Sequence[str], verb: str) -> C:
     return _parse_with_tyro(kind, expanded, verb, base)
 
 
+def print_settings(kind: type[C], verb: str) -> None:
+    """Prints every setting of a config by section.
+
+    Raises:
+        SystemExit: always.
+    """
+    _parse_with_tyro(kind, ["--help"], verb, None)
+
+
 def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | None) -> C:
     """Parses the flags over ``base`` with tyro; its complaints become a `ConfigError`."""
     import tyro

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.cli.arguments import print_result, read_config
+from meshwright.cli.arguments import print_result, print_settings
 from meshwright.cli.export import ExportConfig
 from meshwright.cli.generate import GenerateConfig
 from meshwright.config import Config
@@ -254,7 +254,7 @@ def show_all(verb: str) -> None:
     for config in page.configs:
         print_result("")
         with contextlib.suppress(SystemExit):
-            read_config(config, ["--help"], verb)
+            print_settings(config, verb)
 
 
 def wants_help(verb: str, args: Sequence[str]) -> str:

@@ -87,7 +87,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         if {"-h", "--help", "--help-all"} & set(args[1:]) and answer_help(verb, args[1:]):
             return 0
-        return int(load_file(verb).run(args[1:]))
+        # A verb without settings has one page.
+        words = ["--help" if word == "--help-all" else word for word in args[1:]]
+        return int(load_file(verb).run(words))
     except MeshwrightError as error:
         sys.stderr.write(f"error: {error}\n")
         return error.exit_status
