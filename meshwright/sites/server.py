@@ -109,7 +109,7 @@ class OuterServer:
         """Port of the coordinator."""
         try:
             # Before any thread runs here: the shards are forks.
-            self._shards = ShardGroup(shards, host, self.port + 1 if port else 0, key)
+            self._shards = ShardGroup(shards, host, self.port + 1 if port else 0, key, self._listener)
         except BaseException:
             self._listener.close()
             raise

@@ -45,10 +45,11 @@ class ShardGroup:
         host: address to listen at.
         first_port: of the first; the others follow. 0 for free ones.
         key: of the server.
+        coordinator: its listener, which no shard may keep: a server that is killed can be started again at once.
     """
 
-    def __init__(self, shards: int, host: str, first_port: int, key: RunKey) -> None:
-        self.count = shards
+    def __init__(self, shards: int, host: str, first_port: int, key: RunKey, coordinator: socket.socket) -> None:
+        self.count, self._coordinator = shards, coordinator
         self._pipes: list[Pipe] = []
         self._pids: list[int] = []
         listeners = []
@@ -75,6 +76,7 @@ class ShardGroup:
             try:
                 die_with_parent(parent)
                 own.close()
+                self._coordinator.close()
                 for pipe in self._pipes:
                     pipe.close()
                 for other, listener in enumerate(listeners):

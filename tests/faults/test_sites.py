@@ -7,10 +7,10 @@ So the server's weights must be what a plain loop over its log makes of the same
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -176,6 +176,16 @@ def saved_weights(run_dir: Path) -> tuple[int, Weights]:
     return int(folder.name), {name: np.concatenate(arrays).reshape(SHAPES[name]) for name, arrays in parts.items()}
 
 
+def free_ports(count: int) -> int:
+    """Returns the first of some free ports in a row, below those that connections are given."""
+    for first in range(20_000 + os.getpid() % 5000 * 2, 32_000, count):
+        with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
+    raise AssertionError("no free ports")
+
+
 class Story:
     """A server, its sites, and what befalls them."""
 
@@ -185,7 +195,7 @@ class Story:
         self.root, self.run_dir = root, root / "server"
         outer = OuterConfig(mode=self.mode, sites=SITES, grace_s=GRACE_S, staleness=1)  # type: ignore[arg-type]
         self.config = RunConfig(run=str(self.run_dir), outer=outer)
-        self.port = 0
+        self.port = free_ports(3)
         self.server = 0
         self.pids: dict[int, int] = {}
 
@@ -194,7 +204,6 @@ class Story:
         listen = f"127.0.0.1:{self.port}"
         self.server = forked(lambda: serve_outer(self.config, listen, shards=2, save_every=5), self.root / "server.log")
         wait_until((self.run_dir / "address.json").exists)
-        self.port = json.loads((self.run_dir / "address.json").read_text())["port"]
 
     def start(self, site: int) -> None:
         address = ServerAddress("127.0.0.1", self.port, read_key(self.run_dir / "key"))

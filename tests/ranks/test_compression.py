@@ -86,7 +86,7 @@ BOUNDS = {"bf16": 0.006, "fp16": 0.001, "int8": 0.03, "fp8": 0.1}
 """Relative error of a step's whole gradient: some roundings of each format's unit."""
 
 
-@pytest.mark.parametrize(("world", "experts"), cases([(2, False), (4, False), (4, True)], (0, 1, 2)))
+@pytest.mark.parametrize(("world", "experts"), cases([(2, False), (4, False), (4, True)], (0, 2)))
 def test_copies_stay_equal_and_near_the_exact_sum(world: int, experts: bool) -> None:
     texts = EXPERTS if experts else LAYOUTS[world]
     table = sharding_table(model(experts), 2)
@@ -109,7 +109,7 @@ def test_copies_stay_equal_and_near_the_exact_sum(world: int, experts: bool) -> 
                 )
         return results
 
-    ranks = run_ranks(world, work, timeout=250)
+    ranks = run_ranks(world, work, timeout=500)
     for given, name in ranks[0]:
         layout = Layout.parse(given)
         for rank in range(world):
