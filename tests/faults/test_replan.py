@@ -74,4 +74,4 @@ def test_layers_move_away_from_a_slow_rank_once_and_the_curve_stays(root: Path) 
 def test_nothing_moves_where_it_does_not_pay(root: Path) -> None:
     # Equal ranks; and a slow one in a run that ends before a new start would pay.
     assert not events(run(root, "equal", 40, 1.0, "--train.replan", "5"), "replanned")
-    assert not events(run(root, "short", 16, 2.0, "--train.replan", "5"), "replanned")
+    assert not events(run(root, "short", 7, 2.0, "--train.replan", "5"), "replanned")
