@@ -225,9 +225,9 @@ class SiteOptimizer:
         """Asks for something that happens after the next join.
 
         Args:
-            votes: amount for each of `train.join_report.VOTES`, in their order.
+            votes: amount for each of `train.join_report.VOTES`.
         """
-        self._votes = [earlier + amount for earlier, amount in zip(self._votes, votes.values())]
+        self._votes = [self._votes[index] + votes.get(name, 0.0) for index, name in enumerate(VOTES)]
 
     def ends_round(self, step: int, last: bool) -> bool:
         """Returns whether the site joins after so many steps: a stop doesn't wait for the round's end.
