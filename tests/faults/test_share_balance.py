@@ -12,6 +12,7 @@ import torch
 
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import MANIFEST, TokenSet
+from meshwright.train import share_balance
 from meshwright.train.feed import TokenFeed
 from meshwright.train.step import Stepper
 from tests.runs import call, curve, events, words, write_corpus
@@ -28,20 +29,32 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def slowed(until_step: int, factor: float, slow_reader: int) -> Callable[[], None]:
-    """Returns what makes every row cost time, more of it for one reader up to a step."""
+def slowed(until_step: int, factor: float, slow_reader: int, *, real: bool = False) -> Callable[[], None]:
+    """Returns what makes every row cost time, more of it for one reader up to a step.
+
+    Args:
+        until_step: first step of the same cost for all.
+        factor: of the slow reader's rows before it.
+        slow_reader: place of the reader.
+        real: whether ranks sleep that long and measure themselves. Otherwise they are told these times: of more ranks
+            than cores, what is measured is mostly how they are scheduled.
+    """
 
     def plant() -> None:
-        run = Stepper.run
+        run, planted_s = Stepper.run, [0.0]
 
         def run_slowly(self: Stepper, step: int, batches, *more, **named):  # type: ignore[no-untyped-def]
             assert self.program.mesh is not None
             reader = self.program.mesh.layout.reader(self.program.mesh.rank)[0]
             rows = sum(len(batch.tokens) for batch in batches)
-            time.sleep(rows * ROW_S * (factor if reader == slow_reader and step < until_step else 1.0))
+            planted_s[0] = rows * ROW_S * (factor if reader == slow_reader and step < until_step else 1.0)
+            if real:
+                time.sleep(planted_s[0])
             return run(self, step, batches, *more, **named)
 
         Stepper.run = run_slowly  # type: ignore[method-assign]
+        if not real:
+            share_balance.busy_seconds = lambda record: planted_s[0]
 
     return plant
 
@@ -69,16 +82,24 @@ def test_rows_follow_the_speed_and_the_curve_stays(
     plant = slowed(until_step=22, factor=3.0, slow_reader=1)
     assert call(argv, root / "moved.log", before=plant)[0] == 0, (root / "moved.log").read_text()
     changes = events(root / f"moved-{name}", "shares_changed")
-    assert changes, "no row has moved"
     shares = [change["shares"] for change in changes]
-    assert shares[0][0] > shares[0][1], shares
     assert all(sum(share) == sum(shares[0]) for share in shares)
-    # Within 22 steps of the load, and after it the other way.
-    assert changes[0]["first_step"] <= 22
-    assert min(share[1] for share in shares) < shares[-1][1], shares
+    # Away from the slow reader soon, and when it is as fast as the others, back to where they were.
+    assert changes[0]["first_step"] <= 12 and shares[0][0] > shares[0][1], changes
+    assert changes[-1]["first_step"] > 22 and len(set(shares[-1])) == 1, changes
     # The same training: the order of a sum in float64 is all that differs.
     moved, even = (list(curve(root / f"{run}-{name}").values()) for run in ("moved", "even"))
     np.testing.assert_allclose(moved, even, rtol=1e-9)
+
+
+def test_a_reader_that_is_slow_by_the_clock_gives_rows_away(root: Path) -> None:
+    options = ("--train.steps", "24", "--checkpoint.every", "0", "--train.batch", "16", "--train.rebalance", "3")
+    argv = words(root, "clock", *options, layout="replicate=2,precision=float64", devices=2)
+    plant = slowed(until_step=24, factor=3.0, slow_reader=1, real=True)
+    assert call(argv, root / "clock.log", before=plant)[0] == 0, (root / "clock.log").read_text()
+    shares = [change["shares"] for change in events(root / "clock", "shares_changed")]
+    # Waits aren't compute: by the wall's clock both ranks' steps last equally long, and no row would move.
+    assert shares and shares[0][0] > shares[0][1], shares
 
 
 def test_changed_spans_cover_every_batch_once(root: Path) -> None:
