@@ -13,8 +13,11 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.events import Event
-from meshwright.jobs.run_directory import CONFIG, LAUNCH
-from meshwright.jobs.slurm import LaunchRecord, read_record
+from meshwright.jobs.launch_output import LaunchOutput
+from meshwright.jobs.launch_record import LaunchRecord, SchedulerState, read_record
+from meshwright.jobs.ray import ask_to_end, ray_state
+from meshwright.jobs.run_directory import CONFIG
+from meshwright.jobs.slurm import slurm_state
 from meshwright.json_types import JsonObject
 from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
 from meshwright.monitor.display import event_line
@@ -26,24 +29,6 @@ _POLL_S = 0.5
 _SSH_S = 30.0
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 _LOSSES = ("rank_lost", "node_lost", "leader_lost")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerState:
-    """What a scheduler says of a run's job."""
-
-    launcher: str
-    """``slurm``."""
-    job: str
-    """Id of the job."""
-    state: str
-    """As the scheduler calls it: ``PENDING``, ``RUNNING``; ``gone`` when it doesn't know the job any more."""
-    nodes: str
-    """The job's nodes now; empty before they are known."""
-    time_left: str
-    """Time left, as the scheduler writes it."""
-    reason: str
-    """Why the job waits; empty when it doesn't."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,7 +70,7 @@ def run_status(run_dir: Path) -> RunStatus:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
     record = _record_of(run_dir)
-    job = _ask_slurm(record) if record is not None else None
+    job = _ask_launcher(run_dir, record) if record is not None else None
     files, owners = read_run(run_dir), living_owners(run_dir)
     last = files.steps[-1] if files.steps else {}
     losses = files.of_kind(*_LOSSES)
@@ -128,13 +113,8 @@ def _describe_owner(owner: Owner) -> str:
     return f"{node}process {owner.pid} on {owner.host} since {owner.since}"
 
 
-def _ask_slurm(record: LaunchRecord) -> SchedulerState:
-    shown = call_slurm("squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%N|%L|%r")
-    state, nodes, time_left, reason = (shown.splitlines()[0] if shown else "gone|||").split("|", 3)
-    return SchedulerState(
-        launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left=time_left,
-        reason="" if reason == "None" else reason,
-    )  # fmt: skip
+def _ask_launcher(run_dir: Path, record: LaunchRecord) -> SchedulerState:
+    return ray_state(run_dir, record) if record.launcher == "ray" else slurm_state(record)
 
 
 def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
@@ -144,20 +124,12 @@ def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
     _record_of(run_dir)
-    positions: dict[Path, int] = {}
+    output, positions = LaunchOutput(run_dir), dict[Path, int]()
     while True:
         # Asked before reading: what an ended run printed last is read after its end.
         ended = not follow or run_status(run_dir).state not in ("queued", "starting", "running")
-        outputs = sorted((run_dir / LAUNCH).glob("*.out"), key=lambda path: path.stat().st_mtime)
-        for path in outputs:
-            with path.open("rb") as file:
-                file.seek(positions.get(path, 0))
-                text = file.read()
-            # Only whole lines, but for the last of an ended run.
-            text = text if ended else text[: text.rfind(b"\n") + 1]
-            positions[path] = positions.get(path, 0) + len(text)
-            yield from text.decode(errors="replace").splitlines()
-        if not outputs:
+        yield from output.lines(ended)
+        if not output.paths():
             yield from _record_lines(run_dir, positions)
         if ended:
             return
@@ -197,20 +169,27 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
         LaunchError: when it goes on, or can't be reached.
     """
     record = _record_of(run_dir)
-    job = _ask_slurm(record) if record is not None else None
+    job = _ask_launcher(run_dir, record) if record is not None else None
     owners = living_owners(run_dir)
     if record is not None and job is not None and job.state != "gone":
-        _cancel_job(record, now or job.state in _QUEUED)
+        if record.launcher == "ray":
+            ask_to_end(run_dir, now)
+        else:
+            _cancel_job(record, now or job.state in _QUEUED)
     elif owners:
         _signal_owners(owners, now)
     else:
         return f"nobody trains in {run_dir}"
     deadline = time.monotonic() + limit_s
-    while living_owners(run_dir) or (record is not None and _ask_slurm(record).state not in ("gone", "COMPLETING")):
+    while living_owners(run_dir) or (record is not None and _lives(_ask_launcher(run_dir, record))):
         if time.monotonic() > deadline:
             raise LaunchError(f"{run_dir} still runs after {limit_s:g} s; --now ends it without a checkpoint")
         time.sleep(_POLL_S)
     return f"ended after step {run_status(run_dir).step}"
+
+
+def _lives(job: SchedulerState) -> bool:
+    return job.state not in ("gone", "COMPLETING")
 
 
 def _cancel_job(record: LaunchRecord, now: bool) -> None:
