@@ -108,6 +108,20 @@ def _request_path(run_dir: Path) -> Path:
     return run_dir / LAUNCH / _REQUEST
 
 
+class _Pace:
+    """Paces looks at files that may lie on another host."""
+
+    def __init__(self) -> None:
+        self._looked_at = -_LOOK_S
+
+    def take_turn(self) -> bool:
+        """Whether the last look was a while ago; then this is the next."""
+        is_due = time.monotonic() - self._looked_at >= _LOOK_S
+        if is_due:
+            self._looked_at = time.monotonic()
+        return is_due
+
+
 class _DriverRecords(RunRecords):
     """The run directory as the driver reads and writes it."""
 
@@ -116,7 +130,8 @@ class _DriverRecords(RunRecords):
         self._output = LaunchOutput(run_dir, from_now=True)
         self._ended_before = newest_ended_generation(run_dir)
         self._state: dict[str, object] = {}
-        self._request, self._looked_at = EndRequest.NONE, 0.0
+        self._request, self._is_over = EndRequest.NONE, False
+        self._request_pace, self._over_pace, self._output_pace = _Pace(), _Pace(), _Pace()
 
     def is_finished(self) -> bool:
         """Whether the run has reached its last step."""
@@ -125,12 +140,13 @@ class _DriverRecords(RunRecords):
 
     def is_over(self) -> bool:
         """Whether the nodes have recorded how the run ended."""
-        return newest_ended_generation(self._run_dir) > self._ended_before
+        if self._over_pace.take_turn():
+            self._is_over = newest_ended_generation(self._run_dir) > self._ended_before
+        return self._is_over
 
     def end_request(self) -> EndRequest:
-        """Returns how another command asked the run to end, read once a second."""
-        if time.monotonic() - self._looked_at > _LOOK_S:
-            self._looked_at = time.monotonic()
+        """Returns how another command asked the run to end."""
+        if self._request_pace.take_turn():
             try:
                 text = _request_path(self._run_dir).read_text(encoding="utf-8", errors="replace")
             except OSError:
@@ -144,7 +160,8 @@ class _DriverRecords(RunRecords):
         if values != self._state:
             self._state = values
             _replace_text(self._run_dir / LAUNCH / _STATE, json.dumps(values))
-        self._forward(ended=False)
+        if self._output_pace.take_turn():
+            self._forward(ended=False)
 
     def _forward(self, ended: bool) -> None:
         for line in self._output.lines(ended):

@@ -93,8 +93,9 @@ class RayCluster(NodeCluster):
             # Never a cluster of this machine alone, which ray.init starts where no address is given.
             self._ray.init(address=address, log_to_driver=False, configure_logging=False)
         except Exception as error:
+            why = _first_sentence(error)
             raise LaunchError(
-                f"no Ray cluster answers at ray.address = {address}: {_first_line(error)}; ray start --head starts one"
+                f"no Ray cluster answers at ray.address = {address}: {why}; ray start --head starts one"
             ) from None
 
     @property
@@ -190,7 +191,7 @@ class _RayActor(ClusterNode):
             return self._ray.get(reference)
         # Unavailable is taken for lost: whether the actor lives is only known when it answers again.
         except self._ray.exceptions.RayActorError as error:
-            raise NodeLost(_first_line(error)) from None
+            raise NodeLost(_first_sentence(error)) from None
         except self._ray.exceptions.RayError as error:
             raise LaunchError(f"a node's actor failed: {_last_line(error)}") from None
 
@@ -228,8 +229,9 @@ def _import_ray() -> Any:
     return ray
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+def _first_sentence(error: Exception) -> str:
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return line.partition(". ")[0].rstrip(".")
 
 
 def _last_line(error: Exception) -> str:

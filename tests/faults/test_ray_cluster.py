@@ -93,7 +93,7 @@ def test_a_run_survives_its_nodes_and_leaves_nothing(cluster: RayTestCluster, tm
     # Each step that was done twice came out the same.
     assert sorted(curve_rounded(run)) == list(range(1, max(curve_rounded(run)) + 1)) and last_step(run) >= reached
     printed = meshwright(root, "logs", str(run))
-    assert "interrupted at step" in printed and "interrupted at step" in driver.text()
+    assert "interrupted after step" in printed and "interrupted after step" in driver.text()
     wait_until(lambda: not left_over(run), 30.0)
 
     # The same command goes on; SIGTERM ends it with another checkpoint.
