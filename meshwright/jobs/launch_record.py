@@ -11,6 +11,7 @@ from typing import Self
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.run_directory import LAUNCH
+from meshwright.records import parse_json
 
 RECORD = "job.json"
 """File of the launch folder: the launcher, and what it calls the job."""
@@ -55,7 +56,7 @@ def read_record(run_dir: Path) -> LaunchRecord | None:
     """
     path = run_dir / LAUNCH / RECORD
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         record = LaunchRecord(**values)
         if not all(isinstance(text, str) for text in (record.launcher, record.job, record.submitted)):
             raise TypeError("a field isn't text")

@@ -19,6 +19,7 @@ from meshwright.launch.ray_cluster import RayCluster, format_resources
 from meshwright.launch.ray_job import EndRequest, RayJob, RunRecords
 from meshwright.launch.ray_node import SharedFile, supervisor_environment
 from meshwright.monitor.rundir import read_run
+from meshwright.records import parse_json
 from meshwright.resilience.claims import newest_ended_generation
 from meshwright.resilience.run_lock import RunLock, living_owners
 from meshwright.train.run_config import RunConfig
@@ -179,7 +180,7 @@ def ray_state(run_dir: Path, record: LaunchRecord) -> SchedulerState:
     values: object = None
     if living_owners(run_dir / LAUNCH / _DRIVER):
         try:
-            values = json.loads((run_dir / LAUNCH / _STATE).read_text(encoding="utf-8"))
+            values = parse_json((run_dir / LAUNCH / _STATE).read_text(encoding="utf-8"))
         except (OSError, ValueError):
             values = {}
     fields = values if isinstance(values, dict) else {}

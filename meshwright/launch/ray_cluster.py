@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, Self
 
 from meshwright.errors import LaunchError
-from meshwright.launch.ray_node import NodeReport, RayNode, SharedFile
+from meshwright.launch.ray_node import RayNode, ReadyNode, SharedFile
 
 _METHODS = 4
 """Methods of an actor that run beside each other: the supervisor's, a report, a request to end."""
@@ -156,7 +156,7 @@ class _RayActor(ClusterNode):
 
     def address(self) -> str | None:
         """Returns the node's address once its actor is ready."""
-        report: NodeReport | None = self._result(self._report)
+        report: ReadyNode | None = self._result(self._report)
         if report is None:
             return None
         if report.problem:

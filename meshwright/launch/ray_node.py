@@ -33,7 +33,7 @@ class SharedFile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeReport:
+class ReadyNode:
     """What a node says of itself before its supervisor starts."""
 
     host: str
@@ -52,7 +52,7 @@ class RayNode:
         self._supervisor: SupervisorProcess | None = None
         self._stopping = False
 
-    def report(self, shared: SharedFile) -> NodeReport:
+    def report(self, shared: SharedFile) -> ReadyNode:
         """Returns what this node is, and whether it sees the run directory."""
         import ray
 
@@ -61,7 +61,7 @@ class RayNode:
             problem = f"has no {shared.workdir}, the working directory of this command"
         elif not _shows(shared):
             problem = f"doesn't see {shared.path}: all nodes and this host must share the run directory"
-        return NodeReport(host=socket.gethostname(), address=ray.util.get_node_ip_address(), problem=problem)
+        return ReadyNode(host=socket.gethostname(), address=ray.util.get_node_ip_address(), problem=problem)
 
     def run(self, argv: Sequence[str], environment: Mapping[str, str], workdir: str) -> int:
         """Runs the supervisor until it ends by itself.

@@ -26,6 +26,10 @@ INNER_IMPORTS = {
     ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
     ("ray_cluster.py", "ray"): "an optional package",
     ("ray_node.py", "ray"): "an optional package, which is there where this runs",
+    ("trackio.py", "trackio"): "an optional package, in a thread of rank 0 alone",
+    ("wandb.py", "wandb"): "the same",
+    ("mlflow.py", "mlflow.entities"): "the same",
+    ("mlflow.py", "mlflow.tracking"): "the same",
 }
 """Packages that may be imported inside of a function, each with its reason; never a module of ours."""
 COMPAT = PACKAGE / "torch_compat"
