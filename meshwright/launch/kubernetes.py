@@ -36,6 +36,7 @@ _DELETE_S = 120.0
 _DELETE_OPTIONS = ("--ignore-not-found", "--wait=false", _REQUEST)
 RESOURCES = {"jobset": "jobsets.jobset.x-k8s.io", "trainjob": "trainjobs.trainer.kubeflow.org"}
 """Names by which kubectl finds the kinds of jobs, whatever else has the same short name."""
+_PREFIXES = re.compile(r"(?m)^(error: |Error from server \(\w+\): (error when creating \"STDIN\": )?)")
 _RUNTIMES = "trainingruntimes.trainer.kubeflow.org"
 _ENDED = ("Completed", "Complete", "Failed")
 """Conditions of a job that is over. Source: JobSet's and Trainer's API types."""
@@ -117,9 +118,7 @@ def run_kubectl(*words: str, text: str | None = None, limit_s: float = _CALL_S) 
     except subprocess.TimeoutExpired:
         raise LaunchError(f"kubectl didn't answer within {limit_s:g} s; try kubectl cluster-info") from None
     if done.returncode != 0:
-        sentence = re.sub(
-            r"(?m)^(error: |Error from server \(\w+\): (error when creating \"STDIN\": )?)", "", done.stderr
-        )
+        sentence = _PREFIXES.sub("", done.stderr)
         raise LaunchError(f"Kubernetes refuses: {'; '.join(sentence.strip().splitlines()) or 'kubectl gave no reason'}")
     return done.stdout
 

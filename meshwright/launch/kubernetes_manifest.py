@@ -1,4 +1,4 @@
-"""The manifests of a run on Kubernetes: a JobSet or a TrainJob, whose pods start a supervisor each; no cluster needed."""
+"""Manifests of a run on Kubernetes: a JobSet or a TrainJob, whose pods start a supervisor each."""
 
 from __future__ import annotations
 
