@@ -20,6 +20,7 @@ from meshwright.jobs.run_directory import LAUNCH
 from meshwright.jobs.slurm import LaunchRecord, write_record
 from meshwright.launch.kubernetes import KubernetesLauncher, PodPlace
 from meshwright.launch.kubernetes_manifest import RECIPE, dump_yaml
+from meshwright.monitor.rundir import read_run
 from meshwright.resilience.claims import read_presence
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -194,6 +195,13 @@ def join_run(config: RunConfig, place: PodPlace, say: Say) -> NodeOptions | None
     _gather(place, Path(config.run), config.kubernetes.gather_s, say)
     # Nodes find the leader by its claim in the run directory, so each meets at its own address.
     return NodeOptions(nodes=place.nodes, node=place.node, meet=place.address, key_file=key_file)
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether the run has reached its last step, so that a pod in a lost one's stead has nothing to do."""
+    files = read_run(Path(config.run))
+    steps = int(files.steps[-1].get("step", 0)) if files.steps else 0
+    return files.state == "finished" and steps >= config.train.steps
 
 
 def _copy_key(secret: str) -> Path:

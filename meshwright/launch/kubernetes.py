@@ -109,10 +109,8 @@ def run_kubectl(*words: str, text: str | None = None, limit_s: float = _CALL_S) 
         LaunchError: with kubectl's sentence when it fails; when it isn't installed, or nobody answers.
     """
     try:
-        done = subprocess.run(
-            ("kubectl", *words), input=text, capture_output=True, text=True, timeout=limit_s,
-            **({"stdin": subprocess.DEVNULL} if text is None else {}),
-        )  # fmt: skip
+        # Without input an empty one: kubectl would else read the terminal's.
+        done = subprocess.run(("kubectl", *words), input=text or "", capture_output=True, text=True, timeout=limit_s)
     except OSError:
         raise LaunchError("kubectl isn't here; install it and choose a cluster by its context, or --on local") from None
     except subprocess.TimeoutExpired:

@@ -79,8 +79,9 @@ def render_manifests(config: KubernetesConfig, command: PodCommand) -> list[Mani
         raise ConfigError("the recipe is over 1 MiB, more than a ConfigMap holds; lay the text elsewhere")
     objects: list[Manifest] = []
     if command.recipe:
-        data = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": _metadata(config, command, recipe_name(command))}
-        objects.append({**data, "data": {"recipe.toml": command.recipe}})
+        metadata = _metadata(config, command, recipe_name(command))
+        data: Manifest = {"recipe.toml": command.recipe}
+        objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
     if config.kind == "jobset":
         job: Manifest = {
             "apiVersion": "jobset.x-k8s.io/v1alpha2",
@@ -147,7 +148,7 @@ def _jobset_spec(config: KubernetesConfig, command: PodCommand) -> Manifest:
 
 
 def _pod_spec(config: KubernetesConfig, command: PodCommand) -> Manifest:
-    lost = [
+    lost: list[Manifest] = [
         {"key": taint, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": config.lost_s}
         for taint in _LOST_TAINTS
     ]
@@ -161,7 +162,7 @@ def _pod_spec(config: KubernetesConfig, command: PodCommand) -> Manifest:
         "tolerations": [*lost, *(toleration(text) for text in config.tolerations)],
     }
     if config.topology and not config.exclusive:
-        term = {"labelSelector": {"matchLabels": {RUN_LABEL: command.digest}}, "topologyKey": config.topology}
+        term: Manifest = {"labelSelector": {"matchLabels": {RUN_LABEL: command.digest}}, "topologyKey": config.topology}
         spec["affinity"] = {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
     if config.node_selector:
         spec["nodeSelector"] = dict(text.split("=", 1) for text in config.node_selector)
