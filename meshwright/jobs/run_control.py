@@ -96,16 +96,16 @@ def run_status(run_dir: Path) -> RunStatus:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
     record = _record_of(run_dir)
-    job = _ask_scheduler(record) if record is not None else None
     if record is not None and not (run_dir / CONFIG).is_file() and (remote := _status_in_pod(record, run_dir)):
-        return replace(remote, job=job)
-    files, owners = read_run(run_dir), living_owners(run_dir)
+        return replace(remote, job=_ask_scheduler(record))
+    files = read_run(run_dir)
+    state, owners, job = _find_state(files, record)
     last = files.steps[-1] if files.steps else {}
     losses = files.of_kind(*_LOSSES)
     train = files.config.get("train")
     return RunStatus(
         run=str(run_dir),
-        state=_state(files, bool(owners), job),
+        state=state,
         step=int(last.get("step", 0)),
         steps=train.get("steps") if isinstance(train, dict) else None,
         loss=last.get("loss"),
@@ -116,6 +116,21 @@ def run_status(run_dir: Path) -> RunStatus:
         last_loss=(_event_text(losses[-1]) or "") if losses else "",
         job=job,
     )
+
+
+def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None]:
+    """Returns a run's state as in `RunStatus`, who trains there, and its scheduler's job.
+
+    Raises:
+        ConfigError: when the directory holds no run, and none was submitted for it.
+    """
+    return _find_state(files, _record_of(files.path))
+
+
+def _find_state(files: RunFiles, record: LaunchRecord | None) -> tuple[str, list[Owner], SchedulerState | None]:
+    job = _ask_scheduler(record) if record is not None else None
+    owners = living_owners(files.path)
+    return _state(files, bool(owners), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:
@@ -133,7 +148,8 @@ def _state(files: RunFiles, owned: bool, job: SchedulerState | None) -> str:
         return "running" if files.steps else "starting"
     if job is not None and job.state in _QUEUED:
         return "queued"
-    if job is not None and job.state == "RUNNING" and files.state == "running":
+    # Where nobody can be asked about the job, it may still run: nobody shall clean up behind it.
+    if job is not None and job.state in ("RUNNING", ENDING, UNKNOWN) and files.state == "running":
         return "starting"
     # Nobody trains, and the run never said how it ended: it was killed.
     return "ended" if files.state == "running" else files.state
