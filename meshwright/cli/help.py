@@ -69,7 +69,7 @@ PAGES = {
         purpose="Prepares text, plans, proves, trains, evaluates, checkpoints; the same command goes on after a stop.",
         options=(
             _RECIPE,
-            ("--on slurm|ray", "submit to Slurm, or train on a Ray cluster: --slurm.nodes N, --ray.nodes N and so on"),
+            ("--on LAUNCHER", "slurm, kubernetes, ray: train there; --slurm.nodes N and so on (docs/clusters.md)"),
             *NODES,
             ("--dry-run", "print the commands that would start, and start nothing"),
             JSON,
