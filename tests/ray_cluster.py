@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.slurm_cluster import descends, parent_pids
+from tests.slurm_cluster import descends, free_port, parent_pids
 
 _COMMON = (
     *("--object-store-memory", "80000000", "--disable-usage-stats", "--min-worker-port", "0", "--max-worker-port", "0"),
@@ -45,20 +45,21 @@ class RayTestCluster:
         )
         # Sockets below this folder have room for 107 characters; a test's own folder may be longer.
         self._files = Path(f"/tmp/ray-test-{os.getpid()}")
-        self.address = ""
+        self.address = self.client_address = ""
 
     def __enter__(self) -> RayTestCluster:
         self.root.mkdir(parents=True)
         try:
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                port = int(probe.getsockname()[1])
+            port, client_port = free_port(), free_port()
             # The head is no node of the run: where the driver is attached nothing is killed.
             self._start(
                 "head", "--head", "--port", str(port), "--num-cpus", "0", "--include-dashboard", "false",
-                "--temp-dir", str(self._files),
+                "--ray-client-server-port", str(client_port), "--temp-dir", str(self._files),
             )  # fmt: skip
             self.address = f"127.0.0.1:{port}"
+            host = re.search(r"Local node IP: ([\w.:]+)", (self.root / "head.out").read_text())
+            assert host is not None
+            self.client_address = f"ray://{host[1]}:{client_port}"
             for node in range(self.count):
                 self.start_node(node)
         except BaseException:

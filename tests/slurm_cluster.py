@@ -61,7 +61,8 @@ def _path(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of 127.0.0.1 that nobody uses just now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -97,11 +98,11 @@ class SlurmCluster:
         host = socket.gethostname().partition(".")[0]
         cores = 2
         lines = [
-            f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={_free_port()} CPUs={cores} State=UNKNOWN"
+            f"NodeName=n{node} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs={cores} State=UNKNOWN"
             for node in range(self.count)
         ]
         text = _CONF.format(
-            host=host, root=self.root, controller=_free_port(), timeout=self._timeout_s, nodes="\n".join(lines)
+            host=host, root=self.root, controller=free_port(), timeout=self._timeout_s, nodes="\n".join(lines)
         )
         (self.root / "slurm.conf").write_text(text)
         key = self.root / "munge.key"

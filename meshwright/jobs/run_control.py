@@ -245,7 +245,7 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
         if time.monotonic() > deadline:
             raise LaunchError(f"{run_dir} still runs after {limit_s:g} s; --now ends it without a checkpoint")
         time.sleep(_POLL_S)
-    if not (run_dir / CONFIG).is_file():
+    if not run_dir.is_dir():
         return "ended; its directory isn't here"
     return f"ended after step {run_status(run_dir).step}"
 

@@ -152,14 +152,14 @@ class RayJob:
         bundle, count = self._config.bundle, self._config.nodes
         self._cluster.reserve(bundle, count)
         deadline = time.monotonic() + max(self._config.timeout, _FREE_S)
-        wanted = f"{count} nodes with {format_resources(bundle)} each"
+        wanted = f"{count} x ({format_resources(bundle)})"
         while not self._cluster.is_reserved():
-            self._records.report("PENDING", (), f"waits for {wanted}")
+            self._records.report("PENDING", (), f"waits for nodes: {wanted}")
             if self._request:
                 return False
             if time.monotonic() > deadline:
                 lacking = missing_nodes(self._cluster.node_resources(), bundle, count)
-                used = f"the cluster has {wanted}, but other jobs use them"
+                used = f"the cluster has nodes for {wanted}, but other jobs use them"
                 raise ClusterError(f"{lacking or used}; wait for them with a longer ray.timeout")
             time.sleep(_POLL_S)
         return True

@@ -88,7 +88,7 @@ def test_a_job_survives_its_nodes(cluster: SlurmCluster, tmp_path: Path, monkeyp
     assert any((run / "checkpoints").iterdir()), "with a checkpoint"
     # Each step that was done twice came out the same.
     assert sorted(curve_rounded(run)) == list(range(1, max(curve_rounded(run)) + 1)) and last_step(run) >= reached
-    assert "interrupted at step" in meshwright("logs", str(run))
+    assert "interrupted after step" in meshwright("logs", str(run))
     wait_until(lambda: not left_over(run), 30.0)
     assert cluster.call("squeue", "-h") == ""
 

@@ -252,7 +252,7 @@ def test_nodes_are_waited_for_as_long_as_the_settings_say() -> None:
     run = FakeRun({}, nodes=2, free=1)
     with pytest.raises(ClusterError, match="other jobs use them"):
         run.job(timeout=0.05).run()
-    assert run.states[-1][2] == "waits for 2 nodes with 1 CPU each" and not run.actors
+    assert run.states[-1][2] == "waits for nodes: 2 x (1 CPU)" and not run.actors
 
 
 def test_all_nodes_may_be_lost_for_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
