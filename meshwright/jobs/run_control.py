@@ -18,7 +18,7 @@ from meshwright.jobs.slurm import LaunchRecord, read_record
 from meshwright.json_types import JsonObject
 from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
 from meshwright.monitor.display import event_line
-from meshwright.monitor.rundir import RunFiles, read_run
+from meshwright.monitor.rundir import RunFiles, meter_runs, read_run
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.resilience.run_lock import Owner, living_owners
 
@@ -113,7 +113,7 @@ def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None
     record = _record_of(files.path)
     job = _ask_slurm(record) if record is not None else None
     owners = living_owners(files.path)
-    return _state(files, bool(owners), job), owners, job
+    return _state(files, bool(owners) or meter_runs(files.path), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:
