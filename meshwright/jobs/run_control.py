@@ -31,7 +31,7 @@ from meshwright.json_types import JsonObject
 from meshwright.launch.kubernetes import delete_job
 from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
 from meshwright.monitor.display import event_line
-from meshwright.monitor.rundir import RunFiles, read_run
+from meshwright.monitor.rundir import RunFiles, meter_runs, read_run
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.resilience.run_lock import Owner, living_owners
 
@@ -115,7 +115,7 @@ def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None
 def _find_state(files: RunFiles, record: LaunchRecord | None) -> tuple[str, list[Owner], SchedulerState | None]:
     job = _ask_scheduler(files.path, record) if record is not None else None
     owners = living_owners(files.path)
-    return _state(files, bool(owners), job), owners, job
+    return _state(files, bool(owners) or meter_runs(files.path), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:
