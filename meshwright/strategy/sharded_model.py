@@ -48,7 +48,7 @@ class ShardedModel:
             raise PlanError(f"rows={layout.rows}: your own loader shares the rows out here; drop it from the layout")
         if layout.compress.is_low_rank:
             raise PlanError(
-                f"compress={layout.compress}: what copies owe is kept by train alone, and this loop is your own; nearest "
+                f"compress={layout.compress}: train alone keeps what copies owe, and this loop is your own; nearest "
                 "that works: compress=int8"
             )
         self.program, self.layout = program, layout
