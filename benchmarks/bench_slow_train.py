@@ -5,7 +5,8 @@
 
 Two network namespaces on this machine, a rank and a core each, joined by a wire whose rate is held down in both
 directions. Both calibrate together over it. Then each way, a layout and further words of `meshwright train`, is
-trained by two nodes as a user would, for some steps (islands for a whole round after the first). Told are the mean
+trained by two nodes as a user would, for some steps (islands for a whole round after the first); ``auto`` leaves the
+layout to the planner, as in ``auto --allow islands``. Told are the mean
 step, its share in which rank 0 stood still for communication, the median step beside the planned one (of islands
 without the join), and the efficiency against one rank alone with the same batch.
 """
@@ -26,10 +27,13 @@ from typing import Any
 from bench_slow_link import HOST, PORT, networks
 from processes import kill_descendants
 
+from meshwright.spec.layout import Layout
+
 WAYS = (
     "replicate=2", "replicate=2,compress=bf16", "replicate=2,compress=int8", "shard=2,zero=3",
     "shard=2,zero=3,compress_weights=int8", "islands=2 --outer.every 30",
-    "islands=2 --outer.every 30 --outer.compress int8",
+    "islands=2 --outer.every 30 --outer.compress int8", "auto", "auto --allow lossy",
+    "auto --allow islands --outer.every 30 --outer.compress int8",
 )  # fmt: skip
 RECIPE = """
 [model]
@@ -112,6 +116,8 @@ def measure(names: list[str], ways: list[str], steps: int, folder: Path) -> list
         row["efficiency"] = alone_s / (len(names) * row["step_s"])
         rows.append(row)
         off = row["planned_s"] / row["median_s"] - 1
+        if layout == "auto":
+            print(f"  {way}: the plan is {row['layout']}")
         print(
             f"  {way:<52} {row['step_s'] * 1e3:6.0f} ms, exposed {row['exposed']:4.0%}, efficiency "
             f"{row['efficiency']:4.0%}; median {row['median_s'] * 1e3:6.0f} ms, planned {row['planned_s'] * 1e3:6.0f} "
@@ -142,7 +148,7 @@ def run_nodes(names: list[str], words: list[str], folder: Path, port: int) -> No
 def read_run(run: Path, warm_up: int) -> dict[str, Any]:
     """Returns the mean step after the warm-up and its exposed share on rank 0, the median and the planned step."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][warm_up:]
-    plan = json.loads((run / "plan.json").read_text())["prediction"]
+    plan = json.loads((run / "plan.json").read_text())
     seconds, exposed = [line["step_s"] for line in lines], [exposed_s(line) for line in lines]
     # A round's mean holds its join; of steps that are alike the median leaves out disturbed ones.
     middle = mean if any(line["outer"] for line in lines) else median
@@ -150,7 +156,8 @@ def read_run(run: Path, warm_up: int) -> dict[str, Any]:
         "step_s": middle(seconds),
         "exposed": middle(exposed) / middle(seconds),
         "median_s": median(seconds),
-        "planned_s": plan["step_s"],
+        "layout": str(Layout.from_json(plan["layout"])),
+        "planned_s": plan["prediction"]["step_s"],
         "sent_bytes": mean(sum(entry["bytes"] for entry in line["comm"]) for line in lines),
     }
 

@@ -55,9 +55,12 @@ class Folder:
 
     def clean(self) -> None:
         """Removes leftovers of killed saves and removals; a save in progress looks the same, so call it before one."""
-        for pattern in _LEFTOVERS:
-            for path in self.root.glob(pattern):
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self.leftovers():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def leftovers(self) -> list[Path]:
+        """Returns what killed saves and removals have left; a save in progress looks the same."""
+        return [path for pattern in _LEFTOVERS for path in self.root.glob(pattern)]
 
     def withdraw(self, last_good_step: int) -> list[Path]:
         """Renames checkpoints after a step, so that nobody loads them; returns their old paths.

@@ -6,7 +6,7 @@ import contextlib
 import io
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast, get_type_hints
 
@@ -131,6 +131,24 @@ def _unframe_message(box: str) -> str:
         return text.removeprefix("Value error ")
     near = re.search(r"Perhaps you meant: (--[\w.-]+)", text)
     return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
+
+
+def align_columns(rows: Sequence[Sequence[str]], numeric: Collection[int] = ()) -> list[str]:
+    """Returns rows of cells as lines; what a terminal would take for a command is shown as ``?``.
+
+    Args:
+        rows: as many cells in each; the first one has the headings.
+        numeric: columns that are aligned to the right.
+    """
+    cells = [["".join(char if char.isprintable() else "?" for char in cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return [
+        "  ".join(
+            f"{cell:>{width}}" if index in numeric else f"{cell:<{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
 
 
 def print_result(text: str) -> None:

@@ -33,8 +33,9 @@ _OWN_FLAGS = {
         "--dry-run",
     ),
     "new": ("--model", "--data", "--devices", "--to"),
+    "runs": ("compare", "clean", "--json", "--html", "--whole", "--yes"),
 }
-"""Flags of the verbs without a `HelpPage`."""
+"""Flags and words of the verbs without a `HelpPage`."""
 _FLAG = re.compile(r"--[a-z][\w.-]*")
 
 

@@ -26,6 +26,7 @@ VERBS = {
     "status": "where a run stands, and what the scheduler says of its job",
     "logs": "what a run printed; -f follows it",
     "cancel": "end a run with a checkpoint, wherever it runs",
+    "runs": "list the runs of a folder, compare some, remove what isn't needed any more",
     "watch": "serve the live page of a run directory",
     "trace": "write a run's recorded steps as a trace for Perfetto",
     "serve-outer": "make versions of the weights from the rounds of islands that dial in from other sites",

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast, get_args
 
-from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
+from meshwright.cli.arguments import align_columns, print_result, read_config, take_flag, take_value
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.train import PREEMPTED
 from meshwright.errors import ConfigError
@@ -103,14 +103,11 @@ def _stage_table(result: RecipeResult) -> str:
 
 def _sweep_table(rows: Sequence[SweepRow]) -> str:
     keys = list(rows[0].settings) if rows else []
-    widths = [max(len(key), *(len(row.settings[key]) for row in rows)) for key in keys]
-    header = "  ".join(f"{key:<{width}}" for key, width in zip(keys, widths))
-    lines = ["", f"{header}  {'validation loss':>15}  {'loss':>8}  {'steps':>7}  {'a step':>9}  state"]
+    table = [[*keys, "validation loss", "loss", "steps", "a step", "state"]]
     for row in rows:
-        values = "  ".join(f"{row.settings[key]:<{width}}" for key, width in zip(keys, widths))
         validation = "" if row.validation_loss is None else f"{row.validation_loss:.4f}"
         loss = "" if row.loss is None else f"{row.loss:.4f}"
         step = "" if row.step_s is None else format_seconds(row.step_s)
         state = f"{row.state}: {row.message}" if row.message else row.state
-        lines.append(f"{values}  {validation:>15}  {loss:>8}  {row.step:>7}  {step:>9}  {state}")
-    return "\n".join(lines)
+        table.append([*(row.settings[key] for key in keys), validation, loss, str(row.step), step, state])
+    return "\n".join(["", *align_columns(table, range(len(keys), len(keys) + 4))])

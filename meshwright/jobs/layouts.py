@@ -21,6 +21,7 @@ from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
+from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import measure_activations, reprice_choice
 from meshwright.planner.resplit import resplit
 from meshwright.planner.run_history import learn
@@ -91,7 +92,8 @@ def plan_for_fewer_ranks(
         PlanError: when no layout of that many ranks can run.
     """
     ranks, named = machines.ranks, fallback_layouts(config, full_layout)
-    config = _without_rebalance(config)
+    # What was agreed to for the run's own plan isn't begun in the middle of it.
+    config = dataclasses.replace(_without_rebalance(config), allow=())
     for layout in named:
         if layout.world == ranks:
             return _plan_fallback(config, layout, model, machines, say)
@@ -165,6 +167,10 @@ def _check_fallback_islands(config: RunConfig, layout: Layout) -> None:
         check_islands(config, layout, resumes=True)
     except ConfigError as error:
         raise PlanError(f"{layout}: {error}") from error
+
+
+FINALISTS = 10
+"""Layouts of the planner that a run takes the first of which the model allows."""
 
 
 def _without_rebalance(config: RunConfig) -> RunConfig:
@@ -322,7 +328,7 @@ def _planner_plans(
         question = _make_question(config, model, machines, precision, splits_backward)
         measure = make_measure(model.built, config.data.sequence, precision)
         question = measure_activations(question, measure)
-        choice = reprice_choice(question, choose(question), measure)
+        choice = choose_finalists(question, FINALISTS, measure, config.allow)
     except (ClusterError, PlanError) as error:
         memory = device_memory_bytes(devices, ranks)
         plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)

@@ -18,17 +18,15 @@ from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
-from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts, choose
+from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.explain import reason, why
-from meshwright.planner.islands import JoinPrice, choose_islands, fixed_islands, price_join
-from meshwright.planner.lossy import consider_lossy, no_lossy_note
-from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
-from meshwright.planner.rounds import JOIN
+from meshwright.planner.finalists import choose_finalists
+from meshwright.planner.islands import candidate_join
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
-from meshwright.planner.secondary import consider_secondary
-from meshwright.planner.unequal import choose_unequal, why_unequal
+from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
@@ -109,13 +107,7 @@ class PlanResult:
         """Returns what an exchange of islands sends and exposes; nothing for a layout of one island."""
         if candidate.layout.islands == 1:
             return {}
-        return {"join": dataclasses.asdict(_candidate_join(self.question, candidate))}
-
-
-def _candidate_join(question: Question, candidate: Candidate) -> JoinPrice:
-    """Returns the price of a candidate's exchange between islands."""
-    step_s = candidate.price.step_s - candidate.price.parts[JOIN]
-    return price_join(question, candidate.layout, step_s)
+        return {"join": dataclasses.asdict(candidate_join(self.question, candidate))}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -187,25 +179,8 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     if model.measure is not None:
         measure = model.measure(config.sequence, question.job.precision)
         question = measure_activations(question, measure)
-    islands = fixed_islands(question)
-    if islands is not None:
-        choice = reprice_choice(question, choose_islands(question, islands, config.show), measure)
-        joins = _candidate_join(question, choice.best[0])
-        choice = replace(choice, notes=(*choice.notes, joins.note(choice.best[0].price.step_s - joins.step_s)))
-    elif question.cluster.uniform:
-        # The search prices by formulas; the best are priced again by the measured work of the model's modules.
-        choice = reprice_choice(question, choose(question, config.show), measure)
-    else:
-        choice = choose_unequal(question, config.show)
-    if question.cluster.uniform and islands is None:
-        choice = consider_secondary(question, choice, lambda layout: price_layout(question, layout, measure))
+    choice = choose_finalists(question, config.show, measure, config.allow)
     choice, compared = _compare_layouts(config, question, choice, measure)
-    if question.cluster.uniform and islands is None:
-        choice = consider_lossy(
-            question, choice, "lossy" in config.allow, lambda layout: price_layout(question, layout, measure)
-        )
-    elif "lossy" in config.allow:
-        choice = replace(choice, notes=(*choice.notes, no_lossy_note("islands" if islands else "devices that differ")))
     return PlanResult(question=question, choice=choice, compared=compared)
 
 

@@ -9,11 +9,12 @@ from typing import Any, Literal, TypeVar
 
 from meshwright.config import Config
 from meshwright.data.config import DataConfig
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import ConfigError
 from meshwright.models.config import ModelConfig
 from meshwright.schedules.file import PREFIX
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.layout import Layout
+from meshwright.spec.plan import check_allowed
 from meshwright.train.config import OuterConfig
 
 C = TypeVar("C", bound=Config)
@@ -78,7 +79,8 @@ class PlanConfig(Config):
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; all that ask to be searched when none is named."""
     allow: tuple[str, ...] = ()
-    """What the plan may do to the numbers of training: ``lossy`` lets it send gradients and weights rounded."""
+    """What the plan may do to the numbers of training: ``lossy``, send gradients and weights rounded; ``islands``, join
+    copies once in ``outer.every`` steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """How islands join, where ``fix`` or ``layout`` has several."""
     usable: float = 0.94
@@ -100,9 +102,7 @@ class PlanConfig(Config):
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
         if self.lost < 0:
             raise ConfigError(f"lost = {self.lost}: a number of nodes is 0 or more")
-        for name in self.allow:
-            if name != "lossy":
-                raise ConfigError(f"allow: {name} is unknown{nearest(name, ('lossy',))}")
+        check_allowed(self.allow)
         if self.hostfile and not self.device:
             raise ConfigError("a hostfile says how many devices a node has, not which; give --device h100")
         if self.hostfile and self.cluster:

@@ -84,15 +84,14 @@ def run_status(run_dir: Path) -> RunStatus:
     Raises:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
-    record = _record_of(run_dir)
-    job = _ask_slurm(record) if record is not None else None
-    files, owners = read_run(run_dir), living_owners(run_dir)
+    files = read_run(run_dir)
+    state, owners, job = find_state(files)
     last = files.steps[-1] if files.steps else {}
     losses = files.of_kind(*_LOSSES)
     train = files.config.get("train")
     return RunStatus(
         run=str(run_dir),
-        state=_state(files, bool(owners), job),
+        state=state,
         step=int(last.get("step", 0)),
         steps=train.get("steps") if isinstance(train, dict) else None,
         loss=last.get("loss"),
@@ -103,6 +102,18 @@ def run_status(run_dir: Path) -> RunStatus:
         last_loss=(_event_text(losses[-1]) or "") if losses else "",
         job=job,
     )
+
+
+def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None]:
+    """Returns a run's state as in `RunStatus`, who trains there, and its scheduler's job.
+
+    Raises:
+        ConfigError: when the directory holds no run, and none was submitted for it.
+    """
+    record = _record_of(files.path)
+    job = _ask_slurm(record) if record is not None else None
+    owners = living_owners(files.path)
+    return _state(files, bool(owners), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:

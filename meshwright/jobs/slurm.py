@@ -17,6 +17,7 @@ from meshwright.launch.slurm import SlurmLauncher, SlurmPlace
 from meshwright.launch.slurm_job import SlurmJob
 from meshwright.launch.slurm_node import NodeKeeper, NodeRevival
 from meshwright.monitor.rundir import read_run
+from meshwright.records import parse_json
 from meshwright.resilience.claims import read_presence
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -53,7 +54,7 @@ def read_record(run_dir: Path) -> LaunchRecord | None:
     """
     path = run_dir / LAUNCH / RECORD
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
         record = LaunchRecord(**values)
         if not all(isinstance(text, str) for text in (record.launcher, record.job, record.submitted)):
             raise TypeError("a field isn't text")

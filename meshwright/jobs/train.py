@@ -42,6 +42,7 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.torchrun import TorchrunLauncher
 from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.measure import measure_shape
+from meshwright.monitor.trackers.registry import check_trackers
 from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.planning import Planning, Replan
@@ -91,6 +92,7 @@ def train(
         RankError: when ranks failed more often than recovery allows.
     """
     config.check_all()
+    check_trackers(config.monitor.trackers)
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     if nodes is not None:
         node_place, config = nodes.resolve(config), claim_directory(config)

@@ -101,7 +101,7 @@ def _short_config(job: TrainJob) -> RunConfig:
         schedule=dataclasses.replace(config.schedule, warmup=1),
         evaluation=dataclasses.replace(config.evaluation, every=0),
         checkpoint=dataclasses.replace(config.checkpoint, every=0),
-        monitor=dataclasses.replace(config.monitor, display="none", tensorboard=False, report=False, timeline=0),
+        monitor=config.monitor.without_output(),
     )
 
 

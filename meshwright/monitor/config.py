@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import re
+from dataclasses import dataclass, replace
+from typing import Literal, Self
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
@@ -12,6 +13,8 @@ HOST = "127.0.0.1"
 """Address of a page that only this machine reaches."""
 DRIFT_BOUND = 0.25
 """Relative difference between planned and measured from which a part counts as drifted."""
+_TRACKER = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+"""A tracker's name; it becomes a file's."""
 PAGE_TIMELINE = 50
 """Steps between two recorded timelines under a page."""
 
@@ -26,6 +29,10 @@ class MonitorConfig(Config):
     """live: a panel that redraws; plain: a line every few steps; auto: live on a terminal, plain elsewhere."""
     tensorboard: bool = True
     """Whether tensorboard/ is written in the run directory."""
+    trackers: tuple[str, ...] = ()
+    """More trackers of the run's scalars: trackio, wandb, mlflow, or another package's (docs/watching.md)."""
+    project: str = "meshwright"
+    """Name under which trackers put the run."""
     report: bool = True
     """Whether report.html is written at the end of the run."""
     wait_s: float = 1.0
@@ -47,10 +54,19 @@ class MonitorConfig(Config):
             return self.timeline
         return PAGE_TIMELINE if self.port is not None else 0
 
+    def without_output(self) -> Self:
+        """Returns the settings of a run that nobody watches: a trial's, or a proof's."""
+        return replace(self, display="none", tensorboard=False, trackers=(), report=False, timeline=0)
+
     def check(self) -> None:
         """Refuses intervals and bounds that aren't positive, and ports out of range."""
         if self.every < 1:
             raise ConfigError(f"monitor.every = {self.every}: it counts steps, write at least 1; --monitor.every 10")
+        if len(set(self.trackers)) < len(self.trackers) or not all(map(_TRACKER.fullmatch, self.trackers)):
+            names = ", ".join(self.trackers)
+            raise ConfigError(f"monitor.trackers = {names}: give different names, as --monitor.trackers trackio mlflow")
+        if not self.project.strip():
+            raise ConfigError("monitor.project is empty: trackers need a name to put the run under")
         for name in ("wait_s", "drift_bound"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"monitor.{name} = {getattr(self, name)}: it must be more than 0")

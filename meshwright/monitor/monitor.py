@@ -21,6 +21,8 @@ from meshwright.monitor.report import write_report
 from meshwright.monitor.rundir import read_run
 from meshwright.monitor.sinks import EVENTS, METRICS, EventTail, JsonlSink, Sink, truncate_metrics
 from meshwright.monitor.tensorboard import TensorBoardSink
+from meshwright.monitor.tracker_sink import TrackerSink
+from meshwright.monitor.trackers.registry import TENSORBOARD
 
 
 class Monitor:
@@ -30,6 +32,7 @@ class Monitor:
         """Starts with the JSON lines alone; callers use `Monitor.build`."""
         self._config, self._run_dir, self._rank, self._jsonl = config, run_dir, rank, lines
         self._displays: list[Sink] = []
+        self._trackers: list[TrackerSink] = []
         self._lock = threading.Lock()
         self._closed = False
         self.continues = False
@@ -49,7 +52,7 @@ class Monitor:
         """Opens the run's files and, on rank 0, its display.
 
         Args:
-            config: display, TensorBoard, report and their bounds.
+            config: display, TensorBoard, trackers, report and their bounds.
             run_dir: the run directory, which exists.
             header: the run before its first step, for the display.
             rank: global rank; other ranks than 0 write events alone.
@@ -60,9 +63,13 @@ class Monitor:
             truncate_metrics(run_dir / METRICS, resumed_step)
         monitor = cls(config, run_dir, rank, JsonlSink(run_dir, metrics=rank == 0))
         if rank == 0:
-            if config.tensorboard:
+            if config.tensorboard or TENSORBOARD in config.trackers:
                 folder = run_dir / "tensorboard"
                 monitor._add_display("tensorboard", lambda: TensorBoardSink(folder, config.every, resumed_step))
+            for name in config.trackers:
+                if name != TENSORBOARD:
+                    monitor._trackers.append(monitor._build_tracker(name))
+            monitor._displays += monitor._trackers
             if config.display != "none":
                 monitor._add_display("display", lambda: monitor._build_display(header, stream or sys.stderr))
         return monitor
@@ -102,6 +109,8 @@ class Monitor:
         if self._closed:
             return
         self._closed = True
+        for tracker in self._trackers:
+            tracker.continues = self.continues
         for sink in list(self._displays):
             self._call_or_drop(sink, sink.close)
         self._displays.clear()
@@ -132,6 +141,12 @@ class Monitor:
         if self._config.display == "live" or (self._config.display == "auto" and can_draw):
             return LiveDisplay(header, self._config.wait_s, console, self._record_display_failure)
         return PlainDisplay(header, self._config.every, self._config.wait_s, stream)
+
+    def _build_tracker(self, name: str) -> TrackerSink:
+        def report_failure(tracker: str, error: str) -> None:
+            self._jsonl.event(Event(kind="tracker_failed", rank=0, data={"tracker": tracker, "error": error}))
+
+        return TrackerSink(name, self._run_dir, self._config.project, self._config.every, report_failure)
 
     def _record_display_failure(self, error: Exception) -> None:
         self._jsonl.event(_failure("display", error))

@@ -34,7 +34,7 @@ LAST_STEP, WAITS = "Last recorded step", "Who waits for whom"
 _MAX_EVENTS = 300
 
 
-def _render_safely(render: Callable[[], list[Markup]]) -> list[Markup]:
+def render_safely(render: Callable[[], list[Markup]]) -> list[Markup]:
     """Renders a section; where its files hold values of other types, a sentence says so."""
     try:
         return render()
@@ -80,7 +80,7 @@ def run_sections(
     ]
     reuse = reuse or {}
     # Sections are rendered one by one: damaged files spoil their own section alone.
-    return [(heading, reuse[heading] if heading in reuse else _render_safely(render)) for heading, render in renderers]
+    return [(heading, reuse[heading] if heading in reuse else render_safely(render)) for heading, render in renderers]
 
 
 def write_report(run_dir: Path, bound: float = 0.25) -> Path:
@@ -115,11 +115,11 @@ def _head(run: RunFiles) -> list[Markup]:
         facts.append(run.layout)
     if math.isfinite(started):
         facts.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
-    return [title(run.path.resolve().name, " · ".join(facts)), tiles(_numbers(run))]
+    return [title(run.path.resolve().name, " · ".join(facts)), tiles(main_figures(run))]
 
 
-def _numbers(run: RunFiles) -> list[tuple[str, str, str]]:
-    """Returns name, value and remark of each tile."""
+def main_figures(run: RunFiles) -> list[tuple[str, str, str]]:
+    """Returns name, value and remark of a run's main figures, as its page shows them."""
     tile_entries: list[tuple[str, str, str]] = []
     final, steps = run.final(), run.steps
     evaluations = [event for event in run.of_kind("evaluated") if math.isfinite(number(event.get("loss")))]

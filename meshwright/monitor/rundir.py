@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
+import stat
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from meshwright.monitor.sinks import EVENTS, METRICS
 from meshwright.records import parse_json
 
 _FINAL_STATES = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
+_MOST_LEVELS = 4
+"""Levels of folders below the one that is searched for runs."""
 _TAIL_BYTES = 256
 """Bytes before the end of what was read, by which a file that was cut and grew again is recognised."""
 
@@ -76,6 +80,41 @@ def read_run(run_dir: Path) -> RunFiles:
     return RunReader(run_dir).read()
 
 
+def is_run_directory(path: Path) -> bool:
+    """Returns whether a folder is a run's directory: a run's files, none of them a link, a pipe or a device."""
+    files = {name: _file_kind(path / name) for name in ("config.toml", "plan.json", METRICS, EVENTS)}
+    folders = {_file_kind(path / name) for name in ("checkpoints", "owner", "launch", "timeline")}
+    has_files = files["config.toml"] and any(files[name] for name in files if name != "config.toml")
+    return bool(has_files) and set(files.values()) <= {0, stat.S_IFREG} and folders <= {0, stat.S_IFDIR}
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Returns the run directories at and below a folder, by name; links and hidden folders aren't followed."""
+    if is_run_directory(folder):
+        return [folder]
+    runs: list[Path] = []
+    level = [folder]
+    for _ in range(_MOST_LEVELS):
+        below = [path for parent in level for path in _subfolders(parent)]
+        runs += [path for path in below if is_run_directory(path)]
+        level = [path for path in below if not is_run_directory(path)]
+    return sorted(runs)
+
+
+def _subfolders(folder: Path) -> list[Path]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [Path(entry) for entry in entries if entry.is_dir(follow_symlinks=False) and entry.name[0] != "."]
+    return []
+
+
+def _file_kind(path: Path) -> int:
+    """Returns the kind of what a name stands for, links themselves included; 0 for nothing."""
+    try:
+        return stat.S_IFMT(os.lstat(path).st_mode)
+    except OSError:
+        return 0
+
+
 class RunReader:
     """Reads a run directory again and again, each line of its growing files once.
 
@@ -83,11 +122,12 @@ class RunReader:
         run_dir: the run directory.
         most_steps: steps up to which all lines are kept; of more, the older half is thinned to a quarter, in which
             skipped steps and the largest gradient norms stay. None keeps all.
+        newest_bytes: bytes at the end of the steps' file that are read at first; None for the whole file.
     """
 
-    def __init__(self, run_dir: Path, most_steps: int | None = None) -> None:
+    def __init__(self, run_dir: Path, most_steps: int | None = None, newest_bytes: int | None = None) -> None:
         self._run_dir, self._most_steps = run_dir, most_steps
-        self._metrics, self._events = LineReader(run_dir / METRICS), LineReader(run_dir / EVENTS)
+        self._metrics, self._events = LineReader(run_dir / METRICS, newest_bytes), LineReader(run_dir / EVENTS)
         self._steps: dict[int, dict[str, Any]] = {}
         self._event_lines: list[dict[str, Any]] = []
         self._thinned_steps, self._thinned_s = 0, 0.0
@@ -159,10 +199,14 @@ class LineReader:
 
     Args:
         path: of the file, which may not exist yet.
+        newest_bytes: bytes at its end to begin with, of which the first line may be torn; None for all.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, newest_bytes: int | None = None) -> None:
         self._path, self._offset, self._tail = path, 0, b""
+        if newest_bytes is not None:
+            with contextlib.suppress(OSError):
+                self._offset = max(0, path.stat().st_size - newest_bytes)
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
         """Returns the new objects, and whether the file was cut or replaced, so that they are all there is."""
@@ -196,8 +240,11 @@ def column(steps: Sequence[JsonObject], name: str) -> list[float]:
 
 
 def number(value: object) -> float:
-    """Converts a number to a float; NaN for any other value."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    """Converts a number to a float; NaN for any other value, and for an integer beyond a float's range."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
 
 
 def _read_text(path: Path) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import os
 import socket
@@ -11,8 +10,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshwright.events import CommTotals, Event, StepRecord
+from meshwright.events import Event, StepRecord
 from meshwright.monitor.retry import RetryingFile
+from meshwright.monitor.scalars import due_scalars, event_scalars, event_text
 
 
 class TensorBoardSink:
@@ -46,22 +46,17 @@ class TensorBoardSink:
 
     def step(self, record: StepRecord) -> None:
         """Writes the scalars of the first and of every k-th step."""
-        if record.step == 1 or record.step % self._every == 0:
-            self._write_scalars(record.step, step_scalars(record))
-        elif record.outer:
-            # Joins are seldom, and need not fall on a k-th step.
-            self._write_scalars(record.step, join_scalars(record))
+        scalars = due_scalars(record, self._every)
+        if scalars:
+            self._write_scalars(record.step, scalars)
 
     def event(self, event: Event) -> None:
         """Writes the numbers of an evaluation, and the text of a sample."""
         step = int(event.data.get("step") or 0)
         if event.kind == "evaluated":
-            numbers = {name: value for name, value in event.data.items() if name != "step" and _is_number(value)}
-            self._write_scalars(step, {f"evaluation/{name}": value for name, value in numbers.items()})
-        elif event.kind == "sampled":
-            self._write_text(step, "sample", str(event.data.get("text", "")))
-        elif event.kind == "run_started":
-            self._write_text(step, "run", json.dumps(dict(event.data), indent=2, default=str))
+            self._write_scalars(step, event_scalars(event))
+        elif text := event_text(event):
+            self._write_text(step, *text)
 
     def close(self) -> None:
         """Closes the file; a second call does nothing."""
@@ -99,55 +94,3 @@ class TensorBoardSink:
         self._file.write(self._buffer.getvalue())
         self._buffer.seek(0)
         self._buffer.truncate()
-
-
-def step_scalars(record: StepRecord) -> dict[str, float]:
-    """Returns one step's scalars by TensorBoard tag; in seconds, bytes and bytes per second."""
-    values: dict[str, float] = {
-        "train/loss": record.loss,
-        "train/accuracy": record.accuracy,
-        "train/learning_rate": record.lr,
-        "train/grad_norm": record.grad_norm,
-        "train/epoch": record.epoch,
-        "train/skipped": float(record.skipped),
-        "speed/tokens_per_s": record.tokens_per_s,
-        "speed/step_s": record.step_s,
-    }
-    values |= {f"train/{name}": value for name, value in record.terms.items()}
-    if record.experts:
-        values["experts/fullest_over_mean"] = max(record.experts) * len(record.experts)
-        values["experts/idle"] = float(sum(share == 0 for share in record.experts))
-    if record.mfu is not None:
-        values["speed/mfu"] = record.mfu
-    values |= {f"memory/{name}_bytes": float(size) for name, size in record.memory.items()}
-    values |= {f"step/{name}_s": seconds for name, seconds in record.parts.items()}
-    for total in record.comm:
-        values |= _comm_scalars(total)
-    return values | join_scalars(record)
-
-
-def join_scalars(record: StepRecord) -> dict[str, float]:
-    """Returns the scalars of a join of islands by TensorBoard tag; none where no islands joined in the step."""
-    values = {f"islands/{name}": float(value) for name, value in record.outer.items() if _is_number(value)}
-    losses = record.outer.get("island_losses", ())
-    return values | {f"islands/loss_{island}": float(loss) for island, loss in enumerate(losses)}
-
-
-def _comm_scalars(total: CommTotals) -> dict[str, float]:
-    """Returns bytes, seconds and bandwidth of one axis and operation by tag."""
-    tag = f"{total.axis}/{total.op}"
-    values = {
-        f"comm_bytes/{tag}": float(total.bytes),
-        f"comm_s/{tag}": total.seconds,
-        f"comm_exposed_s/{tag}": total.exposed_s,
-    }
-    if total.rounding_error:
-        values[f"comm_rounding_error/{tag}"] = total.rounding_error
-        values[f"comm_raw_bytes/{tag}"] = float(total.raw_bytes)
-    if total.seconds > 0:
-        values[f"comm_bytes_per_s/{tag}"] = total.bytes / total.seconds
-    return values
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

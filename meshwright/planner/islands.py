@@ -186,6 +186,11 @@ def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
     )
 
 
+def candidate_join(question: Question, candidate: Candidate) -> JoinPrice:
+    """Returns the price of a fragment's exchange between the islands of a candidate."""
+    return price_join(question, candidate.layout, candidate.price.step_s - candidate.price.parts[JOIN])
+
+
 def _rank_elements(question: Question, layout: Layout) -> float:
     """Returns the parameters that a rank updates, on average over ranks."""
     shape = question.job.shape

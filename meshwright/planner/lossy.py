@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, sort_candidates
-from meshwright.spec.axis import Holds
+from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import Compression
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
@@ -47,22 +47,21 @@ def _with_more_copies(layout: Layout) -> Iterator[Layout]:
             continue
 
 
-def consider_lossy(
-    question: Question, choice: Choice, is_allowed: bool, price: Callable[[Layout], Candidate]
-) -> Choice:
-    """Returns the choice, which a layout with rounded numbers may lead where that is allowed; else it gets a note.
+def consider_lossy(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
+    """Returns the choice, which a layout with rounded numbers leads where one is faster.
+
+    Rounded are the finalists, and the best layouts without a pipeline: where exact gradients take long a pipeline wins,
+    which sends few, and rounded ones may take less time than its bubble.
 
     Args:
         question: what was planned.
         choice: of exact layouts.
-        is_allowed: whether the plan may be lossy.
         price: prices a layout as the finalists are.
     """
     exact = choice.best[0]
-    if not is_allowed:
-        hint = _lossy_hint(exact, question, price)
-        return dataclasses.replace(choice, notes=(*choice.notes, hint)) if hint else choice
-    fastest = [_fastest_variant(option.layout, question, price) for option in choice.best]
+    options = (*choice.best, *_without_pipeline(question, len(choice.best)))
+    layouts = {str(option.layout): option.layout for option in options}
+    fastest = [_fastest_variant(layout, question, price) for layout in layouts.values()]
     faster = [option for option in fastest if option and option.price.step_s * (1 + question.same) < exact.price.step_s]
     if not faster:
         return choice
@@ -75,6 +74,18 @@ def consider_lossy(
             f"{format_seconds(exact.price.step_s)} a step",
         )
     return dataclasses.replace(choice, best=best, ties=ties, notes=notes)
+
+
+def _without_pipeline(question: Question, count: int) -> Sequence[Candidate]:
+    """Returns the best exact layouts without a pipeline; none where its degree is given, or none fits."""
+    fixed, stages = question.limits.get("fixed", {}), Layout().axis(Mechanics.STAGES)
+    if stages in fixed:
+        return ()
+    limits = {**question.limits, "fixed": {**fixed, stages: 1}}
+    try:
+        return choose(dataclasses.replace(question, limits=limits), count).best
+    except PlanError:
+        return ()
 
 
 def no_lossy_note(subject: str) -> str:
@@ -93,8 +104,14 @@ def _fastest_variant(layout: Layout, question: Question, price: Callable[[Layout
     return min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
 
 
-def _lossy_hint(exact: Candidate, question: Question, price: Callable[[Layout], Candidate]) -> str:
-    """Returns a sentence on what rounding would save; empty where traffic is hidden, or the gain is small."""
+def lossy_hint(question: Question, exact: Candidate, price: Callable[[Layout], Candidate]) -> str:
+    """Returns a sentence on what rounding would save; empty where traffic is hidden, or the gain is small.
+
+    Args:
+        question: what was planned.
+        exact: the plan.
+        price: prices a layout as the plan is.
+    """
     step_s = exact.price.step_s
     exposed = sum(exact.price.parts.get(name, 0.0) for name in ("reduce", "gather")) / step_s
     if exposed < EXPOSED_SHARE or (variant := _fastest_variant(exact.layout, question, price)) is None:

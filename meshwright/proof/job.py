@@ -108,7 +108,7 @@ def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
         evaluation=dataclasses.replace(config.evaluation, every=half, rows=evaluation_rows(rows)),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, mirror=""),
         recovery=dataclasses.replace(config.recovery, enabled=False, faults="", on_sick="skip", spike=0.0),
-        monitor=dataclasses.replace(config.monitor, display="none", tensorboard=False, report=False, timeline=0),
+        monitor=config.monitor.without_output(),
     )
 
 

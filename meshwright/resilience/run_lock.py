@@ -28,6 +28,7 @@ from typing import NoReturn, Self
 
 from meshwright.errors import ConfigError
 from meshwright.forking import die_with_parent
+from meshwright.records import parse_json
 
 FOLDER = "owner"
 LEASE_S = 10.0
@@ -221,7 +222,7 @@ def _living_owner(paths: Iterable[Path]) -> Owner | None:
     stamps: dict[Path, tuple[Owner, int]] = {}
     for path in paths:
         try:
-            owner = Owner(**json.loads(path.read_text(encoding="utf-8")))
+            owner = Owner(**parse_json(path.read_text(encoding="utf-8")))
         except (OSError, ValueError, TypeError):
             continue
         if owner.lives:

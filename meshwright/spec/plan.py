@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from meshwright.errors import ConfigError, nearest
 from meshwright.json_types import JsonObject
 from meshwright.spec.layout import Layout
+
+ALLOWED = ("lossy", "islands")
+"""What a plan may do to the numbers of training where the user allows it: send rounded values, join once a round."""
+
+
+def check_allowed(names: Sequence[str]) -> None:
+    """Refuses what no plan can be allowed.
+
+    Raises:
+        ConfigError: for a name that isn't in `ALLOWED`.
+    """
+    for name in names:
+        if name not in ALLOWED:
+            raise ConfigError(f"allow: {name} is unknown{nearest(name, ALLOWED)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,6 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.launch.config import LaunchConfig, SlurmConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
+from meshwright.spec.plan import check_allowed
 from meshwright.train.config import (
     EvaluationConfig,
     OptimizerConfig,
@@ -27,6 +28,10 @@ class RunConfig(Config):
 
     layout: str = "auto"
     """Text form of the layout, or ``auto`` for the planner's choice."""
+    allow: tuple[str, ...] = ()
+    """With ``layout = auto``: what the plan may do to the numbers of training. ``lossy``, send gradients and weights
+    rounded; ``islands``, join copies once in ``outer.every`` steps. A plan for the ranks that are left after a fault
+    begins neither."""
     trials: int = 0
     """With ``layout = auto``: run this many of the best layouts for ten steps each and keep the fastest."""
     devices: int | None = None
@@ -64,6 +69,12 @@ class RunConfig(Config):
             raise ConfigError(
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
+            )
+        check_allowed(self.allow)
+        if self.allow and self.layout != "auto":
+            raise ConfigError(
+                f"allow = {','.join(self.allow)} lets the planner choose, with layout = auto; name compress=int8 or "
+                "islands=2 in the layout instead"
             )
         if self.trials < 0 or (self.trials and self.layout != "auto"):
             raise ConfigError(f"trials = {self.trials}: it is 0 or more, and chooses among layouts with layout = auto")

@@ -24,6 +24,10 @@ INNER_IMPORTS = {
     ("tokenizer.py", "transformers"): "seconds, for a tokenizer without a tokenizer.json alone",
     ("tensorboard.py", "tensorboard.compat.proto"): "a second of protocol buffers, on rank 0 alone and after the fork",
     ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
+    ("trackio.py", "trackio"): "an optional package, in a thread of rank 0 alone",
+    ("wandb.py", "wandb"): "the same",
+    ("mlflow.py", "mlflow.entities"): "the same",
+    ("mlflow.py", "mlflow.tracking"): "the same",
 }
 """Packages that may be imported inside of a function, each with its reason; never a module of ours."""
 COMPAT = PACKAGE / "torch_compat"

@@ -133,6 +133,18 @@ def test_a_lossy_layout_is_chosen_only_where_it_is_allowed() -> None:
     assert any(str(plain.layout) in note for note in lossy.choice.notes)
 
 
+def test_rounding_is_tried_where_a_pipeline_wins_over_exact_copies() -> None:
+    sizes = "layers=6,width=256,heads=4,vocab=2048"
+    config = PlanConfig(sizes=sizes, cluster="2x1xa100-40@ethernet-1g", batch=64, sequence=128)
+    exact = plan_model(config, model_of_sizes(sizes))
+    assert all(option.layout.degree("pp") == 2 for option in exact.choice.best[:3])
+    named = "replicate=2,compress=int8"
+    allowed = plan_model(dataclasses.replace(config, allow=("lossy",), layout=(named,)), model_of_sizes(sizes))
+    assert allowed.layout.degree("pp") == 1 and allowed.layout.is_lossy
+    # No named rounding of copies is faster than what the planner finds by itself.
+    assert "slower" in next(iter(allowed.compared.values())) or "the plan" in next(iter(allowed.compared.values()))
+
+
 def test_a_fast_wire_gets_no_hint() -> None:
     sizes = "layers=8,width=1024,heads=16,vocab=32000"
     result = plan_model(PlanConfig(sizes=sizes, cluster="8xh100", batch=512, sequence=2048), model_of_sizes(sizes))

@@ -1,0 +1,111 @@
+"""The layouts that `plan` shows and a run chooses from, by one rule: the search, priced again, and what is allowed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from meshwright.errors import PlanError
+from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
+from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
+from meshwright.planner.measured_price import Measure, price_layout, reprice_choice
+from meshwright.planner.secondary import consider_secondary
+from meshwright.planner.unequal import choose_unequal
+from meshwright.spec.axis import Holds
+from meshwright.spec.groups import round_axes, row_axes
+from meshwright.spec.layout import Layout
+from meshwright.units import format_seconds
+
+ISLANDS_SLACK = 0.05
+"""Fewer islands are taken where a step takes at most this share longer: with each one training goes further apart."""
+
+
+def choose_finalists(question: Question, show: int, measure: Measure | None, allow: Collection[str] = ()) -> Choice:
+    """Returns the fastest layouts that fit, the plan first.
+
+    Args:
+        question: what is planned.
+        show: most layouts in the answer.
+        measure: returns the model's operators; None where only its sizes are known.
+        allow: of `spec.plan.ALLOWED`.
+
+    Raises:
+        PlanError: when no layout fits.
+    """
+
+    def price(layout: Layout) -> Candidate:
+        return price_layout(question, layout, measure)
+
+    islands, lossy = fixed_islands(question), "lossy" in allow
+    if islands is not None:
+        choice = reprice_choice(question, choose_islands(question, islands, show), measure)
+        choice = _with_notes(choice, _join_note(question, choice.best[0]))
+        return _with_notes(choice, no_lossy_note("islands")) if lossy else choice
+    if not question.cluster.uniform:
+        choice = choose_unequal(question, show)
+        notes = [no_lossy_note("devices that differ")] if lossy else []
+        if "islands" in allow:
+            notes.append(
+                "--allow islands changes nothing here: islands aren't searched for devices that differ; nearest that "
+                "works: a site for each kind, by --outer.meet"
+            )
+        return _with_notes(choice, *notes)
+    # The search prices by formulas; the best are priced again by the measured work of the model's modules.
+    choice = reprice_choice(question, choose(question, show), measure)
+    choice = consider_secondary(question, choice, price)
+    if lossy:
+        choice = consider_lossy(question, choice, price)
+    elif hint := lossy_hint(question, choice.best[0], price):
+        choice = _with_notes(choice, hint)
+    return consider_islands(question, choice, show, measure) if "islands" in allow else choice
+
+
+def consider_islands(question: Question, choice: Choice, show: int, measure: Measure | None) -> Choice:
+    """Returns the choice, which islands lead where they are faster: the fewest that are about as fast as any number.
+
+    Args:
+        question: what was planned, without fixed islands.
+        choice: of layouts without islands.
+        show: most layouts of each number of islands.
+        measure: as in `choose_finalists`.
+    """
+    found: list[Candidate] = []
+    axis, copies = round_axes()[0], row_axes(Holds.COPY)[0]
+    for count in _island_counts(question):
+        islands = Layout(degrees={axis: count, copies: question.cluster.devices // count})
+        try:
+            best = reprice_choice(question, choose_islands(question, islands, show), measure).best
+        except PlanError:  # rows that they don't divide, or no room for the outer weights
+            continue
+        found.append(best[0])
+    fastest_s = min((candidate.price.step_s for candidate in found), default=float("inf"))
+    without = choice.best[0]
+    if fastest_s * (1 + max(question.same, ISLANDS_SLACK)) >= without.price.step_s:
+        return choice
+    plan = next(candidate for candidate in found if candidate.price.step_s <= fastest_s * (1 + ISLANDS_SLACK))
+    best, ties = sort_candidates([plan, *choice.best], 0.0)
+    sentence = (
+        f"{plan.layout.islands} islands join once in {question.rounds.steps} steps, as --allow islands permits; the "
+        f"fastest layout without, {without.layout}, takes {format_seconds(without.price.step_s)} a step"
+    )
+    choice = dataclasses.replace(choice, best=best[: max(show, 1)], ties=ties)
+    return _with_notes(choice, sentence, _join_note(question, plan))
+
+
+def _island_counts(question: Question) -> Iterator[int]:
+    """Yields numbers of islands of whole nodes, or of devices where there is one node, the fewest first."""
+    devices = question.cluster.devices
+    most = max(1, devices // question.machine.fabric.devices)
+    if most == 1:
+        most = devices
+    yield from (count for count in range(2, most + 1) if most % count == 0)
+
+
+def _join_note(question: Question, candidate: Candidate) -> str:
+    joins = candidate_join(question, candidate)
+    return joins.note(candidate.price.step_s - joins.step_s)
+
+
+def _with_notes(choice: Choice, *sentences: str) -> Choice:
+    return dataclasses.replace(choice, notes=(*choice.notes, *sentences))

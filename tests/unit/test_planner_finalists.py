@@ -1,0 +1,85 @@
+"""Islands that the planner chooses by itself, and one rule for what `plan` shows and what a run takes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.data.config import DataConfig
+from meshwright.errors import ConfigError
+from meshwright.jobs import layouts
+from meshwright.jobs.layouts import make_plans
+from meshwright.jobs.machines import Machines
+from meshwright.jobs.model_reading import read_model
+from meshwright.jobs.plan import plannable_model
+from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
+from meshwright.jobs.requests import PlanConfig
+from meshwright.launch.devices import Devices
+from meshwright.models.config import ModelConfig
+from meshwright.train.config import TrainConfig
+from meshwright.train.run_config import RunConfig
+
+SIZES = "layers=12,width=768,heads=12,vocab=50304"
+SLOW = PlanConfig(sizes=SIZES, cluster="4x8xa100-80@ethernet-10g", batch=256, sequence=1024)
+
+
+def planned(config: PlanConfig, **fields: object) -> PlanResult:
+    return plan_model(dataclasses.replace(config, **fields), model_of_sizes(SIZES))  # type: ignore[arg-type]
+
+
+def test_islands_are_the_fewest_that_are_about_as_fast_as_any() -> None:
+    exact, allowed = planned(SLOW), planned(SLOW, allow=("islands",))
+    assert all(option.layout.islands == 1 for option in exact.choice.best)
+    # The same question with the islands given: another way through the planner.
+    by_count = {count: planned(SLOW, fix=f"islands={count}").step_s for count in (2, 4)}
+    fewest = min(count for count, step_s in by_count.items() if step_s <= 1.05 * min(by_count.values()))
+    assert allowed.layout.islands == fewest
+    assert allowed.step_s == pytest.approx(by_count[fewest], rel=1e-12)
+    assert allowed.step_s < 0.9 * exact.step_s
+    (note,) = [note for note in allowed.choice.notes if "--allow islands" in note]
+    assert str(exact.layout) in note and "join once in 30 steps" in note
+    # Joins ten times as seldom cost a tenth.
+    joins = [option for option in allowed.choice.best if option.layout.islands > 1]
+    assert joins[0].price.parts["join"] > 0
+
+
+def test_islands_are_not_chosen_where_they_win_little() -> None:
+    fast = dataclasses.replace(SLOW, cluster="8xh100", batch=512)
+    assert planned(fast, allow=("islands",)).layout == planned(fast).layout
+
+
+def test_what_islands_do_not_reach_is_said() -> None:
+    unequal = planned(SLOW, cluster="4xh100+4xa100-80", allow=("islands",))
+    (note,) = [note for note in unequal.choice.notes if "--allow islands" in note]
+    assert "changes nothing" in note and "--outer.meet" in note
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"allow": ("loss",)}, "allow: loss is unknown.*lossy"),
+        ({"allow": ("lossy",), "layout": "replicate=2"}, "lets the planner choose"),
+    ],
+)
+def test_refusals_of_a_run(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(RunConfig(), **fields).check()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("allow", [(), ("lossy",), ("islands",), ("lossy", "islands")])
+def test_a_run_takes_what_plan_shows(allow: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cluster = Cluster.parse("2x1xcpu@ethernet-1g")
+    monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
+    monkeypatch.setattr(layouts, "run_history_file", lambda machines: (tmp_path / "none.json", ""))
+    sizes = ModelConfig(name="gpt2", layers=4, width=256, heads=4, vocab=2048, context=128)
+    config = RunConfig(allow=allow, model=sizes, data=DataConfig(sequence=128), train=TrainConfig(batch=16))
+    devices = Devices(kind="cpu", count=1, found=1, cores=1)
+    plan, _ = make_plans(config, read_model(config, None, 128), Machines(devices=devices, ranks=2))[0]
+    request = PlanConfig(model=sizes, batch=16, sequence=128, precision="float32", allow=allow)
+    shown = plan_model(request, plannable_model(sizes, 128), cluster)
+    assert plan.layout == shown.layout
+    assert plan.layout.is_lossy <= ("lossy" in allow)
+    assert (plan.layout.islands > 1) == ("islands" in allow)
