@@ -6,14 +6,16 @@ from collections.abc import Sequence
 
 from meshwright.cli.arguments import print_result
 from meshwright.errors import ConfigError, nearest
+from meshwright.jobs import kubernetes
 from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.progress import to_stderr as say
 from meshwright.jobs.run_directory import claim_directory
 from meshwright.jobs.slurm import run_in_job, submit
+from meshwright.launch.kubernetes import pod_place
 from meshwright.launch.slurm import SlurmPlace, slurm_place
 from meshwright.train.run_config import RunConfig
 
-LAUNCHERS = ("local", "ssh", "slurm")
+LAUNCHERS = ("local", "ssh", "slurm", "kubernetes")
 """Values of ``--on``."""
 
 
@@ -29,8 +31,8 @@ def check_launcher(on: str | None, hostfile: str | None, nodes: NodeOptions | No
         raise ConfigError(f"--on {on} is unknown{nearest(on, LAUNCHERS)}; known: {', '.join(LAUNCHERS)}")
     if (on == "ssh") != (hostfile is not None):
         raise ConfigError("--on ssh and --hostfile HOSTS belong together: give both, or neither")
-    if on == "slurm" and nodes is not None:
-        raise ConfigError("--on slurm numbers the nodes by itself; drop --nodes, --node and --meet")
+    if on in ("slurm", "kubernetes") and nodes is not None:
+        raise ConfigError(f"--on {on} numbers the nodes by itself; drop --nodes, --node and --meet")
 
 
 def train_by_slurm(on: str | None, args: Sequence[str], config: RunConfig, dry_run: bool) -> int | None:
@@ -59,6 +61,38 @@ def train_by_slurm(on: str | None, args: Sequence[str], config: RunConfig, dry_r
             say(f"  meshwright {verb} {config.run}")
         return 0
     return run_in_job(args, config, place, say)
+
+
+def train_by_kubernetes(
+    on: str | None, args: Sequence[str], config: RunConfig, dry_run: bool
+) -> tuple[int | None, NodeOptions | None]:
+    """Creates a run's job in a cluster, or prepares the pod of a job that this process is in.
+
+    Args:
+        on: value of ``--on``.
+        args: words of the command after ``train``, without those of the launcher.
+        config: these words as settings.
+        dry_run: print the manifests and create nothing.
+
+    Returns:
+        The exit status, None where this process trains; and then which node it is, None for a run of one node.
+    """
+    if on != "kubernetes":
+        return None, None
+    place = pod_place()
+    if place is not None and not dry_run:
+        if place.nodes > 1 and kubernetes.is_finished(config):
+            say(f"{config.run} has reached its last step")
+            return 0, None
+        return None, kubernetes.join_run(config, place, say)
+    manifests, job = kubernetes.submit(args, config, dry_run=dry_run, say=say)
+    if dry_run:
+        print_result(manifests.rstrip())
+        return 0, None
+    print_result(f"{job} trains in {config.run}")
+    for verb in ("status", "logs -f", "cancel"):
+        say(f"  meshwright {verb} {config.run}")
+    return 0, None
 
 
 def _place(on: str | None) -> SlurmPlace | None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
-from meshwright.cli.launchers import check_launcher, train_by_slurm
+from meshwright.cli.launchers import check_launcher, train_by_kubernetes, train_by_slurm
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
 from meshwright.errors import LaunchError
@@ -30,6 +30,10 @@ def run(argv: Sequence[str]) -> int:
     config = read_config(RunConfig, args, "train")
     if hostfile is None and nodes is None and (status := train_by_slurm(on, args, config, dry_run)) is not None:
         return status
+    status, pod_nodes = train_by_kubernetes(on, args, config, dry_run)
+    if status is not None:
+        return status
+    nodes = nodes or pod_nodes
     if dry_run:
         for line in host_commands(args, claim_directory(config), hostfile):
             print_result(line)

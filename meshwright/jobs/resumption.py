@@ -10,8 +10,8 @@ from meshwright.json_types import JsonObject
 from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {
-    *("layout", "trials", "model.sharding", "devices", "run", "launch", "slurm", "monitor", "checkpoint", "evaluation"),
-    *("recovery", "train.prove", "train.prove_s"),
+    *("layout", "trials", "model.sharding", "devices", "run", "launch", "slurm", "kubernetes", "monitor"),
+    *("checkpoint", "evaluation", "recovery", "train.prove", "train.prove_s"),
     *("outer.meet", "outer.key_file", "outer.wait_s", "outer.quorum", "outer.grace_s"),
 }
 """Settings that a resumed run may change, since the loss curve doesn't depend on them; ``train.steps`` too."""

@@ -8,14 +8,24 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.events import Event
+from meshwright.jobs.kubernetes_control import (
+    ENDING,
+    UNKNOWN,
+    describe_job,
+    job_of,
+    job_output,
+    record_of_job,
+    status_in_pod,
+)
 from meshwright.jobs.run_directory import CONFIG, LAUNCH
 from meshwright.jobs.slurm import LaunchRecord, read_record
 from meshwright.json_types import JsonObject
+from meshwright.launch.kubernetes import delete_job
 from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
 from meshwright.monitor.display import event_line
 from meshwright.monitor.rundir import RunFiles, read_run
@@ -23,6 +33,7 @@ from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.resilience.run_lock import Owner, living_owners
 
 _POLL_S = 0.5
+_CLUSTER_POLL_S = 2.0
 _SSH_S = 30.0
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 _LOSSES = ("rank_lost", "node_lost", "leader_lost")
@@ -33,9 +44,9 @@ class SchedulerState:
     """What a scheduler says of a run's job."""
 
     launcher: str
-    """``slurm``."""
+    """``slurm`` or ``kubernetes``."""
     job: str
-    """Id of the job."""
+    """Id of the job; on Kubernetes kind and name."""
     state: str
     """As the scheduler calls it: ``PENDING``, ``RUNNING``; ``gone`` when it doesn't know the job any more."""
     nodes: str
@@ -84,8 +95,11 @@ def run_status(run_dir: Path) -> RunStatus:
     Raises:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
+    record = _record_of(run_dir)
+    if record is not None and not (run_dir / CONFIG).is_file() and (remote := _status_in_pod(record, run_dir)):
+        return replace(remote, job=_ask_scheduler(record))
     files = read_run(run_dir)
-    state, owners, job = find_state(files)
+    state, owners, job = _find_state(files, record)
     last = files.steps[-1] if files.steps else {}
     losses = files.of_kind(*_LOSSES)
     train = files.config.get("train")
@@ -110,14 +124,20 @@ def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None
     Raises:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
-    record = _record_of(files.path)
-    job = _ask_slurm(record) if record is not None else None
+    return _find_state(files, _record_of(files.path))
+
+
+def _find_state(files: RunFiles, record: LaunchRecord | None) -> tuple[str, list[Owner], SchedulerState | None]:
+    job = _ask_scheduler(record) if record is not None else None
     owners = living_owners(files.path)
     return _state(files, bool(owners), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:
     record = read_record(run_dir)
+    if record is None and not run_dir.exists():
+        # The volume of the run may be mounted in its pods alone.
+        record = record_of_job(run_dir)
     if record is None and not (run_dir / CONFIG).is_file():
         raise ConfigError(f"{run_dir} is not a run directory: it has no {CONFIG}; give the directory of a run")
     return record
@@ -128,7 +148,8 @@ def _state(files: RunFiles, owned: bool, job: SchedulerState | None) -> str:
         return "running" if files.steps else "starting"
     if job is not None and job.state in _QUEUED:
         return "queued"
-    if job is not None and job.state == "RUNNING" and files.state == "running":
+    # Where nobody can be asked about the job, it may still run: nobody shall clean up behind it.
+    if job is not None and job.state in ("RUNNING", ENDING, UNKNOWN) and files.state == "running":
         return "starting"
     # Nobody trains, and the run never said how it ended: it was killed.
     return "ended" if files.state == "running" else files.state
@@ -137,6 +158,26 @@ def _state(files: RunFiles, owned: bool, job: SchedulerState | None) -> str:
 def _describe_owner(owner: Owner) -> str:
     node = "" if owner.node is None else f"node {owner.node}: "
     return f"{node}process {owner.pid} on {owner.host} since {owner.since}"
+
+
+def _status_in_pod(record: LaunchRecord, run_dir: Path) -> RunStatus | None:
+    """Returns a run's status as one of its pods sees it; None without one, or where it answers something else."""
+    values = status_in_pod(record, run_dir) if record.launcher == "kubernetes" else None
+    if values is None or values.keys() != {field.name for field in fields(RunStatus)}:
+        return None
+    try:
+        return RunStatus(**{**values, "owners": tuple(values["owners"]), "job": None})
+    except TypeError:
+        return None
+
+
+def _ask_scheduler(record: LaunchRecord) -> SchedulerState:
+    if record.launcher == "kubernetes":
+        state, nodes, reason = describe_job(record)
+        return SchedulerState(
+            launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left="", reason=reason
+        )  # fmt: skip
+    return _ask_slurm(record)
 
 
 def _ask_slurm(record: LaunchRecord) -> SchedulerState:
@@ -154,11 +195,12 @@ def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
     Raises:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
-    _record_of(run_dir)
+    record = _record_of(run_dir)
     positions: dict[Path, int] = {}
+    since: dict[str, str] = {}
     while True:
         # Asked before reading: what an ended run printed last is read after its end.
-        ended = not follow or run_status(run_dir).state not in ("queued", "starting", "running")
+        ended = not follow or not _is_active(run_dir, record)
         outputs = sorted((run_dir / LAUNCH).glob("*.out"), key=lambda path: path.stat().st_mtime)
         for path in outputs:
             with path.open("rb") as file:
@@ -168,11 +210,20 @@ def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
             text = text if ended else text[: text.rfind(b"\n") + 1]
             positions[path] = positions.get(path, 0) + len(text)
             yield from text.decode(errors="replace").splitlines()
-        if not outputs:
+        if record is not None and record.launcher == "kubernetes":
+            yield from job_output(record, since)
+        if not outputs and not since:
             yield from _record_lines(run_dir, positions)
         if ended:
             return
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if record is None or record.launcher != "kubernetes" else _CLUSTER_POLL_S)
+
+
+def _is_active(run_dir: Path, record: LaunchRecord | None) -> bool:
+    # Where the directory isn't, its state would take an interpreter in a pod each time.
+    if record is not None and record.launcher == "kubernetes":
+        return _ask_scheduler(record).state in ("PENDING", "RUNNING", "SUSPENDED", ENDING)
+    return run_status(run_dir).state in ("queued", "starting", "running")
 
 
 def _record_lines(run_dir: Path, positions: dict[Path, int]) -> Iterator[str]:
@@ -208,8 +259,10 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
         LaunchError: when it goes on, or can't be reached.
     """
     record = _record_of(run_dir)
-    job = _ask_slurm(record) if record is not None else None
+    job = _ask_scheduler(record) if record is not None else None
     owners = living_owners(run_dir)
+    if job is not None and job.state == UNKNOWN:
+        raise LaunchError(f"{job.job}: {job.reason}")
     if record is not None and job is not None and job.state != "gone":
         _cancel_job(record, now or job.state in _QUEUED)
     elif owners:
@@ -217,14 +270,19 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
     else:
         return f"nobody trains in {run_dir}"
     deadline = time.monotonic() + limit_s
-    while living_owners(run_dir) or (record is not None and _ask_slurm(record).state not in ("gone", "COMPLETING")):
+    while living_owners(run_dir) or (record is not None and _ask_scheduler(record).state not in ("gone", "COMPLETING")):
         if time.monotonic() > deadline:
             raise LaunchError(f"{run_dir} still runs after {limit_s:g} s; --now ends it without a checkpoint")
         time.sleep(_POLL_S)
+    if not (run_dir / CONFIG).is_file():
+        return "ended; its directory isn't here"
     return f"ended after step {run_status(run_dir).step}"
 
 
 def _cancel_job(record: LaunchRecord, now: bool) -> None:
+    if record.launcher == "kubernetes":
+        delete_job(job_of(record), now)
+        return
     if now:
         call_slurm("scancel", record.job)
         cancel_replacements(record.job, record.nodes)

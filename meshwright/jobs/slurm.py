@@ -31,13 +31,15 @@ class LaunchRecord:
     """Which launcher started a run, and what it calls the job."""
 
     launcher: str
-    """``slurm``."""
+    """``slurm`` or ``kubernetes``."""
     job: str
-    """Id of the job."""
+    """Id of the job; on Kubernetes kind and name, as ``jobset/first``."""
     nodes: int
     """Nodes that were asked for."""
     submitted: str
     """When, by the clock of the host of the submission."""
+    namespace: str = ""
+    """Namespace of the job; empty on Slurm, and where kubectl's current one is meant."""
 
 
 def write_record(run_dir: Path, record: LaunchRecord) -> None:
@@ -56,15 +58,17 @@ def read_record(run_dir: Path) -> LaunchRecord | None:
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
         record = LaunchRecord(**values)
-        if not all(isinstance(text, str) for text in (record.launcher, record.job, record.submitted)):
+        if not all(isinstance(text, str) for text in (record.launcher, record.job, record.submitted, record.namespace)):
             raise TypeError("a field isn't text")
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{path} doesn't say who started the run ({error}); remove it") from None
-    # It becomes a word of a command line.
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", record.job):
+    # They become words of a command line.
+    if not re.fullmatch(r"([a-z]+/)?[A-Za-z0-9][A-Za-z0-9_.-]*", record.job):
         raise ConfigError(f"{path}: {record.job!r} is no job's id; remove it")
+    if not re.fullmatch(r"([a-z0-9][a-z0-9-]*)?", record.namespace):
+        raise ConfigError(f"{path}: {record.namespace!r} is no namespace; remove it")
     return record
 
 

@@ -9,6 +9,7 @@ from meshwright.config import Config
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.config import LaunchConfig, SlurmConfig
+from meshwright.launch.kubernetes_config import KubernetesConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
 from meshwright.spec.plan import check_allowed
@@ -62,6 +63,8 @@ class RunConfig(Config):
     """How ranks start and how long they may wait."""
     slurm: SlurmConfig = field(default_factory=SlurmConfig)
     """What ``--on slurm`` asks for."""
+    kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
+    """What ``--on kubernetes`` asks for."""
 
     def check(self) -> None:
         """Refuses combinations without effect."""

@@ -153,6 +153,22 @@ def test_gradients_of_that_rank_are_summed_exactly_and_first_steps_to_the_bit() 
             assert (sums[name] - exact).norm() <= (0.0 if step < 2 else 1e-11) * exact.norm(), (step, name)
 
 
+def test_rounding_noise_of_a_thin_gradient_sets_no_direction() -> None:
+    """After a gradient of rank one, the second direction is drawn again: noise would make runs part."""
+    sums = []
+    for noise in (0.0, 1e-15):
+        copies, generator = Copies(2, "powersgd:2"), torch.Generator().manual_seed(9)
+        thin = {
+            name: torch.ones(shape, dtype=torch.float64).cumsum(dim=0)
+            + noise * torch.randn(shape, generator=generator, dtype=torch.float64)
+            for name, shape in SHAPES.items()
+        }
+        copies.step([thin, thin])
+        sums.append(copies.step(random_gradients(2, 1)))
+    for name in SHAPES:
+        torch.testing.assert_close(sums[0][name], sums[1][name], rtol=1e-9, atol=1e-9)
+
+
 def test_more_steps_bring_the_whole_of_a_constant_gradient() -> None:
     """What every step leaves out isn't lost: the mean of the sums tends to the gradient, as 1 / steps."""
     copies, grads, total = Copies(2, "powersgd:2"), random_gradients(2, 0), 0.0
