@@ -14,10 +14,10 @@ from pathlib import Path, PurePosixPath
 from meshwright.config import read_toml
 from meshwright.errors import ClusterError, ConfigError, LaunchError
 from meshwright.jobs.hosts import command_arguments
+from meshwright.jobs.launch_record import LaunchRecord, write_record
 from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.progress import Say
 from meshwright.jobs.run_directory import LAUNCH
-from meshwright.jobs.slurm import LaunchRecord, write_record
 from meshwright.launch.kubernetes import KubernetesLauncher, PodPlace
 from meshwright.launch.kubernetes_manifest import RECIPE, dump_yaml
 from meshwright.monitor.rundir import read_run
