@@ -9,10 +9,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from meshwright.doctor.nvml import Nvml
 from meshwright.events import Event
-from meshwright.json_types import JsonObject
 from meshwright.monitor.health import FOLDER
 from meshwright.monitor.rundir import RunReader
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink, LineFile
@@ -51,7 +51,7 @@ def sample_forever(every_s: float, run_dir: Path, node: int) -> None:
     (run_dir / FOLDER).mkdir(exist_ok=True)
     lines, sink = LineFile(run_dir / FOLDER / f"node-{node}.jsonl"), JsonlSink(run_dir, metrics=False)
     reader = RunReader(run_dir, newest_bytes=_NEWEST_BYTES)
-    before: JsonObject | None = None
+    before: dict[str, Any] | None = None
     while True:
         steps = reader.read().steps
         newest = steps[-1] if steps else {}
@@ -80,7 +80,7 @@ class HealthSampler:
         self._energy: dict[Path, int] = {}
         self._cpu_joules = 0.0
 
-    def sample(self) -> JsonObject:
+    def sample(self) -> dict[str, Any]:
         """Returns a line of the health file, but for the run's step and tokens."""
         gpus = self._nvml.gpus() if self._nvml is not None else []
         return {
@@ -107,14 +107,14 @@ class HealthSampler:
             energy = _read_number(zone / "energy_uj")
             if energy is not None:
                 grown = energy - self._energy.get(zone, energy)
-                self._cpu_joules += (
-                    grown if grown >= 0 else grown + (_read_number(zone / "max_energy_range_uj") or 0)
-                ) / 1e6
+                if grown < 0:
+                    grown += _read_number(zone / "max_energy_range_uj") or 0
+                self._cpu_joules += grown / 1e6
                 self._energy[zone] = energy
         return self._cpu_joules if self._energy else None
 
 
-def find_worsened(before: JsonObject | None, now: JsonObject) -> Iterator[tuple[str, JsonObject]]:
+def find_worsened(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields kind and fields of an event for each device that got worse between two samples."""
     earlier = {gpu["index"]: gpu for gpu in before["gpus"]} if before is not None else {}
     for gpu in now["gpus"]:

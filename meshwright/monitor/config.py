@@ -44,7 +44,7 @@ class MonitorConfig(Config):
     host: str = HOST
     """Address that the page is bound to; beyond this machine it shows nothing without the run's token."""
     health_s: float = 0.0
-    """Seconds between two samples of GPUs, network devices and processors of each node (docs/watching.md); 0 for none."""
+    """Seconds between two samples of each node's GPUs, network devices and energy (docs/watching.md); 0 for none."""
     timeline: int | None = None
     """Steps between two of which each rank records phases and waits, for `trace` and the page; 0 for none. Without a
     value 50 under a page, else none."""

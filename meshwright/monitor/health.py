@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -111,7 +112,7 @@ def _joules(sample: JsonObject) -> float:
     return sum(value for value in counters if math.isfinite(value))
 
 
-def _mappings(values: object) -> list[Mapping[str, object]]:
+def _mappings(values: object) -> list[Mapping[str, Any]]:
     return [value for value in values if isinstance(value, Mapping)] if isinstance(values, list) else []
 
 
