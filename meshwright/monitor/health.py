@@ -26,7 +26,9 @@ def read_health(run_dir: Path) -> dict[str, list[JsonObject]]:
     folder = run_dir / FOLDER
     # A link or a pipe in a copied run directory isn't a node's file.
     files = [path for path in folder.glob("*.jsonl") if path.is_file() and not path.is_symlink()]
-    samples = {path.stem: LineReader(path, _NEWEST_BYTES).read()[0] for path in sorted(files)}
+    samples: dict[str, list[JsonObject]] = {
+        path.stem: list(LineReader(path, _NEWEST_BYTES).read()[0]) for path in sorted(files)
+    }
     return {node: lines for node, lines in samples.items() if lines}
 
 
