@@ -16,7 +16,7 @@ from meshwright.errors import ClusterError, ConfigError, LaunchError
 from meshwright.jobs.hosts import command_arguments
 from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.progress import Say
-from meshwright.jobs.run_directory import LAUNCH
+from meshwright.jobs.run_directory import LAUNCH, claim_directory
 from meshwright.jobs.slurm import LaunchRecord, write_record
 from meshwright.launch.kubernetes import KubernetesLauncher, PodPlace
 from meshwright.launch.kubernetes_manifest import RECIPE, dump_yaml
@@ -52,6 +52,8 @@ def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool, say: Say) -
         ConfigError, ClusterError, PlanError: for settings that would fail in the pods.
         LaunchError: when the cluster refuses the job.
     """
+    # Where the volume is mounted here too, another config's directory is seen before a pod sees it.
+    claim_directory(config)
     words, recipe = _split_recipe(args)
     launcher = make_launcher(config, recipe)
     argv = _pod_arguments(words, config, launcher)
@@ -211,9 +213,12 @@ def _copy_key(secret: str) -> Path:
         text = Path(secret).read_bytes()
     except OSError as error:
         raise LaunchError(f"the run's key can't be read ({error}); the Secret needs an entry named key") from None
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(text)
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(text)
+    except OSError as error:
+        raise LaunchError(f"the run's key can't be copied to {path} ({error.strerror}); pods need /tmp") from None
     return path
 
 

@@ -85,6 +85,14 @@ def test_the_server_is_strict(start: START, capsys: pytest.CaptureFixture[str]) 
     assert list(server.objects) == [("team", "jobsets", "first-one")]
 
 
+def test_the_record_keeps_the_namespace(start: START, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    server, run = start(), tmp_path / "volume" / "first"
+    run.parent.mkdir()
+    assert main([*RUN, "--kubernetes.mount", str(run.parent), "--run", str(run)]) == 0, capsys.readouterr().err
+    assert json.loads((run / "launch" / "job.json").read_text())["namespace"] == "team"
+    assert [key[0] for key in server.objects] == ["team"]
+
+
 def test_a_cluster_without_the_kind_of_job_says_so(start: START, capsys: pytest.CaptureFixture[str]) -> None:
     server = start("")
     assert main(["train", "recipe.toml", *RUN[1:]]) == 1
