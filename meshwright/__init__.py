@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     from meshwright.launch.config import LaunchConfig as LaunchConfig
     from meshwright.models.config import ModelConfig as ModelConfig
     from meshwright.monitor.config import MonitorConfig as MonitorConfig
+    from meshwright.monitor.loop_meter import meter as meter
     from meshwright.spec.layout import Layout as Layout
     from meshwright.spec.plan import Plan as Plan
     from meshwright.strategy import DynamicTaskScheduler as DynamicTaskScheduler
@@ -141,6 +142,7 @@ _MODULES = {
     "LaunchConfig": "meshwright.launch.config",
     "ModelConfig": "meshwright.models.config",
     "MonitorConfig": "meshwright.monitor.config",
+    "meter": "meshwright.monitor.loop_meter",
     "Layout": "meshwright.spec.layout",
     "Plan": "meshwright.spec.plan",
     "DynamicTaskScheduler": "meshwright.strategy",

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from meshwright.errors import ConfigError
+
+_MOST_NAME = 100
+_SCALAR = re.compile(rf"[A-Za-z][A-Za-z0-9_./-]{{0,{_MOST_NAME - 1}}}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,15 @@ class CommTotals:
     """What it would have sent of the same values uncompressed: ``bytes`` where nothing is compressed."""
     rounding_error: float = 0.0
     """Of a compressed sum: 2-norm of what rounding adds to it over the sum's own, as this rank's chunk shows it."""
+    latency_p50_s: float = 0.0
+    """Median time of a collective from its start to its end; 0 where no time is known. Where compute hides it on the
+    CPU, its end is the moment at which the rank asks for the result."""
+    latency_p99_s: float = 0.0
+    """Time within which 99 % of the collectives ended."""
+    bandwidth_p50: float = 0.0
+    """Median of a collective's bytes over its time, bytes per second; 0 where unknown."""
+    bandwidth_p99: float = 0.0
+    """Bytes per second that 99 % of the collectives reached."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,12 +89,25 @@ class StepRecord:
     """Traffic by axis and operation."""
     epoch: float = 0.0
     """Passes over the training rows so far."""
+    scalars: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of hooks or of a custom loop, by name."""
     outer: Mapping[str, Any] = field(default_factory=dict)
     """Where the islands joined after this step: each island's loss and tokens, norms, bytes (`train.outer`)."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain values."""
         return dataclasses.asdict(self)
+
+
+def check_scalar(name: str) -> str:
+    """Returns the name of a scalar, if it can be one.
+
+    Raises:
+        ConfigError: for another one.
+    """
+    if not isinstance(name, str) or not _SCALAR.fullmatch(name):
+        raise ConfigError(f"scalar {name!r}: give a name of letters, digits and _ . / - up to {_MOST_NAME}, as my/norm")
+    return name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

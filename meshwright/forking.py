@@ -66,6 +66,14 @@ def die_with_parent(parent: int | None = None) -> None:
             os._exit(1)
 
 
+def tied_command(*words: str) -> list[str]:
+    """Returns a command that runs another one, which the kernel kills when the thread that started it ends.
+
+    It needs no ``preexec_fn``, whose Python between fork and exec can wait for ever where other threads run.
+    """
+    return [sys.executable, "-m", "meshwright.forking", str(os.getpid()), *words]
+
+
 def _loaded_libraries(name: str) -> set[str]:
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
@@ -101,3 +109,8 @@ def _target(link: Path) -> str:
         return os.readlink(link)
     except OSError:
         return ""
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[1]))
+    os.execv(sys.argv[2], sys.argv[2:])

@@ -148,10 +148,10 @@ class SlurmCluster:
     def node_processes(self, node: int) -> list[int]:
         """Returns a node's daemon, its step daemons and all that these have started."""
         daemon = self._daemons[f"n{node}"].pid
-        parents = _parents()
+        parents = parent_pids()
         steps = {pid for pid in parents if "slurmstepd" in "".join(_words(pid)[:1])}
         roots = {daemon} | {pid for pid in steps if f"n{node}" in _node_of(pid)}
-        return [pid for pid in parents if _descends(pid, roots, parents)]
+        return [pid for pid in parents if descends(pid, roots, parents)]
 
     def kill_node(self, node: int) -> None:
         """Kills everything of a node at once, as a loss of power does."""
@@ -182,7 +182,8 @@ class SlurmCluster:
             daemon.wait(10)
 
 
-def _parents() -> dict[int, int]:
+def parent_pids() -> dict[int, int]:
+    """Returns each process's parent."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -208,7 +209,8 @@ def _node_of(pid: int) -> str:
     return ""
 
 
-def _descends(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
+def descends(pid: int, roots: set[int], parents: dict[int, int]) -> bool:
+    """Whether a process is among some others, or comes from one of them."""
     while pid > 1:
         if pid in roots:
             return True

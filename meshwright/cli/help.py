@@ -67,7 +67,13 @@ PAGES = {
     "train": HelpPage(
         usage="train [RECIPE.toml] [--SETTING VALUE ...]",
         purpose="Prepares text, plans, proves, trains, evaluates, checkpoints; the same command goes on after a stop.",
-        options=(_RECIPE, *NODES, ("--dry-run", "print the commands that would start, and start nothing"), JSON),
+        options=(
+            _RECIPE,
+            ("--on LAUNCHER", "slurm, kubernetes, ray: train there; --slurm.nodes N and so on (docs/clusters.md)"),
+            *NODES,
+            ("--dry-run", "print the commands that would start, and start nothing"),
+            JSON,
+        ),
         settings=(
             ("--model NAME", "a Hugging Face type (llama, gpt2, qwen3), its directory, or module:function"),
             ("--model.layers N", "blocks; --model.width and --model.heads set the other sizes"),

@@ -1,4 +1,4 @@
-"""Where ``meshwright train`` runs: here, on the nodes of a Slurm job, or in a job that is submitted."""
+"""Where ``meshwright train`` runs: here, on the nodes of a Slurm job or a Ray cluster, or in a submitted job."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from meshwright.errors import ConfigError, nearest
 from meshwright.jobs import kubernetes
 from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.progress import to_stderr as say
+from meshwright.jobs.ray import plan_lines, run_on_ray
 from meshwright.jobs.run_directory import claim_directory
 from meshwright.jobs.slurm import run_in_job, submit
 from meshwright.launch.kubernetes import pod_place
 from meshwright.launch.slurm import SlurmPlace, slurm_place
 from meshwright.train.run_config import RunConfig
 
-LAUNCHERS = ("local", "ssh", "slurm", "kubernetes")
+LAUNCHERS = ("local", "ssh", "slurm", "kubernetes", "ray")
 """Values of ``--on``."""
 
 
@@ -31,7 +32,7 @@ def check_launcher(on: str | None, hostfile: str | None, nodes: NodeOptions | No
         raise ConfigError(f"--on {on} is unknown{nearest(on, LAUNCHERS)}; known: {', '.join(LAUNCHERS)}")
     if (on == "ssh") != (hostfile is not None):
         raise ConfigError("--on ssh and --hostfile HOSTS belong together: give both, or neither")
-    if on in ("slurm", "kubernetes") and nodes is not None:
+    if on in ("slurm", "kubernetes", "ray") and nodes is not None:
         raise ConfigError(f"--on {on} numbers the nodes by itself; drop --nodes, --node and --meet")
 
 
@@ -61,6 +62,21 @@ def train_by_slurm(on: str | None, args: Sequence[str], config: RunConfig, dry_r
             say(f"  meshwright {verb} {config.run}")
         return 0
     return run_in_job(args, config, place, say)
+
+
+def train_by_ray(args: Sequence[str], config: RunConfig, dry_run: bool) -> int:
+    """Trains on the nodes of a Ray cluster; returns the exit status.
+
+    Args:
+        args: words of the command after ``train``, without those of the launcher.
+        config: these words as settings.
+        dry_run: print what would be asked, and ask nothing.
+    """
+    config = claim_directory(config)
+    if not dry_run:
+        return run_on_ray(args, config, say)
+    print_result("\n".join(plan_lines(args, config)))
+    return 0
 
 
 def train_by_kubernetes(

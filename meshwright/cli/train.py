@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
-from meshwright.cli.launchers import check_launcher, train_by_kubernetes, train_by_slurm
+from meshwright.cli.launchers import check_launcher, train_by_kubernetes, train_by_ray, train_by_slurm
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
-from meshwright.errors import LaunchError
+from meshwright.errors import ConfigError, LaunchError
 from meshwright.jobs.hosts import host_commands, run_on_hosts
 from meshwright.jobs.run_directory import claim_directory
 from meshwright.launch.signals import InterruptCounter
@@ -28,6 +28,10 @@ def run(argv: Sequence[str]) -> int:
     on, nodes = take_value(args, "--on"), take_nodes(args)
     check_launcher(on, hostfile, nodes)
     config = read_config(RunConfig, args, "train")
+    if on in ("ray", "kubernetes") and as_json:
+        raise ConfigError(f"--json has no result where --on {on} trains elsewhere; type meshwright status RUN --json")
+    if on == "ray":
+        return train_by_ray(args, config, dry_run)
     if hostfile is None and nodes is None and (status := train_by_slurm(on, args, config, dry_run)) is not None:
         return status
     status, pod_nodes = train_by_kubernetes(on, args, config, dry_run)

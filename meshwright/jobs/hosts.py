@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from meshwright.errors import ClusterError, ConfigError
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
 from meshwright.launch.signals import InterruptCounter, handle_interrupts
@@ -73,12 +74,42 @@ def _make_launcher(config: RunConfig, hostfile: str) -> HostfileLauncher:
     return launcher
 
 
-def command_arguments(args: Sequence[str], config: RunConfig) -> list[str]:
-    """Returns the command's words for each node, without devices; torchrun would take ``--run`` for its own.
+def count_ranks(config: RunConfig, section: str, nodes: int, gpus_per_node: int | None, per_node: int | None) -> int:
+    """Returns the ranks of a run on equal nodes of a cluster; 0 where only the nodes know.
+
+    Args:
+        config: the run.
+        section: which settings ask for the nodes, for messages.
+        nodes: how many.
+        gpus_per_node: GPUs that are asked for on each; None for a run on cores.
+        per_node: ranks of a node unless ``devices`` says fewer; None where only the nodes know.
+
+    Raises:
+        ConfigError, ClusterError, PlanError: for settings that would fail on the nodes.
+    """
+    config.recovery.check_nodes(nodes)
+    ranks = config.devices or (nodes * per_node if per_node else 0)
+    if ranks % nodes:
+        raise ConfigError(f"devices = {ranks} on {section}.nodes = {nodes}: nodes of a job have equally many ranks")
+    if gpus_per_node and ranks > nodes * gpus_per_node:
+        raise ClusterError(
+            f"devices = {ranks}, but {section}.nodes = {nodes} with {section}.gpus_per_node = {gpus_per_node} have "
+            f"{nodes * gpus_per_node} GPUs; ask for more, or for fewer ranks"
+        )
+    if config.layout != "auto" and ranks:
+        Layout.parse(config.layout).check_ranks(ranks)
+    if config.trials and nodes > 1:
+        raise ConfigError("trials start ranks of their own, on one node; drop trials")
+    return ranks
+
+
+def command_arguments(args: Sequence[str], config: RunConfig, ranks: int = 0) -> list[str]:
+    """Returns the command's words for each node; torchrun would take ``--run`` for its own.
 
     Args:
         args: words after ``train``.
         config: the same as settings, with the run directory named.
+        ranks: on all nodes; 0 leaves out how many.
     """
     host_args: list[str] = []
     remaining = iter(args)
@@ -87,4 +118,5 @@ def command_arguments(args: Sequence[str], config: RunConfig) -> list[str]:
             next(remaining, None)
         elif not arg.startswith(("--run=", "--run-dir=", "--devices=")):
             host_args.append(arg)
-    return ["train", *host_args, "--run-dir", config.run]
+    devices = ("--devices", str(ranks)) if ranks else ()
+    return ["train", *host_args, "--run-dir", config.run, *devices]

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshwright.errors import LaunchError
 from meshwright.jobs.kubernetes import run_digest
-from meshwright.jobs.slurm import LaunchRecord
+from meshwright.jobs.launch_record import LaunchRecord
 from meshwright.json_types import JsonObject
 from meshwright.launch.kubernetes import (
     RESOURCES,

@@ -10,7 +10,7 @@ from meshwright.json_types import JsonObject
 from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {
-    *("layout", "trials", "model.sharding", "devices", "run", "launch", "slurm", "kubernetes", "monitor"),
+    *("layout", "trials", "model.sharding", "devices", "run", "launch", "slurm", "kubernetes", "ray", "monitor"),
     *("checkpoint", "evaluation", "recovery", "train.prove", "train.prove_s"),
     *("outer.meet", "outer.key_file", "outer.wait_s", "outer.quorum", "outer.grace_s"),
 }

@@ -22,13 +22,16 @@ from meshwright.jobs.kubernetes_control import (
     record_of_job,
     status_in_pod,
 )
-from meshwright.jobs.run_directory import CONFIG, LAUNCH
-from meshwright.jobs.slurm import LaunchRecord, read_record
+from meshwright.jobs.launch_output import LaunchOutput
+from meshwright.jobs.launch_record import LaunchRecord, SchedulerState, read_record
+from meshwright.jobs.ray import ask_to_end, ray_state
+from meshwright.jobs.run_directory import CONFIG
+from meshwright.jobs.slurm import slurm_state
 from meshwright.json_types import JsonObject
 from meshwright.launch.kubernetes import delete_job
 from meshwright.launch.slurm import call_slurm, cancel_replacements, job_nodes
 from meshwright.monitor.display import event_line
-from meshwright.monitor.rundir import RunFiles, read_run
+from meshwright.monitor.rundir import RunFiles, meter_runs, read_run
 from meshwright.monitor.sinks import EVENTS, METRICS, read_lines
 from meshwright.resilience.run_lock import Owner, living_owners
 
@@ -37,24 +40,6 @@ _CLUSTER_POLL_S = 2.0
 _SSH_S = 30.0
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SUSPENDED")
 _LOSSES = ("rank_lost", "node_lost", "leader_lost")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerState:
-    """What a scheduler says of a run's job."""
-
-    launcher: str
-    """``slurm`` or ``kubernetes``."""
-    job: str
-    """Id of the job; on Kubernetes kind and name."""
-    state: str
-    """As the scheduler calls it: ``PENDING``, ``RUNNING``; ``gone`` when it doesn't know the job any more."""
-    nodes: str
-    """The job's nodes now; empty before they are known."""
-    time_left: str
-    """Time left, as the scheduler writes it."""
-    reason: str
-    """Why the job waits; empty when it doesn't."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +82,7 @@ def run_status(run_dir: Path) -> RunStatus:
     """
     record = _record_of(run_dir)
     if record is not None and not (run_dir / CONFIG).is_file() and (remote := _status_in_pod(record, run_dir)):
-        return replace(remote, job=_ask_scheduler(record))
+        return replace(remote, job=_ask_scheduler(run_dir, record))
     files = read_run(run_dir)
     state, owners, job = _find_state(files, record)
     last = files.steps[-1] if files.steps else {}
@@ -128,9 +113,9 @@ def find_state(files: RunFiles) -> tuple[str, list[Owner], SchedulerState | None
 
 
 def _find_state(files: RunFiles, record: LaunchRecord | None) -> tuple[str, list[Owner], SchedulerState | None]:
-    job = _ask_scheduler(record) if record is not None else None
+    job = _ask_scheduler(files.path, record) if record is not None else None
     owners = living_owners(files.path)
-    return _state(files, bool(owners), job), owners, job
+    return _state(files, bool(owners) or meter_runs(files.path), job), owners, job
 
 
 def _record_of(run_dir: Path) -> LaunchRecord | None:
@@ -171,22 +156,13 @@ def _status_in_pod(record: LaunchRecord, run_dir: Path) -> RunStatus | None:
         return None
 
 
-def _ask_scheduler(record: LaunchRecord) -> SchedulerState:
+def _ask_scheduler(run_dir: Path, record: LaunchRecord) -> SchedulerState:
     if record.launcher == "kubernetes":
         state, nodes, reason = describe_job(record)
         return SchedulerState(
             launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left="", reason=reason
         )  # fmt: skip
-    return _ask_slurm(record)
-
-
-def _ask_slurm(record: LaunchRecord) -> SchedulerState:
-    shown = call_slurm("squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%N|%L|%r")
-    state, nodes, time_left, reason = (shown.splitlines()[0] if shown else "gone|||").split("|", 3)
-    return SchedulerState(
-        launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left=time_left,
-        reason="" if reason == "None" else reason,
-    )  # fmt: skip
+    return ray_state(run_dir, record) if record.launcher == "ray" else slurm_state(record)
 
 
 def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
@@ -196,23 +172,15 @@ def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
         ConfigError: when the directory holds no run, and none was submitted for it.
     """
     record = _record_of(run_dir)
-    positions: dict[Path, int] = {}
+    output, positions = LaunchOutput(run_dir), dict[Path, int]()
     since: dict[str, str] = {}
     while True:
         # Asked before reading: what an ended run printed last is read after its end.
         ended = not follow or not _is_active(run_dir, record)
-        outputs = sorted((run_dir / LAUNCH).glob("*.out"), key=lambda path: path.stat().st_mtime)
-        for path in outputs:
-            with path.open("rb") as file:
-                file.seek(positions.get(path, 0))
-                text = file.read()
-            # Only whole lines, but for the last of an ended run.
-            text = text if ended else text[: text.rfind(b"\n") + 1]
-            positions[path] = positions.get(path, 0) + len(text)
-            yield from text.decode(errors="replace").splitlines()
+        yield from output.lines(ended)
         if record is not None and record.launcher == "kubernetes":
             yield from job_output(record, since)
-        if not outputs and not since:
+        if not output.paths() and not since:
             yield from _record_lines(run_dir, positions)
         if ended:
             return
@@ -222,7 +190,7 @@ def run_output(run_dir: Path, follow: bool) -> Iterator[str]:
 def _is_active(run_dir: Path, record: LaunchRecord | None) -> bool:
     # Where the directory isn't, its state would take an interpreter in a pod each time.
     if record is not None and record.launcher == "kubernetes":
-        return _ask_scheduler(record).state in ("PENDING", "RUNNING", "SUSPENDED", ENDING)
+        return _ask_scheduler(run_dir, record).state in ("PENDING", "RUNNING", "SUSPENDED", ENDING)
     return run_status(run_dir).state in ("queued", "starting", "running")
 
 
@@ -259,24 +227,31 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
         LaunchError: when it goes on, or can't be reached.
     """
     record = _record_of(run_dir)
-    job = _ask_scheduler(record) if record is not None else None
+    job = _ask_scheduler(run_dir, record) if record is not None else None
     owners = living_owners(run_dir)
     if job is not None and job.state == UNKNOWN:
         raise LaunchError(f"{job.job}: {job.reason}")
     if record is not None and job is not None and job.state != "gone":
-        _cancel_job(record, now or job.state in _QUEUED)
+        if record.launcher == "ray":
+            ask_to_end(run_dir, now)
+        else:
+            _cancel_job(record, now or job.state in _QUEUED)
     elif owners:
         _signal_owners(owners, now)
     else:
         return f"nobody trains in {run_dir}"
     deadline = time.monotonic() + limit_s
-    while living_owners(run_dir) or (record is not None and _ask_scheduler(record).state not in ("gone", "COMPLETING")):
+    while living_owners(run_dir) or (record is not None and _lives(_ask_scheduler(run_dir, record))):
         if time.monotonic() > deadline:
             raise LaunchError(f"{run_dir} still runs after {limit_s:g} s; --now ends it without a checkpoint")
         time.sleep(_POLL_S)
     if not (run_dir / CONFIG).is_file():
         return "ended; its directory isn't here"
     return f"ended after step {run_status(run_dir).step}"
+
+
+def _lives(job: SchedulerState) -> bool:
+    return job.state not in ("gone", "COMPLETING")
 
 
 def _cancel_job(record: LaunchRecord, now: bool) -> None:

@@ -2,74 +2,21 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.errors import ClusterError, ConfigError
-from meshwright.jobs.hosts import command_arguments
+from meshwright.errors import ConfigError
+from meshwright.jobs.hosts import command_arguments, count_ranks
+from meshwright.jobs.launch_record import LaunchRecord, SchedulerState, write_record
 from meshwright.jobs.progress import Say
 from meshwright.jobs.run_directory import LAUNCH
-from meshwright.launch.slurm import SlurmLauncher, SlurmPlace
+from meshwright.launch.slurm import SlurmLauncher, SlurmPlace, call_slurm
 from meshwright.launch.slurm_job import SlurmJob
 from meshwright.launch.slurm_node import NodeKeeper, NodeRevival
 from meshwright.monitor.rundir import read_run
-from meshwright.records import parse_json
 from meshwright.resilience.claims import read_presence
-from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
-
-RECORD = "job.json"
-"""File of the launch folder: the launcher, and what it calls the job."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchRecord:
-    """Which launcher started a run, and what it calls the job."""
-
-    launcher: str
-    """``slurm`` or ``kubernetes``."""
-    job: str
-    """Id of the job; on Kubernetes kind and name, as ``jobset/first``."""
-    nodes: int
-    """Nodes that were asked for."""
-    submitted: str
-    """When, by the clock of the host of the submission."""
-    namespace: str = ""
-    """Namespace of the job; empty on Slurm, and where kubectl's current one is meant."""
-
-
-def write_record(run_dir: Path, record: LaunchRecord) -> None:
-    """Writes who started a run, for ``status``, ``logs`` and ``cancel``."""
-    values = {name: getattr(record, name) for name in record.__slots__}
-    (run_dir / LAUNCH / RECORD).write_text(json.dumps(values), encoding="utf-8")
-
-
-def read_record(run_dir: Path) -> LaunchRecord | None:
-    """Returns who started a run; None for a run that no launcher of a cluster started.
-
-    Raises:
-        ConfigError: when the file is damaged.
-    """
-    path = run_dir / LAUNCH / RECORD
-    try:
-        values = parse_json(path.read_text(encoding="utf-8"))
-        record = LaunchRecord(**values)
-        if not all(isinstance(text, str) for text in (record.launcher, record.job, record.submitted, record.namespace)):
-            raise TypeError("a field isn't text")
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{path} doesn't say who started the run ({error}); remove it") from None
-    # They become words of a command line.
-    if not re.fullmatch(r"([a-z]+/)?[A-Za-z0-9][A-Za-z0-9_.-]*", record.job):
-        raise ConfigError(f"{path}: {record.job!r} is no job's id; remove it")
-    if not re.fullmatch(r"([a-z0-9][a-z0-9-]*)?", record.namespace):
-        raise ConfigError(f"{path}: {record.namespace!r} is no namespace; remove it")
-    return record
 
 
 def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool) -> tuple[str, str]:
@@ -88,16 +35,12 @@ def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool) -> tuple[st
         LaunchError: when Slurm refuses the job.
     """
     launcher = make_launcher(config)
-    argv = (*_arguments(args, config, launcher.ranks), "--on", "slurm")
+    argv = (*command_arguments(args, config, launcher.ranks), "--on", "slurm")
     script = launcher.script(argv)
     if dry_run:
         return script, ""
     launcher.start(argv)
-    now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
-    write_record(
-        Path(config.run),
-        LaunchRecord(launcher="slurm", job=launcher.job, nodes=config.slurm.nodes, submitted=now),
-    )
+    write_record(Path(config.run), LaunchRecord.submitted_now("slurm", launcher.job, config.slurm.nodes))
     return script, launcher.job
 
 
@@ -108,27 +51,10 @@ def make_launcher(config: RunConfig) -> SlurmLauncher:
         ConfigError, ClusterError, PlanError: for settings that would fail on the nodes.
     """
     slurm, run_dir = config.slurm, Path(config.run).absolute()
-    config.recovery.check_nodes(slurm.nodes)
     per_node = slurm.gpus_per_node or slurm.cpus_per_node
-    ranks = config.devices or (slurm.nodes * per_node if per_node else 0)
-    if ranks % slurm.nodes:
-        raise ConfigError(f"devices = {ranks} on slurm.nodes = {slurm.nodes}: nodes of a job have equally many ranks")
-    if slurm.gpus_per_node and ranks > slurm.nodes * slurm.gpus_per_node:
-        raise ClusterError(
-            f"devices = {ranks}, but slurm.nodes = {slurm.nodes} with slurm.gpus_per_node = {slurm.gpus_per_node} have "
-            f"{slurm.nodes * slurm.gpus_per_node} GPUs; ask for more, or for fewer ranks"
-        )
-    if config.layout != "auto" and ranks:
-        Layout.parse(config.layout).check_ranks(ranks)
-    if config.trials and slurm.nodes > 1:
-        raise ConfigError("trials start ranks of their own, on one node; drop trials")
+    ranks = count_ranks(config, "slurm", slurm.nodes, slurm.gpus_per_node, per_node)
     name = slurm.name or re.sub(r"[^\w.-]", "-", run_dir.name)
     return SlurmLauncher(config=slurm, folder=run_dir / LAUNCH, name=name, rank_count=ranks)
-
-
-def _arguments(args: Sequence[str], config: RunConfig, ranks: int) -> list[str]:
-    devices = ("--devices", str(ranks)) if ranks else ()
-    return [*command_arguments(args, config), *devices]
 
 
 def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: Say) -> int:
@@ -147,7 +73,7 @@ def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: S
         raise ConfigError("several nodes need --run, the same on every node, in a folder that all of them share")
     run_dir = Path(config.run)
     # The allocation says how many nodes there are; the settings may speak of another.
-    argv = _arguments(args, config, config.devices or 0)
+    argv = command_arguments(args, config, config.devices or 0)
     (run_dir / LAUNCH).mkdir(parents=True, exist_ok=True)
 
     def presence(nodes: Iterable[int]) -> dict[int, int]:
@@ -158,3 +84,13 @@ def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: S
         revival = NodeRevival(place, argv, launcher, presence, start_s, say)
         return SlurmJob(place, argv, config.slurm, lambda: read_run(run_dir).state == "finished", say, revival).run()
     return NodeKeeper(place, argv, launcher, presence, start_s, say).run()
+
+
+def slurm_state(record: LaunchRecord) -> SchedulerState:
+    """Asks Slurm how a job stands."""
+    shown = call_slurm("squeue", "--noheader", f"--jobs={record.job}", "--format=%T|%N|%L|%r")
+    state, nodes, time_left, reason = (shown.splitlines()[0] if shown else "gone|||").split("|", 3)
+    return SchedulerState(
+        launcher=record.launcher, job=record.job, state=state, nodes=nodes, time_left=time_left,
+        reason="" if reason == "None" else reason,
+    )  # fmt: skip

@@ -104,3 +104,61 @@ class SlurmConfig(Config):
                 raise ConfigError(f"slurm.lines: {line!r} is no long option without dashes, as constraint=h100")
             if line.partition("=")[0] in _OWN_OPTIONS:
                 raise ConfigError(f"slurm.lines: {line} is set by other settings of slurm, or by the launcher")
+
+
+_RAY_ADDRESS = re.compile(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
+_RAY_RESOURCE = re.compile(r"(?P<name>[A-Za-z_][\w.:/-]*)=(?P<amount>\d+(\.\d+)?)")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*=[^\0]*")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayConfig(Config):
+    """What ``--on ray`` asks a Ray cluster for."""
+
+    address: str = "auto"
+    """The cluster: ``auto`` for the one that runs here, ``HOST:PORT`` of its head, or ``ray://HOST:PORT``."""
+    nodes: int = 1
+    """Nodes, with a supervisor each."""
+    gpus_per_node: int | None = None
+    """GPUs of a node, and so its ranks; None where the run trains on cores."""
+    cpus_per_node: int | None = None
+    """Cores of a node, and without GPUs its ranks; None for one a GPU, or one."""
+    resources: tuple[str, ...] = ()
+    """More resources that a node must have: ``accelerator_type:H100=0.001``."""
+    environment: tuple[str, ...] = ()
+    """Variables of the supervisors, beside those of Ray's workers: ``NCCL_DEBUG=INFO``."""
+    timeout: float = 0.0
+    """Seconds to wait for nodes that an autoscaler brings, or that other jobs use; with 0 they must be free now."""
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of a node, by Ray's names."""
+        gpus = {"GPU": float(self.gpus_per_node)} if self.gpus_per_node else {}
+        matches = [match for text in self.resources if (match := _RAY_RESOURCE.fullmatch(text))]
+        more = {match["name"]: float(match["amount"]) for match in matches}
+        return {"CPU": float(self.cpus_per_node or self.gpus_per_node or 1), **gpus, **more}
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Ranks of a node: its GPUs, else its cores."""
+        return self.gpus_per_node or self.cpus_per_node or 1
+
+    def check(self) -> None:
+        """Refuses what Ray would misread."""
+        for name in ("nodes", "gpus_per_node", "cpus_per_node"):
+            count = getattr(self, name)
+            if count is not None and count < 1:
+                raise ConfigError(f"ray.{name} = {count}: give at least 1, or leave it out")
+        if not _RAY_ADDRESS.fullmatch(self.address):
+            raise ConfigError(f"ray.address = {self.address!r}: give auto, HOST:6379 or ray://HOST:10001")
+        if self.timeout < 0:
+            raise ConfigError(f"ray.timeout = {self.timeout:g}: give seconds, or 0 to refuse at once")
+        for text in self.resources:
+            match = _RAY_RESOURCE.fullmatch(text)
+            if match is None or not float(match["amount"]) > 0:
+                raise ConfigError(f"ray.resources: {text!r} is no name and amount, as accelerator_type:H100=0.001")
+            if match["name"] in ("CPU", "GPU", "memory", "object_store_memory"):
+                raise ConfigError(f"ray.resources: {text} is set by ray.cpus_per_node and ray.gpus_per_node, or by Ray")
+        for text in self.environment:
+            if not _VARIABLE.fullmatch(text):
+                raise ConfigError(f"ray.environment: {text!r} is no variable; write NAME=VALUE")

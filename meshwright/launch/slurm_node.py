@@ -6,7 +6,6 @@ any more is started again by srun while Slurm has it in the job, else by a job o
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 
 from meshwright.errors import LaunchError
-from meshwright.forking import die_with_parent
 from meshwright.launch.signals import handle_interrupts
 from meshwright.launch.slurm import (
     SlurmLauncher,
@@ -26,21 +24,17 @@ from meshwright.launch.slurm import (
     replacement_name,
     restart_environment,
 )
+from meshwright.launch.supervisor_process import SupervisorProcess
 
 Presence = Callable[[Iterable[int]], Mapping[int, int]]
 """Returns a stamp by node that changes while the node's supervisor lives."""
 SRUN = ("srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none", "--input=none")
 """srun, which by these goes on when a node fails, and leaves cores and ranks to the supervisors."""
-_POLL_S = 0.2
-_LOOK_S = 1.0
 _MISSING_S = 10.0
 """A supervisor that forks ranks may not renew its presence for seconds."""
 _OVER_S = 60.0
 """A last checkpoint, evaluation and sample come after the last sign of life."""
 _MOST_PAUSE_S = 15.0
-_RESTARTS = 5
-_STEADY_S = 600.0
-"""A supervisor that lived for so long has its restarts back."""
 
 
 class NodeKeeper:
@@ -65,51 +59,29 @@ class NodeKeeper:
         say: Callable[[str], None],
     ) -> None:
         assert place.node is not None
-        self._place, self._argv, self._node = place, tuple(argv), place.node
         self._revival = NodeRevival(place, argv, launcher, presence, start_s, say) if place.nodes > 1 else None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stopping = False
-        self._say = say
+        watch = self._revival.poll if self._revival is not None else lambda: None
+        self._place, self._argv = place, tuple(argv)
+        self._supervisor = SupervisorProcess(place.node, self._command, say, watch=watch)
 
     def run(self) -> int:
         """Runs until the supervisor ends by itself; returns its exit status."""
-        restarts, started_at = 0, time.monotonic()
         with handle_interrupts(self._forward):
-            while True:
-                status = self._run_supervisor()
-                if time.monotonic() - started_at > _STEADY_S:
-                    restarts = 0
-                if status >= 0 or self._stopping or restarts == _RESTARTS:
-                    break
-                # The kernel or a person killed it: its node's ranks are gone with it, the others go on meanwhile.
-                restarts, started_at = restarts + 1, time.monotonic()
-                self._say(f"the supervisor of node {self._node} was killed by signal {-status}; it is started again")
-                time.sleep(min(2.0**restarts, _MOST_PAUSE_S) / 2)
+            status = self._supervisor.run()
         if self._revival is not None:
             self._revival.finish()
-        return status if status >= 0 else 128 - status
+        return status
 
-    def _run_supervisor(self) -> int:
+    def _command(self) -> list[str]:
         place = self._place
-        words = ("--nodes", str(place.nodes), "--node", str(self._node), "--meet", place.meet())
-        command = [sys.executable, "-m", "meshwright", *self._argv, *(words if place.nodes > 1 else ())]
-        parent = os.getpid()
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=lambda: die_with_parent(parent))
-        self._child, looked_at = child, time.monotonic()
-        if self._stopping:
-            child.terminate()
-        while child.poll() is None:
-            time.sleep(_POLL_S)
-            if self._revival is not None and not self._stopping and time.monotonic() - looked_at > _LOOK_S:
-                looked_at = time.monotonic()
-                self._revival.poll()
-        return int(child.returncode)
+        words = ("--nodes", str(place.nodes), "--node", str(place.node), "--meet", place.meet())
+        return [sys.executable, "-m", "meshwright", *self._argv, *(words if place.nodes > 1 else ())]
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        self._stopping = True
+        self._supervisor.stopping = True
         # Slurm sends SIGINT to all processes of a step; SIGTERM may be for this one alone, and twice counts once.
-        if number == signal.SIGTERM and self._child is not None and self._child.poll() is None:
-            self._child.terminate()
+        if number == signal.SIGTERM:
+            self._supervisor.terminate()
 
 
 class NodeRevival:

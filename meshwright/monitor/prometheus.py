@@ -83,6 +83,14 @@ def _families(run: RunFiles) -> Iterator[tuple[Family, Iterable[_Sample]]]:
             [({"axis": str(total.get("axis")), "op": str(total.get("op"))}, number(total.get(field)))
              for total in traffic],
         )  # fmt: skip
+    for field, family in _QUANTILES.items():
+        yield (
+            family,
+            [({"axis": str(total.get("axis")), "op": str(total.get("op")), "quantile": quantile},
+              number(total.get(field.format(name))) or math.nan)
+             for total in traffic for quantile, name in (("0.5", "p50"), ("0.99", "p99"))],
+        )  # fmt: skip
+    yield Family("scalar", "gauge", "Numbers of hooks or of a custom loop."), _by_name("name", step.get("scalars"))
     yield (
         Family("expert_share", "gauge", "Share of the router's choices that went to an expert."),
         [({"expert": str(expert)}, number(share)) for expert, share in enumerate(step.get("experts") or ())],
@@ -114,6 +122,15 @@ _TRAFFIC = {
     "seconds": Family("comm_seconds", "gauge", "Time of rank 0's collectives, overlapped time counted."),
     "exposed_s": Family("comm_exposed_seconds", "gauge", "Time that rank 0 stood still for collectives."),
 }
+
+
+_QUANTILES = {
+    "latency_{}_s": Family("comm_latency_seconds", "gauge", "Time of a collective of the newest step on rank 0."),
+    "bandwidth_{}": Family(
+        "comm_bandwidth_bytes_per_second", "gauge", "Rate that this share of the newest step's collectives reached."
+    ),
+}
+"""Families by the fields of `CommTotals` that they are made of."""
 
 
 def _by_name(label: str, values: object) -> list[_Sample]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import math
 import os
 import stat
@@ -17,6 +18,8 @@ from meshwright.monitor.sinks import EVENTS, METRICS
 from meshwright.records import parse_json
 
 _FINAL_STATES = {"run_finished": "finished", "interrupted": "interrupted", "failed": "failed"}
+METER_LOCK = "meter.lock"
+"""Locked by the loop that writes into the run directory, until its process ends."""
 _MOST_LEVELS = 4
 """Levels of folders below the one that is searched for runs."""
 _TAIL_BYTES = 256
@@ -78,6 +81,23 @@ class RunFiles:
 def read_run(run_dir: Path) -> RunFiles:
     """Reads a run directory; damaged or missing files leave their part empty."""
     return RunReader(run_dir).read()
+
+
+def meter_runs(run_dir: Path) -> bool:
+    """Returns whether a custom loop measures itself into a run directory now; see `meshwright.monitor.loop_meter`."""
+    try:
+        descriptor = os.open(run_dir / METER_LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
 
 
 def is_run_directory(path: Path) -> bool:

@@ -44,6 +44,7 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/step_s": record.step_s,
     }
     values |= {f"train/{name}": value for name, value in record.terms.items()}
+    values |= {f"own/{name}": value for name, value in record.scalars.items()}
     if record.experts:
         values["experts/fullest_over_mean"] = max(record.experts) * len(record.experts)
         values["experts/idle"] = float(sum(share == 0 for share in record.experts))
@@ -76,6 +77,9 @@ def _comm_scalars(total: CommTotals) -> dict[str, float]:
         values[f"comm_raw_bytes/{tag}"] = float(total.raw_bytes)
     if total.seconds > 0:
         values[f"comm_bytes_per_s/{tag}"] = total.bytes / total.seconds
+    if total.latency_p50_s > 0:
+        values[f"comm_latency_p50_s/{tag}"] = total.latency_p50_s
+        values[f"comm_latency_p99_s/{tag}"] = total.latency_p99_s
     return values
 
 

@@ -20,6 +20,8 @@ from meshwright.units import format_bytes, format_seconds
 
 _COMPRESSORS = ("gzip", "xz", "bzip2", "zstd")
 _MAX_RANKS = 256
+_MAX_SCALARS = 24
+"""Charts of scalars on a page."""
 _MAX_COLUMNS = 16
 _GREY = 5
 """The colour of what a run is compared with."""
@@ -71,8 +73,22 @@ def course(run: RunFiles) -> list[Markup]:
         charts.append(line_chart([Series(label="peak", x=x, y=peaks)], "Peak memory", "GiB on rank 0", from_zero=True))
     if any(value > 0 for value in column(run.steps, "accuracy")):
         charts.append(chart("accuracy", "Accuracy", "share of tokens", validation("accuracy"), True))
+    charts += _own_charts(run, x)
     loss = chart("loss", "Loss", "nats per token", validation("loss"))
     return [loss, two_columns(charts)]
+
+
+def _own_charts(run: RunFiles, x: Sequence[float]) -> list[Markup]:
+    """Renders a chart for each scalar of hooks or of a custom loop."""
+    own = [scalars if isinstance(scalars := step.get("scalars"), Mapping) else {} for step in run.steps]
+    names = list(dict.fromkeys(name for scalars in own for name in scalars))[:_MAX_SCALARS]
+    return [
+        line_chart(
+            [Series(label=name, x=x, y=[number(scalars.get(name)) for scalars in own], smooth=True, dots=len(x) < 60)],
+            name, "scalar of the loop",
+        )
+        for name in names
+    ]  # fmt: skip
 
 
 def compressors(final: JsonObject) -> list[tuple[str, float]]:
@@ -229,14 +245,17 @@ def traffic(run: RunFiles) -> list[Markup]:
     if not sums:
         return [note("One rank, or no traffic recorded: nothing was sent.", "none")] if run.steps else []
     table_rows, rows = [], []
+    latencies = _latencies(warm)
     for (axis, op), values in sorted(sums.items()):
         calls, size, seconds, exposed, raw, error = (value / len(warm) for value in values)
         speed = f"{format_bytes(size / seconds)}/s" if seconds > 0 else ""
         times = (format_seconds(seconds), format_seconds(exposed))
         rounded = (format_bytes(raw), f"{error:.1e}" if error else "") if raw > size or error else ("", "")
-        table_rows.append([axis, op, f"{calls:.3g}", format_bytes(size), *rounded, *times, speed])
+        table_rows.append([axis, op, f"{calls:.3g}", format_bytes(size), *rounded, *times, speed, *latencies[axis, op]])
         rows.append((f"{axis} {op}", {"stood still": exposed, "overlapped": max(0.0, seconds - exposed)}))
-    headings = ["axis", "operation", "calls", "bytes", "exact bytes", "rounding", "time", "stood still", "bandwidth"]
+    headings = ["axis", "operation", "calls", "bytes", "exact bytes", "rounding", "time", "stood still", "bandwidth",
+                *(("latency p50", "p99") if any(map(any, latencies.values())) else ())]  # fmt: skip
+    table_rows = [row[: len(headings)] for row in table_rows]
     is_rounded = any(row[4] for row in table_rows)
     if not is_rounded:
         # Two columns are of layouts that compress.
@@ -248,6 +267,27 @@ def traffic(run: RunFiles) -> list[Markup]:
         stacked_bars(rows, "Seconds of a step", format_seconds),
         table(headings, table_rows, range(2, len(headings))),
     ]
+
+
+def _latencies(steps: Sequence[JsonObject]) -> dict[tuple[str, str], tuple[str, str]]:
+    """Returns median and 99th percentile of a collective's time by axis and operation; empty where none is known.
+
+    They are the median over steps of the steps' medians, and the time that 99 % of the steps' 99th percentiles stay
+    below.
+    """
+    pairs: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for step in steps:
+        for total in step.get("comm") or ():
+            times = number(total.get("latency_p50_s")), number(total.get("latency_p99_s"))
+            known = pairs.setdefault((str(total["axis"]), str(total["op"])), [])
+            if times[0] > 0 and math.isfinite(times[1]):
+                known.append(times)
+    texts = {}
+    for key, known in pairs.items():
+        medians, slow = sorted(pair[0] for pair in known), sorted(pair[1] for pair in known)
+        last = math.ceil(0.99 * len(known)) - 1
+        texts[key] = (format_seconds(medians[len(known) // 2]), format_seconds(slow[last])) if known else ("", "")
+    return texts
 
 
 def drift(run: RunFiles, bound: float) -> list[Markup]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,12 @@ from meshwright.parallel.live_bytes import LiveBytes
 
 DIRECT_RANKS = 16
 """Largest gloo group that exchanges directly; beyond it the number of messages per rank outweighs the latency saved."""
+MOST_TRANSFERS = 1 << 14
+"""Collectives of which times are kept until the log is drained; a custom loop may never drain it."""
+
+_MOST_EVENTS = 1 << 17
+_TimedCollective = tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event, int]
+"""Axis, operation, start, wait, resume and bytes of `TrafficLog.add_events`."""
 
 
 @dataclass
@@ -41,8 +48,9 @@ class TrafficLog:
     buffers: LiveBytes = field(default_factory=LiveBytes)
     """Buffers of rounded numbers: of ``gradients``, and of gathered ``weights``."""
     _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    _transfers: dict[tuple[str, str], deque[tuple[float, int]]] = field(default_factory=dict)
     _rounding: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    _events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    _events: deque[_TimedCollective] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
 
     def add(
         self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float, raw_bytes: int | None = None
@@ -54,6 +62,15 @@ class TrafficLog:
         total[2] += seconds
         total[3] += exposed_s
         total[4] += sent_bytes if raw_bytes is None else raw_bytes
+        if seconds > 0.0:
+            self._add_transfer(axis, op, seconds, sent_bytes)
+
+    def _add_transfer(self, axis: str, op: str, seconds: float, sent_bytes: int) -> None:
+        """Notes the time of one collective, for the quantiles."""
+        transfers = self._transfers.get((axis, op))
+        if transfers is None:
+            transfers = self._transfers[axis, op] = deque(maxlen=MOST_TRANSFERS)
+        transfers.append((seconds, sent_bytes))
 
     def add_rounding(self, axis: str, op: str, squared_error: torch.Tensor, squared_sum: torch.Tensor) -> None:
         """Books the rounding of a compressed sum: scalars on its device, read when the log is drained."""
@@ -61,7 +78,13 @@ class TrafficLog:
         self._rounding[axis, op] = self._rounding[axis, op] + squares if (axis, op) in self._rounding else squares
 
     def add_events(
-        self, axis: str, op: str, start: torch.cuda.Event, wait: torch.cuda.Event, resume: torch.cuda.Event
+        self,
+        axis: str,
+        op: str,
+        start: torch.cuda.Event,
+        wait: torch.cuda.Event,
+        resume: torch.cuda.Event,
+        sent_bytes: int = 0,
     ) -> None:
         """Books the device times of a collective, which are read when the log is drained.
 
@@ -71,8 +94,9 @@ class TrafficLog:
             start: CUDA event where the computing stream started the collective.
             wait: event where that stream had nothing left to do but wait for it.
             resume: event from which on it computes again; from ``wait`` to here it stands still.
+            sent_bytes: as in `add`; they are booked there.
         """
-        self._events.append((axis, op, start, wait, resume))
+        self._events.append((axis, op, start, wait, resume, sent_bytes))
 
     def start_operation(self) -> int:
         """Returns the number of a collective that starts now."""
@@ -95,12 +119,13 @@ class TrafficLog:
 
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
-        for axis, op, start, wait, resume in self._events:
+        for axis, op, start, wait, resume, sent_bytes in self._events:
             # An event that hasn't happened would make elapsed_time raise; its collective counts without a time.
             if resume.query():
-                total = self._totals[axis, op]
-                total[2] += start.elapsed_time(resume) / 1e3
+                total, seconds = self._totals[axis, op], start.elapsed_time(resume) / 1e3
+                total[2] += seconds
                 total[3] += wait.elapsed_time(resume) / 1e3
+                self._add_transfer(axis, op, seconds, sent_bytes)
         rows = tuple(
             CommTotals(
                 axis=axis,
@@ -111,10 +136,12 @@ class TrafficLog:
                 exposed_s=exposed,
                 raw_bytes=int(raw_bytes),
                 rounding_error=self._rounding_error(axis, op),
+                **_quantiles(self._transfers.get((axis, op), ())),
             )
             for (axis, op), (calls, byte_count, seconds, exposed, raw_bytes) in self._totals.items()
         )
         self._totals.clear()
+        self._transfers.clear()
         self._rounding.clear()
         self._events.clear()
         self.started = 0
@@ -126,6 +153,20 @@ class TrafficLog:
             return 0.0
         squared_error, squared_sum = self._rounding[axis, op].tolist()
         return math.sqrt(squared_error / squared_sum) if squared_sum > 0 else 0.0
+
+
+def _quantiles(transfers: Iterable[tuple[float, int]]) -> dict[str, float]:
+    """Returns the quantiles of `CommTotals` of (seconds, bytes) of collectives; none where no time is known."""
+    timed = [(seconds, sent_bytes) for seconds, sent_bytes in transfers if seconds > 0.0]
+    if not timed:
+        return {}
+    seconds = sorted(seconds for seconds, _ in timed)
+    rates = sorted((sent_bytes / seconds for seconds, sent_bytes in timed), reverse=True)
+    middle, last = (math.ceil(share * len(timed)) - 1 for share in (0.5, 0.99))
+    return {
+        "latency_p50_s": seconds[middle], "latency_p99_s": seconds[last],
+        "bandwidth_p50": rates[middle], "bandwidth_p99": rates[last],
+    }  # fmt: skip
 
 
 class PendingCollective(dist.Work):  # type: ignore[misc]
@@ -187,7 +228,7 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
         else:
             # Calls and bytes now; the device's times when the log is drained.
             log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0, self.raw_bytes)
-            log.add_events(self._axis_group.axis, self._op, self._event, wait_event, _record_event())
+            log.add_events(self._axis_group.axis, self._op, self._event, wait_event, _record_event(), self._bytes)
         return True
 
     def advance(self) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import torch
+
+MOST_MARKS = 1 << 14
+"""Marks that are kept until they are drained; a custom loop may never drain them."""
 
 
 class StepTimer:
@@ -17,7 +21,7 @@ class StepTimer:
 
     def __init__(self, device_type: str) -> None:
         self._cuda = device_type == "cuda"
-        self._marks: list[tuple[str, Any]] = []
+        self._marks: deque[tuple[str, Any]] = deque(maxlen=MOST_MARKS)
         self._last_mark: Any = self._now()
 
     def _now(self) -> object:

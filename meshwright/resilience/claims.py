@@ -197,3 +197,9 @@ def read_presence(run_dir: Path, nodes: Iterable[int]) -> dict[int, int]:
         with contextlib.suppress(OSError), (run_dir / FOLDER / f"{_PRESENCE}{node}").open("rb") as file:
             stamps[node] = os.fstat(file.fileno()).st_mtime_ns
     return stamps
+
+
+def newest_ended_generation(run_dir: Path) -> int:
+    """Returns the newest generation of which the run's end is recorded; -1 without any."""
+    numbers = (path.name.removesuffix(".ended") for path in (run_dir / FOLDER).glob("*.ended"))
+    return max((int(number) for number in numbers if number.isdigit()), default=-1)

@@ -204,9 +204,7 @@ class HybridParallelStrategy:
         module = sharded_model.program.module
         settle_module(module, sharded_model.program)
         ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm).attach(module)
-        if optimizer is None:
-            return module
-        return module, sharded_model.optimizers.rebuild(optimizer, original.names)
+        return module if optimizer is None else (module, sharded_model.optimizers.rebuild(optimizer, original.names))
 
     def _build_sharded_model(
         self,
@@ -293,12 +291,12 @@ class HybridParallelStrategy:
     @property
     def bytes(self) -> int:
         """Bytes of this rank's weights; a gradient or an optimizer moment costs as many again."""
-        return self._require_sharded_model().bytes
+        return self.sharded_model.bytes
 
     @property
     def weights(self) -> Sequence[Weight]:
         """Every trained weight of which this rank has a shard."""
-        return self._require_sharded_model().program.weights
+        return self.sharded_model.program.weights
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -312,11 +310,11 @@ class HybridParallelStrategy:
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Clips the full model's gradient by its 2-norm over all shards; returns the norm before, a float64 scalar."""
-        return self._require_sharded_model().clip(max_norm)
+        return self.sharded_model.clip(max_norm)
 
     def grad_norm(self) -> torch.Tensor:
         """Returns the 2-norm of the full model's gradient, a float64 scalar, the same on every rank."""
-        return self._require_sharded_model().norm()
+        return self.sharded_model.norm()
 
     def optimizer(
         self, make: Callable[..., torch.optim.Optimizer], groups: Iterable[object] | None = None, **settings: object
@@ -328,7 +326,7 @@ class HybridParallelStrategy:
             groups: parameters of the sharded model or groups of them, as torch takes them; all when None.
             **settings: of ``make``.
         """
-        return self._require_sharded_model().optimizers.make_optimizer(make, groups, settings)
+        return self.sharded_model.optimizers.make_optimizer(make, groups, settings)
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
@@ -341,7 +339,7 @@ class HybridParallelStrategy:
             A scalar whose mean over the readers (`mean`) is that of all targets, exactly, however many each has.
         """
         assert self._mesh is not None
-        program, count = self._require_sharded_model().program, self.reader[1]
+        program, count = self.sharded_model.program, self.reader[1]
         total = (targets != IGNORED).sum().to(torch.float64)
         self._mesh.world.all_reduce(total).wait()
         # ranks that read the same rows, by which the sum over the world overcounts
@@ -351,7 +349,7 @@ class HybridParallelStrategy:
 
     def mean(self, value: torch.Tensor | float) -> float:
         """Returns the mean of a number over the readers, for logging."""
-        return self._require_sharded_model().average(value)
+        return self.sharded_model.average(value)
 
     def state_dict(self, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
         """Returns ``{"model": ..., "optimizer": ...}`` for torch.distributed.checkpoint, to save or to load in place.
@@ -359,15 +357,17 @@ class HybridParallelStrategy:
         Each entry records its boxes of the full weight, so that any layout, or none, loads another's checkpoint.
         Numbers of the optimizer's groups (rates, decays) aren't part of it.
         """
-        return self._require_sharded_model().state_dict(optimizer)
+        return self.sharded_model.state_dict(optimizer)
 
-    def _require_sharded_model(self) -> ShardedModel:
+    @property
+    def sharded_model(self) -> ShardedModel:
+        """This rank's shards of the model."""
         if self._sharded_model is None:
             raise ConfigError("no model has been sharded yet; call shard(model) first")
         return self._sharded_model
 
     def _sync(self) -> GradientSync:
-        sync = self._require_sharded_model().sync
+        sync = self.sharded_model.sync
         assert sync is not None
         return sync
 

@@ -227,6 +227,7 @@ class PipelineEngine:
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Trains on one batch; returns (3,) float64: loss sum, rows, and 0."""
+        self._program.step_timer.lap("data")
         readers = self.reader[1]
         count = self.layout.microbatches
         batches = [
@@ -241,8 +242,10 @@ class PipelineEngine:
         fill_missing(self._program)
         if self._clip:
             self.norm = self.sharded_model.clip(self._clip)
+        self._program.step_timer.lap("norm")
         self.optimizer.step()
         self._program.clear_gradients()
+        self._program.step_timer.lap("optimizer")
         self.steps += 1
         return sums
 

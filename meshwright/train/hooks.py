@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Flag, auto
 
-from meshwright.events import StepRecord
+from meshwright.events import StepRecord, check_scalar
 
 
 class Request(Flag):
@@ -39,6 +39,16 @@ class StepInfo:
     """The step's line of metrics; its memory, times and traffic differ between ranks."""
     validation_loss: float | None
     """Last validation loss, nats per token, if there was one; the same on all ranks."""
+    scalars: dict[str, float] = field(default_factory=dict)
+    """The hooks' own scalars of this step, by name."""
+
+    def scalar(self, name: str, value: float) -> None:
+        """Adds a number to the step's line of metrics, its curves and trackers; of rank 0 alone it is recorded.
+
+        Raises:
+            ConfigError: for a name that can't be one.
+        """
+        self.scalars[check_scalar(name)] = float(value)
 
 
 Hook = Callable[[StepInfo], Request]

@@ -8,7 +8,7 @@ from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.config import Config
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
-from meshwright.launch.config import LaunchConfig, SlurmConfig
+from meshwright.launch.config import LaunchConfig, RayConfig, SlurmConfig
 from meshwright.launch.kubernetes_config import KubernetesConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
@@ -65,6 +65,8 @@ class RunConfig(Config):
     """What ``--on slurm`` asks for."""
     kubernetes: KubernetesConfig = field(default_factory=KubernetesConfig)
     """What ``--on kubernetes`` asks for."""
+    ray: RayConfig = field(default_factory=RayConfig)
+    """What ``--on ray`` asks for."""
 
     def check(self) -> None:
         """Refuses combinations without effect."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Mapping
 
 import torch
@@ -20,13 +19,6 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in _WORDS)
-
-
-def peak_bytes() -> int:
-    """Returns the most memory this rank has used: allocated on its GPU, or resident on the host."""
-    if torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def report(plan: Plan, measured: Mapping[str, int], position: str, error: BaseException) -> str:

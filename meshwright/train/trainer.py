@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.monitor.timeline import TimelineWriter
+from meshwright.parallel.peak_memory import peak_bytes
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
 from meshwright.spec.layout import Layout
@@ -37,7 +39,6 @@ from meshwright.train.page_requests import PageRequests, split_stop_count
 from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
-from meshwright.train.shortage import peak_bytes
 from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepOutcome, Stepper, mean_terms
@@ -195,8 +196,7 @@ class Trainer:
             record, stop_count = stepped
             if last is None and deps.memory is not None and deps.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
-            last = record
-            requests = self._requests(record, steps)
+            last, requests = self._requests(record, steps)
             # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
             reconfigures = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
             if stop_count >= 1 or Request.STOP in requests:
@@ -312,7 +312,6 @@ class Trainer:
             deps.program.state_meter = None
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
-        deps.monitor.step(record)
         return record, values["stop"]
 
     @contextlib.contextmanager
@@ -431,7 +430,18 @@ class Trainer:
                 f"lengthen schedule.warmup, or look at the data; the last checkpoint stands"
             )
 
-    def _requests(self, record: StepRecord, steps: int) -> Request:
+    def _requests(self, record: StepRecord, steps: int) -> tuple[StepRecord, Request]:
+        """Calls the hooks, and records the step with their scalars; returns the record, and what is asked for."""
+        scalars: dict[str, float] = {}
+        try:
+            requests = self._ask_hooks(record, steps, scalars)
+        finally:
+            # A hook that raises ends the run, not the record of its last step.
+            record = dataclasses.replace(record, scalars=scalars) if scalars else record
+            self._deps.monitor.step(record)
+        return record, requests
+
+    def _ask_hooks(self, record: StepRecord, steps: int, scalars: dict[str, float]) -> Request:
         config = self._deps.config
         requests = Request.NONE
         if config.evaluation.every and self.step % config.evaluation.every == 0:
@@ -441,7 +451,9 @@ class Trainer:
         # The page's requests are executed as those of a hook.
         hook_requests, outer = self._page_requested, self._deps.outer
         if self._deps.hooks:
-            info = StepInfo(step=self.step, steps=steps, record=record, validation_loss=self.validation_loss)
+            info = StepInfo(
+                step=self.step, steps=steps, record=record, validation_loss=self.validation_loss, scalars=scalars
+            )
             for hook in self._deps.hooks:
                 hook_requests |= hook(info)
         if outer is None:

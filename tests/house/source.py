@@ -24,6 +24,8 @@ INNER_IMPORTS = {
     ("tokenizer.py", "transformers"): "seconds, for a tokenizer without a tokenizer.json alone",
     ("tensorboard.py", "tensorboard.compat.proto"): "a second of protocol buffers, on rank 0 alone and after the fork",
     ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
+    ("ray_cluster.py", "ray"): "an optional package",
+    ("ray_node.py", "ray"): "an optional package, which is there where this runs",
     ("trackio.py", "trackio"): "an optional package, in a thread of rank 0 alone",
     ("wandb.py", "wandb"): "the same",
     ("mlflow.py", "mlflow.entities"): "the same",

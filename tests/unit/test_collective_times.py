@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -71,3 +73,22 @@ def test_weights_in_host_memory_are_updated_behind_a_copy_of_buffers_on_the_devi
     optimizer.step(0.1, torch.ones((), dtype=torch.float64))
     optimizer.step(0.1, torch.ones((), dtype=torch.float64))
     assert waited == ["copied"] and bool((local < 1.0).all())
+
+
+def test_quantiles_are_those_of_the_collectives_of_a_step() -> None:
+    """Against numpy's nearest rank; a collective without a time counts for no quantile, and a drain begins anew."""
+    log, draw = TrafficLog(), random.Random(3)
+    seconds = [draw.expovariate(100.0) + 1e-4 for _ in range(250)]
+    for number, time_s in enumerate(seconds):
+        log.add("shard", "all_gather", 1000 * (number % 3 + 1), time_s, 0.0)
+        log.add("pp", "send", 10, 0.0, 0.0)
+    shard, pipeline = log.drain()
+    rates = [1000 * (number % 3 + 1) / time_s for number, time_s in enumerate(seconds)]
+    found = (shard.latency_p50_s, shard.latency_p99_s)
+    assert found == tuple(np.percentile(seconds, (50, 99), method="inverted_cdf"))
+    assert shard.bandwidth_p50 == pytest.approx(np.median(rates), rel=0.02)
+    assert sum(rate >= shard.bandwidth_p99 for rate in rates) == 248
+    assert (pipeline.calls, pipeline.latency_p50_s, pipeline.bandwidth_p99) == (250, 0.0, 0.0)
+    log.add("shard", "all_gather", 1000, 0.5, 0.0)
+    (row,) = log.drain()
+    assert (row.latency_p50_s, row.latency_p99_s, row.bandwidth_p50) == (0.5, 0.5, 2000.0)

@@ -163,6 +163,7 @@ def test_no_secret_stands_in_a_manifest(capsys: pytest.CaptureFixture[str]) -> N
         ("--nodes 2 --node 0 --meet here", "numbers the nodes by itself"),
         ("--hostfile hosts", "--on ssh and --hostfile"),
         ("--kubernetes.kind pods", "pods"),
+        ("--json", "meshwright status RUN --json"),
     ],
 )
 def test_settings_are_refused_before_kubectl_is_called(
@@ -227,7 +228,9 @@ def test_what_the_cluster_refuses_is_said_in_its_words(
     assert main(command) == 1
     assert 'Kubernetes refuses: namespaces "team" not found' in capsys.readouterr().err
     assert not cluster.objects("configmaps")
-    cluster.fail("create --output=json", 'Error from server (Forbidden): error when creating "STDIN": exceeded quota: q')
+    cluster.fail(
+        "create --output=json", 'Error from server (Forbidden): error when creating "STDIN": exceeded quota: q'
+    )
     assert main(command) == 1
     assert "Kubernetes refuses: exceeded quota: q" in capsys.readouterr().err
     assert not cluster.objects("configmaps"), "nothing is left"

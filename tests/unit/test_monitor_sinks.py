@@ -41,7 +41,8 @@ def test_every_record_is_a_line_and_numbers_that_are_not_finite_become_null(tmp_
     assert lines[0]["comm"] == [
         {
             "axis": "replicate", "op": "all_reduce", "calls": 2, "bytes": 800, "seconds": 0.02, "exposed_s": 0.01,
-            "raw_bytes": 0, "rounding_error": 0.0,
+            "raw_bytes": 0, "rounding_error": 0.0, "latency_p50_s": 0.0, "latency_p99_s": 0.0, "bandwidth_p50": 0.0,
+            "bandwidth_p99": 0.0,
         }
     ]  # fmt: skip
     assert lines[1]["grad_norm"] is None and lines[1]["skipped"] is True
