@@ -7,12 +7,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import PlanError
+from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.expert_load import ExpertMeter
+from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.materialise import materialise
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_checkpointing import restore_first_run_in
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.step_timer import StepTimer
@@ -108,10 +111,36 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     if source.experts and not layout.compile:
         program.expert_counts = ExpertMeter(context.stages, source.experts)
     program.dropout_rng, program.rounding_key = context.dropout_rng, context.rounding_key
+    program.error_feedback = _error_feedback(program)
     program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
     program.moving_buffers = MovingBuffers([stage.module for stage in context.stages], source.moving)
     program.progress_hooks = context.progress_hooks
     return program
+
+
+def _error_feedback(program: Program) -> ErrorFeedback | None:
+    """Returns the state of sums in low rank, known to what sums; None under any other layout."""
+    mesh = program.mesh
+    compressors = [item for item in mesh.compressors if isinstance(item, LowRankCompressor)] if mesh else []
+    if mesh is None or not compressors:
+        return None
+    # What ranks of tp add up after the copies is no gradient yet when the copies do.
+    syncs = [sync for stage in program.stages for sync in stage.gradient_syncs]
+    partial_names = {name for sync in syncs if isinstance(sync, PartialGradReducer) for name in sync.names}
+    axis = mesh.layout.axis(Mechanics.MATRICES)
+    group = mesh.axis_groups.get(axis)
+    feedback = ErrorFeedback(
+        program.weights,
+        rank=mesh.layout.compress.rank,
+        copies=compressors[0].copies.size,
+        copy=compressors[0].copies.index,
+        exact_names=partial_names,
+        position=f"{axis}{group.index}of{group.size}" if group is not None else "",
+        buffers=mesh.log.buffers,
+    )
+    for compressor in compressors:
+        compressor.error_feedback = feedback
+    return feedback
 
 
 def finalise_fsdp_shards(module: nn.Module) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -105,6 +106,19 @@ class _Message:
             return self.weights.fractions(f"{self.draw},{what}", begin, count, self.store.device)
 
         return draw_fractions
+
+
+class GradientSum(Protocol):
+    """Sums gradients over copies otherwise than exactly."""
+
+    def all_reduce(self, weights: WeightBlocks, tensors: Sequence[torch.Tensor], of: str = "") -> PhasedCollective:
+        """Starts the sum of some gradients, contiguous and of any shapes, in place.
+
+        Args:
+            weights: whose gradients they are.
+            tensors: the gradients; nobody may read them until the sum has ended.
+            of: names them in messages.
+        """
 
 
 class GradientCompressor:

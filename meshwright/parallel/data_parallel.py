@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.parallel import fsdp
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.comm_hook import CommHook
-from meshwright.parallel.compression import GradientCompressor, RoundingKey
+from meshwright.parallel.compression import GradientSum, RoundingKey
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.parallel.layer_names import layer_of
@@ -129,7 +129,7 @@ class LateGradientReducer:
         names: Sequence[str],
         axis_group: AxisGroup,
         layers: Sequence[str],
-        compressor: GradientCompressor | None,
+        compressor: GradientSum | None,
         waits_in_backward: bool,
     ) -> None:
         self._module, self._axis_group, self._compressor = module, axis_group, compressor

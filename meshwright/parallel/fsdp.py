@@ -20,7 +20,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.block_codec import WeightBlocks
-from meshwright.parallel.compression import GradientCompressor, PhasedCollective, WeightCompressor
+from meshwright.parallel.compression import GradientSum, PhasedCollective, WeightCompressor
 from meshwright.parallel.fsdp_collectives import (
     BookedAllGather,
     BookedReduceScatter,
@@ -61,7 +61,7 @@ class ShardOptions:
 class Compressors:
     """What sends an FSDP unit's values in rounded numbers; None where they travel exactly."""
 
-    gradients: GradientCompressor | None = None
+    gradients: GradientSum | None = None
     """Sums over copies."""
     weights: WeightCompressor | None = None
     """Gathers."""
@@ -143,7 +143,7 @@ class ReplicaAllReduce:
         axis_group: AxisGroup,
         deferred: DeferredReductions,
         of: str = "",
-        compressor: GradientCompressor | None = None,
+        compressor: GradientSum | None = None,
         shards: Mapping[str, int] | None = None,
     ) -> None:
         self.is_last_microbatch = True

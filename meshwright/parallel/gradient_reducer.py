@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.comm_hook import CommHook, GradientBucket, HookTransfer
-from meshwright.parallel.compression import GradientCompressor, PhasedCollective
+from meshwright.parallel.compression import GradientSum, PhasedCollective
 from meshwright.parallel.layer_names import format_layers
 from meshwright.spec.compression import assign_buckets
 
@@ -44,7 +44,7 @@ class GradientReducer:
         parameters: plain ones, in the order in which forward uses them.
         axis_group: the group.
         layers: number of the layer that a parameter belongs to, for messages; none where that isn't known.
-        compressor: sums in rounded numbers; None for exact sums.
+        compressor: sums with fewer bytes; None for exact sums.
         names: of the parameters, in their order, by which a compressor rounds.
         waits_in_backward: whether compressed sums go on to their next exchange under backward; False where backward
             itself communicates with ranks whose graphs may differ, which would wait for each other.
@@ -55,7 +55,7 @@ class GradientReducer:
         parameters: Iterable[nn.Parameter],
         axis_group: AxisGroup,
         layers: Mapping[nn.Parameter, int] | None = None,
-        compressor: GradientCompressor | None = None,
+        compressor: GradientSum | None = None,
         names: Sequence[str] = (),
         waits_in_backward: bool = True,
     ) -> None:

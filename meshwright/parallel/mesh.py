@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
+from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -45,8 +46,8 @@ class Mesh:
         self.island = self.world if layout.islands == 1 else self._island_group(shape)
         """The ranks that take each step together: over them losses, norms and counts are summed."""
         self._carved_groups: Mapping[str, list[list[int]]] = {}
-        self.compressors: list[GradientCompressor | WeightCompressor] = []
-        """All that send rounded numbers."""
+        self.compressors: list[GradientCompressor | LowRankCompressor | WeightCompressor] = []
+        """All that send less than exact values."""
         self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
@@ -110,8 +111,10 @@ class Mesh:
             self.axis_groups[key] = AxisGroup(name, group, self.log)
         return self.axis_groups[key]
 
-    def compressor(self, copies: AxisGroup, key: RoundingKey, stage_index: int = 0) -> GradientCompressor | None:
-        """Returns what sums gradients over copies in rounded numbers; None where the layout sums exactly.
+    def compressor(
+        self, copies: AxisGroup, key: RoundingKey, stage_index: int = 0
+    ) -> GradientCompressor | LowRankCompressor | None:
+        """Returns what sums gradients over copies with fewer bytes; None where the layout sums exactly.
 
         A collective call, since it may make groups.
 
@@ -124,6 +127,9 @@ class Mesh:
         compression = self.layout.compress
         if not compression or copies.size == 1:
             return None
+        if compression.is_low_rank:
+            self.compressors.append(low_rank := LowRankCompressor(compression, copies, key))
+            return low_rank
         run = compression.exact_copies(copies.size)
         inside, across = None, copies
         if run > 1:

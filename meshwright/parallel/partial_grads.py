@@ -33,6 +33,11 @@ class PartialGradReducer:
         self._module, self._partial_grads = module, tuple(partial_grads)
         self._axis_group, self._neighbours = axis_group, neighbours
 
+    @property
+    def names(self) -> set[str]:
+        """Names of the parameters that have such gradients."""
+        return {partial.name for partial in self._partial_grads}
+
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Does nothing: gradients are summed after the last backward."""
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.fsdp import reshard_all
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
@@ -61,6 +62,8 @@ class Program:
         """Random numbers of forwards that may draw some."""
         self.rounding_key = RoundingKey()
         """Of the random roundings of compressed sums; every step sets it."""
+        self.error_feedback: ErrorFeedback | None = None
+        """What this copy owes under sums in low rank."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
         self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None

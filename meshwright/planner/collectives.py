@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
+from meshwright.planner.low_rank import LowRankElements, count_low_rank_elements
 from meshwright.planner.model_parts import ModelParts, WeightPlacement
+from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_blocks, shard_elements
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -24,21 +26,11 @@ from meshwright.spec.compression import (
     chunk_blocks,
     count_blocks,
 )
-from meshwright.spec.groups import carved_groups, coordinates, gradient_axes, members, state_index
+from meshwright.spec.groups import coordinates, gradient_axes, state_index
 from meshwright.spec.layout import SECONDARY, Layout
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveGroup:
-    """The ranks of a collective."""
-
-    axis: str
-    """Name under which the runtime counts it."""
-    ranks: tuple[int, ...]
-    """Global, in order."""
 
 
 @dataclass(slots=True)
@@ -116,38 +108,6 @@ class Bytes:
         return cls(compute_bytes(layout.precision), master_bytes(layout.precision))
 
 
-class RankGroups:
-    """The collective groups of one rank.
-
-    Args:
-        layout: its axes.
-        rank: which rank.
-    """
-
-    def __init__(self, layout: Layout, rank: int) -> None:
-        self._layout, self._rank = layout, rank
-        self._carved: dict[str, CollectiveGroup] = {}
-        for name in (name for name, axis in known_axes().items() if axis.carves and layout.degree(name) > 1):
-            for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, layout.degrees)):
-                ranks = next(group for group in groups if rank in group)
-                self._carved[name + suffix] = CollectiveGroup(name + suffix, tuple(ranks))
-
-    def across(self, names: Sequence[str]) -> CollectiveGroup:
-        """Returns the group over the product of some axes."""
-        used = [name for name in names if self._layout.degree(name) > 1]
-        return CollectiveGroup("+".join(used), members(self._rank, used, self._layout.degrees))
-
-    def carved(self, name: str) -> CollectiveGroup:
-        """Returns a group of an axis that divides the ranks of others: ``ep``, ``ep_shard``, ``ep_copies``."""
-        return self._carved.get(name) or CollectiveGroup(name, (self._rank,))
-
-    def neighbours(self, name: str, size: int) -> CollectiveGroup:
-        """Returns the run of ``size`` neighbours along an axis."""
-        ranks = self.across((name,)).ranks
-        start = ranks.index(self._rank) // size * size
-        return CollectiveGroup(name, ranks[start : start + size])
-
-
 class StateTraffic:
     """Collectives of a rank on weights and gradients: gathers, reductions, and sums of shared weights.
 
@@ -172,6 +132,16 @@ class StateTraffic:
         self.is_sharded = bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
         """Whether FSDP units hold the weights."""
 
+    @property
+    def stages(self) -> list[list[str]]:
+        """Trained names of each stage of the rank."""
+        return self._weights_by_rank.stages(self._pp_index)
+
+    @property
+    def master_bytes(self) -> int:
+        """Bytes of an element of reduced gradients."""
+        return self._width.master
+
     def add_to(self, collectives: Collectives) -> None:
         """Adds the collectives of a step."""
         for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
@@ -189,12 +159,29 @@ class StateTraffic:
     def _add_stage(self, collectives: Collectives, stage_index: int, names: Sequence[str]) -> None:
         """Adds a stage's gathers of weights and sums of gradients over the data axes."""
         stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
-        if self.is_sharded:
+        if self._layout.compress.is_low_rank:
+            size = self.low_rank_elements(names).sent * self._width.master
+            collectives.add(self._groups.across(gradient_axes(())), "all_reduce", size)
+        elif self.is_sharded:
             self._add_fsdp_units(collectives, stage, stage_index)
         elif self._layout.compress:
             self._add_compressed_gradients(collectives, names)
         else:
             self._add_replica_gradients(collectives, stage)
+
+    def low_rank_elements(self, names: Sequence[str]) -> LowRankElements:
+        """Returns the elements of some weights' gradients, summed over copies in low rank."""
+        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
+        exact_names = set[str]()
+        if degree > 1 and table is not None:
+            repeated = (
+                f"{layer}.{split.name}"
+                for layer, split, _, _ in table.splits(degree)
+                if any(block.count < degree for block in split.blocks)
+            )
+            exact_names = {*self._partial_names(names, set()), *repeated}
+        shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
+        return count_low_rank_elements(names, self._model.shapes, shapes, exact_names, self._layout.compress.rank)
 
     def _add_fsdp_units(self, collectives: Collectives, stage: StageWeights, stage_index: int) -> None:
         """Adds those of a stage's FSDP units: the weights outside layers, every layer, every module of experts."""
@@ -297,13 +284,23 @@ class StateTraffic:
 
     def _add_partial_gradients(self, collectives: Collectives, names: Sequence[str]) -> None:
         """Adds the gradients that are partial over ``tp``: of weights that every rank of a sharding group holds."""
-        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
-        if degree == 1 or table is None:
+        if self._layout.degree(Mechanics.MATRICES) == 1 or self._model.table is None:
             return
-        shapes, shared_names = self._weights_by_rank.shapes(self._tp_index, self._ep_index), set[str]()
+        shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
         expert_modules = (
             {row.module for row in self._model.experts} if self._layout.degree(Mechanics.EXPERTS) > 1 else set()
         )
+        partial_names = self._partial_names(names, expert_modules)
+        size = sum(self._local_elements(((shapes[name][0], _row_elements(shapes[name])),)) for name in partial_names)
+        collectives.add(self._groups.across((self._tp_axis,)), "all_reduce", size * self._width.master)
+        for holders, count in self._repeated_elements(names, expert_modules).items():
+            collectives.add(self._groups.neighbours(self._tp_axis, holders), "all_reduce", count * self._width.master)
+
+    def _partial_names(self, names: Sequence[str], expert_modules: set[str]) -> list[str]:
+        """Returns the names of weights that every rank of ``tp`` holds, and has a term of the gradient of."""
+        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
+        assert table is not None
+        shared_names = set[str]()
         for layer, rows in table.layers.items():
             groups = [
                 group for group in rows.groups if group.shares(degree) and (group.column_linears or not expert_modules)
@@ -313,13 +310,7 @@ class StateTraffic:
                 shared_names |= {name for name in names if name.startswith(f"{layer}.") and name not in split_names}
             else:
                 shared_names |= {f"{layer}.{name}" for group in groups for name in group.shared}
-        partial_names = [
-            name for name in names if name in shared_names and name.rpartition(".")[0] not in expert_modules
-        ]
-        size = sum(self._local_elements(((shapes[name][0], _row_elements(shapes[name])),)) for name in partial_names)
-        collectives.add(self._groups.across((self._tp_axis,)), "all_reduce", size * self._width.master)
-        for holders, count in self._repeated_elements(names, expert_modules).items():
-            collectives.add(self._groups.neighbours(self._tp_axis, holders), "all_reduce", count * self._width.master)
+        return [name for name in names if name in shared_names and name.rpartition(".")[0] not in expert_modules]
 
     def _repeated_elements(self, names: Sequence[str], expert_modules: set[str]) -> Mapping[int, int]:
         """Returns the elements that neighbours along ``tp`` hold alike, by number of neighbours.

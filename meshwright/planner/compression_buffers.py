@@ -1,12 +1,16 @@
-"""Bytes of a rank's buffers of rounded numbers: the most that live at once while gradients are summed and gathered."""
+"""Bytes of a rank's buffers for sums that aren't exact: the most that live at once.
+
+Of rounded numbers these are messages under way; of sums in low rank what a copy owes, and what it will owe.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTraffic
+from meshwright.planner.collectives import Collectives, StateTraffic
 from meshwright.planner.model_parts import ModelParts
+from meshwright.planner.rank_groups import CollectiveGroup
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import BLOCK_VALUES, Compression, chunk_blocks
 from meshwright.spec.layout import Layout
@@ -73,7 +77,7 @@ def compression_buffer_bytes(layout: Layout, model: ModelParts) -> int:
     Ranks at one index along ``pp`` and ``tp`` need equally much, since their shards are padded alike.
 
     Args:
-        layout: that sends rounded numbers.
+        layout: that sends less than exact values.
         model: as names and sizes.
     """
     stage_ranks = layout.world // layout.degree(Mechanics.STAGES)
@@ -85,6 +89,8 @@ def compression_buffer_bytes(layout: Layout, model: ModelParts) -> int:
 
 def _rank_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
     traffic = StateTraffic(model, layout, rank)
+    if layout.compress.is_low_rank:
+        return sum(traffic.low_rank_elements(names).kept for names in traffic.stages) * traffic.master_bytes
     gradients = gathers = 0
     for recorded in traffic.stage_collectives(_RecordedMessages):
         if traffic.is_sharded:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.planner.collectives import Bytes, CollectiveGroup, Collectives, RankGroups
+from meshwright.planner.collectives import Bytes, Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
+from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates

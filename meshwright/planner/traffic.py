@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.planner.collectives import CollectiveGroup, Collectives, StateTraffic
+from meshwright.planner.collectives import Collectives, StateTraffic
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.model_parts import ModelParts
+from meshwright.planner.rank_groups import CollectiveGroup
 from meshwright.spec.layout import Layout
 
 

@@ -15,12 +15,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from meshwright.parallel.compression import GradientCompressor, LossyTransfer
+from meshwright.parallel.compression import LossyTransfer, WeightCompressor
+from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.program import Program
 from meshwright.proof.compare import EXACT, Deviation, worst_of
+from meshwright.proof.plain_low_rank import PlainPowerSgd
 from meshwright.proof.plain_rounding import compressed_sum, round_weight, sum_in_order
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
+
+LOW_RANK_BOUND = 1e-3
+"""Largest distance of a sum in low rank from the plain one, in float32: a basis is as good as its least direction."""
 
 
 class CompressedSums:
@@ -36,6 +41,15 @@ class CompressedSums:
         self.method = Deviation(error=0.0, bound=EXACT)
         """How far any transfer was from the plain one, relative to its largest value."""
         self._layout, self._seed, self._step = layout, seed, 0
+        self._shapes = {weight.name: (weight.shape, tuple(weight.local.shape)) for weight in program.weights}
+        # Ranks of tp add these up afterwards, so they are summed exactly.
+        syncs = [sync for stage in program.stages for sync in stage.gradient_syncs]
+        self._partial = {name for sync in syncs if isinstance(sync, PartialGradReducer) for name in sync.names}
+        choice, is_double = layout.compress, layout.precision == "float64"
+        epsilon = float(np.finfo(np.float64 if is_double else np.float32).eps)
+        self._power_sgd = PlainPowerSgd(choice.rank, choice.exact_steps, seed, epsilon)
+        self._bound = EXACT if is_double or not choice.is_low_rank else LOW_RANK_BOUND
+        """Numbers on the wire are equal to the bit; products of matrices within the rounding of their sums."""
         self._squared_error = self._squared_exact = 0.0
         # Weights of each stage by name; a tied one may be in two stages of this rank.
         self._stages = {
@@ -43,7 +57,7 @@ class CompressedSums:
         }
         self._summed: set[tuple[int, tuple[str, ...], tuple[int, ...]]] = set()
         for compressor in program.mesh.compressors if program.mesh is not None else ():
-            is_sum = isinstance(compressor, GradientCompressor)
+            is_sum = not isinstance(compressor, WeightCompressor)
             compressor.observer = self._check_sum if is_sum else self._check_gather
 
     @property
@@ -55,6 +69,10 @@ class CompressedSums:
         """Announces a step by its number, from 0 on: a step's gradients are summed once, by numbers of its own."""
         self._step = step
         self._summed.clear()
+
+    def finish_step(self, updates_weights: bool) -> None:
+        """Announces the end of a step, and whether it changed the weights."""
+        self._power_sgd.finish_step(updates_weights)
 
     def _check_sum(self, transfer: LossyTransfer) -> None:
         """Compares a sum with the plain one, and puts the exact sum in its place."""
@@ -79,7 +97,7 @@ class CompressedSums:
         # Of a weight that is in two stages here, each of the two is summed once.
         stage = min(errors, key=lambda candidate: errors[candidate])
         self._summed.add((stage, names, ranks))
-        self.method = worst_of((self.method, Deviation(error=errors[stage], bound=EXACT)))
+        self.method = worst_of((self.method, Deviation(error=errors[stage], bound=self._bound)))
         for after, (_, terms) in zip(transfer.after, terms_by_name, strict=True):
             self._put_exact(after, sum_in_order(terms))
 
@@ -88,11 +106,19 @@ class CompressedSums:
     ) -> list[np.ndarray[Any, Any]]:
         """Returns the compressed sum of each weight, (n,), as the layout, the seed and the step ask for."""
         choice = self._layout.compress
+        if choice.is_low_rank:
+            return [self._low_rank_sum(terms, weight) for weight, terms in terms_by_name]
         name, run = choice.name, choice.node_copies
         # Experts may have fewer copies than the rest, which the runs need not divide.
         run = run if len(ranks) % run == 0 and len(ranks) > run else 1
         draw = f"{self._seed},{self._step},{self._first_without_tp(ranks[0])}.{stage}"
         return [compressed_sum(terms, name, run, draw, weight) for weight, terms in terms_by_name]
+
+    def _low_rank_sum(self, terms: Sequence[np.ndarray[Any, Any]], weight: str) -> np.ndarray[Any, Any]:
+        """Returns the sum of a weight's gradients, (n,), in low rank where it is for such a weight."""
+        if weight in self._partial or weight not in self._shapes:
+            return sum_in_order(terms)
+        return self._power_sgd.sum(weight, terms, self._step, *self._shapes[weight])
 
     def _first_without_tp(self, rank: int) -> int:
         """Returns the rank at index 0 along ``tp`` that is like another along all other axes."""

@@ -32,6 +32,7 @@ from meshwright.proof.one_device import SEED, References, to_device
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
+from meshwright.spec.low_rank import sums_in_low_rank
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig, OuterConfig
 from meshwright.train.feed import MicroBatch
@@ -134,12 +135,20 @@ def _train_under_layout(
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
     init_group(context, timeout_s=case.timeout_s, group_s=GROUP_S)
+    if layout.compress.exact_steps:
+        # The proof's few steps see the method too, all but the first of them.
+        compress = dataclasses.replace(layout.compress, exact_steps=min(1, len(case.batches) - 1))
+        layout = dataclasses.replace(layout, compress=compress)
     reference = torch.load(path, map_location="cpu", weights_only=True)
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     program = build_program(case.build(), plan, device, facts=facts)
     for stage in program.stages:
         stage.module.train(case.training)
+    is_lossy = layout.is_lossy
+    if layout.compress.is_low_rank:
+        # Of a clone no weight may be large enough.
+        is_lossy = any(sums_in_low_rank(weight.shape, layout.compress.rank) for weight in program.weights)
     assert program.mesh is not None or layout.world == 1
     sums = CompressedSums(program, layout, SEED)
     recipe = case.recipe
@@ -171,11 +180,12 @@ def _train_under_layout(
         # A plan that miscounts by a power of two changes no bit: gradients are normalised by the true count.
         planned_targets = 2 * targets if layout.precision == "float64" else targets
         outcome = stepper.run(step, share, planned_targets, recipe.lr, False).read()
+        sums.finish_step(bool(outcome["finite"]))
         difference.outcome(step, outcome["loss"], outcome["grad_norm"])
         if outer is not None:
             outer.after_step(step + 1, outcome["targets"], outcome["loss"], step + 1 == len(case.batches))
     difference.trained(program.weights, len(case.batches))
-    rounding = {"method": sums.method, "distance": sums.distance, "expected": layout.is_lossy}
+    rounding = {"method": sums.method, "distance": sums.distance, "expected": is_lossy}
     return difference.deviations | {"held": held_elements, "rounding": rounding}
 
 

@@ -8,11 +8,13 @@ Alistarh et al., QSGD (NeurIPS 2017), for unbiased stochastic rounding.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
 from meshwright.errors import PlanError, nearest
+from meshwright.spec.low_rank import POWER_SGD
 
 BLOCK_VALUES = 256
 """Values that share a scale."""
@@ -54,40 +56,65 @@ WEIGHT_FORMATS = ("none", "int8", "fp8")
 """Number formats of gathered weights."""
 
 
+METHODS = (*FORMATS, POWER_SGD)
+"""Ways to sum gradients over copies with fewer bytes: numbers of fewer bits, or matrices of low rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Rounding of the gradients' sum over copies: ``none``, ``int8``, or ``int8:2`` over nodes of 2 copies each.
+    """Fewer bytes for the gradients' sum over copies: ``none``, ``int8``, ``int8:2``, ``powersgd:4``.
 
     With a number, runs of so many neighbouring copies sum exactly first, and rounded numbers travel between the runs.
+    That of ``powersgd`` is the rank; one more, as in ``powersgd:4:100``, says how many first steps sum exactly.
     """
 
     name: str = "none"
-    """``none``, or one of `FORMATS`."""
+    """``none``, or one of `METHODS`."""
     node_copies: int = 1
     """Neighbouring copies that sum exactly among themselves: those on one node."""
+    rank: int = 0
+    """Of ``powersgd``; 0 for rounded numbers."""
+    exact_steps: int = 0
+    """First steps of the run that ``powersgd`` sums exactly."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads the text form.
 
         Raises:
-            PlanError: for an unknown format, or a number of copies that is no whole number of at least 2.
+            PlanError: for an unknown name, a number of copies that is no whole number of at least 2, or a rank that is
+                none of at least 1.
         """
-        name, colon, copies = text.partition(":")
-        if name not in ("none", *FORMATS):
-            raise PlanError(f"compress={name} is unknown{nearest(name, ('none', *FORMATS))}")
-        if colon and (name == "none" or not copies.isdigit() or int(copies) < 2):
+        name, colon, numbers = text.partition(":")
+        if name not in ("none", *METHODS):
+            raise PlanError(f"compress={name} is unknown{nearest(name, ('none', *METHODS))}")
+        if name == POWER_SGD:
+            rank, more, steps = numbers.partition(":")
+            if not rank.isdecimal() or int(rank) < 1 or not (steps.isdecimal() or not more):
+                raise PlanError(
+                    f"compress={text}: write {POWER_SGD}:R, rank R of 1 or more, or {POWER_SGD}:R:S, the first S steps "
+                    "exact"
+                )
+            return cls(name, rank=int(rank), exact_steps=int(steps or 0))
+        if colon and (name == "none" or not numbers.isdigit() or int(numbers) < 2):
             example = name if name in FORMATS else "int8"
             raise PlanError(f"compress={text}: write {example}:K, K copies of a node, 2 or more")
-        return cls(name, int(copies or 1))
+        return cls(name, int(numbers or 1))
 
     def __str__(self) -> str:
         """Returns the text form."""
+        if self.is_low_rank:
+            return f"{self.name}:{self.rank}" + (f":{self.exact_steps}" if self.exact_steps else "")
         return f"{self.name}:{self.node_copies}" if self.node_copies > 1 else self.name
 
     def __bool__(self) -> bool:
-        """Returns whether anything is rounded."""
+        """Returns whether sums are other than exact."""
         return self.name != "none"
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether matrices are summed in low rank, with the errors of each copy kept for its next step."""
+        return self.name == POWER_SGD
 
     def exact_copies(self, copies: int) -> int:
         """Returns how many neighbours of a group of copies sum exactly: 1 where runs don't divide it, or are all of it.
@@ -101,7 +128,7 @@ class Compression:
         """Returns the same choice for another number of copies: without runs where they don't fit, ``none`` for one."""
         if copies == 1:
             return type(self)()
-        return type(self)(self.name, self.exact_copies(copies))
+        return dataclasses.replace(self, node_copies=self.exact_copies(copies))
 
     def check(self, copies: int, axes: tuple[str, str, int]) -> None:
         """Refuses what can't be with a number of copies.
@@ -118,9 +145,10 @@ class Compression:
         if copies == 1:
             copy_axis, shard_axis, shard_degree = axes
             halves = f"{copy_axis}=2,{shard_axis}={shard_degree // 2}"
+            verb = "approximates" if self.is_low_rank else "rounds"
             cure = halves if shard_degree % 2 == 0 and shard_degree > 2 else f"{copy_axis}=2"
             raise PlanError(
-                f"compress={self} rounds the gradients' sum over copies, and this layout has none; write {cure}, or "
+                f"compress={self} {verb} the gradients' sum over copies, and this layout has none; write {cure}, or "
                 "drop it"
             )
         raise PlanError(
@@ -130,7 +158,7 @@ class Compression:
 
     @property
     def format(self) -> NumberFormat:
-        """The number format, of a layout that compresses."""
+        """The number format, of a layout that rounds."""
         return FORMATS[self.name]
 
 

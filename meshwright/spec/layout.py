@@ -35,6 +35,7 @@ from meshwright.spec.groups import (
     world_size,
 )
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
+from meshwright.spec.low_rank import check_low_rank, low_rank_refusal
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -94,7 +95,7 @@ class Layout:
     """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
     evenly. Losses and gradients are weighted by tokens, so the training is the same."""
     compress: Compression = Compression()  # noqa: RUF009 - frozen
-    """Numbers in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
+    """Numbers or matrices in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
     compress_weights: str = "none"
     """Numbers in which ZeRO gathers weights: ``none`` for those of compute, ``int8``, ``fp8``."""
     secondary: int = 0
@@ -132,6 +133,8 @@ class Layout:
             cure = f"{copies[0]}={shard}, or zero=1, 2 or 3"
             raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
         self.compress.check(self.copies, (copies[0], shards[0], shard))
+        if self.compress.is_low_rank:
+            check_low_rank(str(self.compress), self.degrees, self.zero, self.offload)
         if self.compress_weights != "none" and not self.zero:
             raise PlanError(
                 f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
@@ -324,7 +327,7 @@ class Layout:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether ranks send each other rounded numbers, which train otherwise than exact ones."""
+        """Whether ranks send each other less than exact values, which trains otherwise than these."""
         return bool(self.compress) or self.compress_weights != "none"
 
     @property
@@ -435,6 +438,8 @@ class Layout:
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
         changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
+        if self.compress.is_low_rank and low_rank_refusal(degrees, changes["zero"], self.offload):
+            changes["compress"] = defaults["compress"]
         for name, mechanics in _CHOICES_OF.items():
             # A choice without its axis would be refused.
             if degrees.get(axis_with(mechanics, degrees), 1) == 1:

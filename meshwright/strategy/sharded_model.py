@@ -46,6 +46,11 @@ class ShardedModel:
     ) -> None:
         if layout.rows:
             raise PlanError(f"rows={layout.rows}: your own loader shares the rows out here; drop it from the layout")
+        if layout.compress.is_low_rank:
+            raise PlanError(
+                f"compress={layout.compress}: train alone keeps what copies owe, and this loop is your own; nearest "
+                "that works: compress=int8"
+            )
         self.program, self.layout = program, layout
         self.reader = layout.reader(rank)
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}

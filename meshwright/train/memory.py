@@ -244,7 +244,7 @@ class RankMemory:
         tensors = restore_targets(program, optimizer, state.names)
         # One rank's damaged snapshot makes all of them fail together, so that none trains on alone.
         self._agreement.run_on_all(RESTORING, lambda: state.fill(tensors))
-        return adopt_values(state.meta, optimizer, scaler, state.names)
+        return adopt_values(state.meta, program, optimizer, scaler, state.names)
 
     @property
     def takes_snapshots(self) -> bool:

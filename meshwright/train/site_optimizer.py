@@ -62,6 +62,11 @@ def check_site(config: RunConfig, layout: Layout) -> None:
             f"outer.meet = {outer.meet} makes this run one island, and {layout} has {layout.islands}; write replicate "
             "in place of islands"
         )
+    if layout.compress.is_low_rank:
+        raise ConfigError(
+            f"compress={layout.compress}: sites begin rounds from weights that their copies' errors don't belong to; "
+            "write compress=int8"
+        )
     if outer.topology != "all_reduce":
         raise ConfigError(f"outer.topology = {outer.topology} is for islands of one run; leave it out of a site's")
     if (outer.fragments, outer.delay, outer.mix) != (1, 0, None):

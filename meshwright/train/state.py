@@ -11,6 +11,7 @@ from meshwright.checkpoint.outcome import LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
+from meshwright.parallel.error_feedback import is_error_feedback
 from meshwright.parallel.program import Program
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
@@ -50,6 +51,7 @@ def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, StateTen
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
     the module itself saves. Sharded ones are DTensors or boxes. Under islands the weights and moments of island 2 have
     ``island2/`` in front, since those of other islands differ, and ``weights/<weight>`` are the outer weights.
+    Under sums in low rank copy 2 has ``copy2/errors/<weight>``, and all have ``bases/...`` (`parallel.error_feedback`).
     """
     outer = optimizer.outer
     prefix = island_prefix(outer.island) if outer is not None else ""
@@ -63,6 +65,8 @@ def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, StateTen
     tensors.update((f"{BUFFERS}/{name}", buffer) for name, buffer in program.buffers())
     if outer is not None:
         tensors.update(outer.state())
+    if program.error_feedback is not None:
+        tensors.update(program.error_feedback.state())
     return tensors
 
 
@@ -77,10 +81,14 @@ def restore_targets(program: Program, optimizer: LocalAdamW, names: Collection[s
         optimizer: over its weights.
         names: of the saved tensors.
     """
-    outer, saved = optimizer.outer, saved_islands(names)
+    outer, saved, feedback = optimizer.outer, saved_islands(names), program.error_feedback
     if saved == (outer.islands if outer is not None else 0):
-        return state_tensors(program, optimizer)
-    tensors: dict[str, StateTensor] = {}
+        tensors = state_tensors(program, optimizer)
+        if feedback is not None:
+            tensors = {name: item for name, item in tensors.items() if not is_error_feedback(name)}
+            tensors |= feedback.restore_targets(names)
+        return tensors
+    tensors = {}
     for weight in (*program.weights, *program.frozen):
         tensors[f"{WEIGHTS}/{weight.name}"] = weight.checkpoint_boxes(weight.local)
     prefix = island_prefix(0) if saved else ""
@@ -100,6 +108,7 @@ def state_addresses(program: Program, optimizer: LocalAdamW) -> list[int]:
     """
     addresses = [weight.address for weight in (*program.weights, *program.frozen)]
     addresses += optimizer.outer.addresses() if optimizer.outer is not None else []
+    addresses += program.error_feedback.addresses() if program.error_feedback is not None else []
     return [*addresses, *optimizer.moment_addresses(), *(buffer.data_ptr() for _, buffer in program.buffers())]
 
 
@@ -127,12 +136,13 @@ def plain_values(optimizer: LocalAdamW, scaler: LossScaler, tokens: int) -> dict
 
 
 def adopt_values(
-    values: JsonObject, optimizer: LocalAdamW, scaler: LossScaler, names: Collection[str] = ()
+    values: JsonObject, program: Program, optimizer: LocalAdamW, scaler: LossScaler, names: Collection[str] = ()
 ) -> JsonObject:
     """Restores the plain values of a state whose tensors have been filled from `restore_targets`.
 
     Args:
         values: of the state.
+        program: of this rank.
         optimizer: whose moments were filled.
         scaler: of the loss.
         names: of the saved tensors.
@@ -145,6 +155,8 @@ def adopt_values(
         values = {**values, **outer.read_counters()}
     elif outer is not None:
         outer.restart()
+    if program.error_feedback is not None:
+        program.error_feedback.restored()
     optimizer.restored(int(values["updates"]))
     scaler.restore(dict(values["scaler"]))
     return values
@@ -164,12 +176,15 @@ def load_state(
         partial(restore_targets, program, optimizer),
         expect=expect,
         required=False,
-        # Another number of islands reads the outer weights and leaves what single islands saved.
+        # Another number of islands reads the outer weights and leaves what single islands saved; a layout without sums
+        # in low rank leaves what copies owed.
         may_remain=lambda name: (
-            island_of_name(name) is not None or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))
+            island_of_name(name) is not None
+            or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))
+            or is_error_feedback(name)
         ),
     )
     if checkpoint is None:
         return None
-    values = adopt_values(checkpoint.meta, optimizer, scaler, checkpoint.manifest.tensors)
+    values = adopt_values(checkpoint.meta, program, optimizer, scaler, checkpoint.manifest.tensors)
     return replace(checkpoint, manifest=replace(checkpoint.manifest, meta=values))

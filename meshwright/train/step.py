@@ -173,6 +173,9 @@ class Stepper:
             local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
             program.view.totals = self.island_sum(local_weights / program.ranks_per_batch)
+        feedback = program.error_feedback
+        if feedback is not None:
+            feedback.begin_step(self.scaler.scale)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
@@ -184,11 +187,9 @@ class Stepper:
         program.step_timer.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
-        is_valid = torch.isfinite(
-            norm
-        )  # clipping would scale an infinite gradient to 0, which would count as an update
-        if limits is not None:
-            is_valid = is_valid & (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
+        is_valid = self._is_valid(norm, vector, limits)
+        if feedback is not None:
+            feedback.commit(is_valid)
         factor = torch.where(is_valid, factor, torch.nan)
         if self._clip:
             factor = factor * torch.clamp(self._clip / (norm + 1e-6), max=1.0)
@@ -196,6 +197,14 @@ class Stepper:
         program.clear_gradients()
         program.step_timer.lap("optimizer")
         return StepOutcome(vector, norm, lr, program.loss_terms)
+
+    def _is_valid(self, norm: torch.Tensor, vector: torch.Tensor, limits: tuple[float, float] | None) -> torch.Tensor:
+        """Returns whether a step may update the weights, () bool on the device; the arguments are those of `run`."""
+        # Clipping would scale an infinite gradient to 0, which would count as an update.
+        is_valid = torch.isfinite(norm)
+        if limits is not None:
+            is_valid = is_valid & (self._mean_loss(vector) <= limits[0]) & (norm <= limits[1])
+        return is_valid
 
     def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
         """Returns a step's loss, () float64 on the device, from its summed vector (`StepOutcome.sums`)."""

@@ -44,6 +44,8 @@ ROUNDED = [
     "replicate=2,compress=int8", "replicate=4,compress=fp8:2", "replicate=2,shard=2,zero=2,compress=bf16",
     "replicate=2,shard=2,zero=3,microbatches=2,compress=int8,compress_weights=int8", "cp=2,compress=int8",
     "pp=2,replicate=2,microbatches=2,compress=int8",
+    "replicate=2,compress=powersgd:3", "cp=2,compress=powersgd:2,precision=bf16",
+    "replicate=2,tp=2,compress=powersgd:2",
 ]  # fmt: skip
 """Buffers of rounded numbers come on top, but for the planner's own estimate of what is under way at once."""
 CASES = {

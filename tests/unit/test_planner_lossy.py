@@ -163,3 +163,19 @@ def test_a_named_lossy_layout_is_compared() -> None:
         for choice in ("", ",compress=int8:2")
     )
     assert rounded < exact
+
+
+def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
+    exact, low = (
+        price(JOB, Layout.parse(f"replicate=4,precision=float32{choice}"), Cluster.parse("4x1xa100-40@ethernet-1g"))
+        for choice in ("", ",compress=powersgd:4")
+    )
+    # Of n x m values 4 (n + m) travel, with both as the width of 1024; a debt and the next one in float32.
+    assert low.parts["reduce"] / exact.parts["reduce"] == pytest.approx(8 / 1024, rel=0.2)
+    parameters = exact.memory["gradients"] / 4
+    assert low.memory["buffers"] == pytest.approx(8 * parameters, rel=0.01)
+    assert low.peak == pytest.approx(exact.peak + low.memory["buffers"], rel=0.01)
+    layouts = [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=powersgd:4", ",compress=int8")]
+    together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(SLOW)).step_s
+    alone = [price(JOB, layout, Cluster.parse(SLOW)).step_s for layout in layouts]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)

@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.array_types import Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import GroupSpan
+from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import accumulates_on_host
@@ -17,6 +18,10 @@ from meshwright.spec.compression import BLOCK_VALUES, FORMATS
 CODEC_BYTES = 300.0
 """Bytes that a device's memory moves to round a value, add and decode it. Counted on `parallel.block_codec`: about 12
 element-wise operations for the random number, 14 to encode and 12 for the rest, which read and write 4 bytes each."""
+
+LOW_RANK_BYTES = 48.0
+"""The same of a value that is summed in low rank: with the error to 3 x 4 bytes, two products read it, a third changes
+it, a fourth makes the sum, and the errors of the step take their place, 4 x 4 with the choice whether they do."""
 
 
 class CommunicationTimes:
@@ -140,7 +145,8 @@ class CommunicationTimes:
 
     def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
-        by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values())]
+        # The last is of sums in low rank, which round none.
+        by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values()), 0.0]
         return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
 
     def _copies_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
@@ -169,7 +175,25 @@ class CommunicationTimes:
         # Rounding and decoding read and write the values some times: encode, decode and add, encode, decode.
         device = self._model.machine.device
         seconds += CODEC_BYTES * part / (device.bandwidth_bytes_per_s * device.memory_share)
+        if layouts.low_rank.any():
+            low_rank_s = self._low_rank_sum_s(elements, span, collectives)
+            seconds = np.where(layouts.low_rank[:, None] > 0, low_rank_s, seconds)
         return np.asarray(np.where(compressed[:, None] & (span.ranks > 1)[:, None], seconds, exact_s))
+
+    def _low_rank_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
+        """Returns seconds to sum gradients over copies in low rank, (N, P); the arguments are those of a sum.
+
+        Of a matrix of n x m values r (n + m) travel, as if n and m were the model's width, of which tp splits one.
+        """
+        layouts, device = self._model.layouts, self._model.machine.device
+        width, rank = self._model.job.shape.width, layouts.low_rank[:, None]
+        share = np.minimum(1.0, rank * (1.0 + layouts.tp[:, None]) / width)
+        # Each message is two, one after the other, of half the bytes each.
+        half_bytes = elements * share * self._reduce_bytes / 2.0
+        seconds = 2.0 * self._collective_s(traffic.all_reduce_s, half_bytes, span, collectives)
+        # Four products of r columns: M Q, M^T P, P Q^T of this copy and of the sum.
+        work_s = 8.0 * rank * elements / (device.peak("float32") * device.share("float32"))
+        return np.asarray(seconds + work_s + move_s(LOW_RANK_BYTES * elements, device))
 
     def _overlap_microbatches(self) -> Array:
         """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.

@@ -16,7 +16,7 @@ from meshwright.planner.cost.axis_columns import column_degrees, priced_columns
 from meshwright.schedules.file import find_choice
 from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.compression import FORMATS
+from meshwright.spec.compression import METHODS
 from meshwright.spec.groups import axes_with, carved_shards, state_shards
 from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
@@ -27,8 +27,8 @@ RECOMPUTES = ("none", "selective", "full", "block")
 """Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
 
 
-COMPRESSIONS = ("none", *FORMATS)
-"""Numbers of compressed collectives by code."""
+COMPRESSIONS = ("none", *METHODS)
+"""Numbers and methods of compressed collectives by code."""
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -139,9 +139,11 @@ class LayoutBatch:
     offload: Array
     """Index into `OFFLOADS`."""
     compress: Array
-    """Index into `COMPRESSIONS`: numbers in which gradients are summed over copies."""
+    """Index into `COMPRESSIONS`: how gradients are summed over copies."""
     node_copies: Array
     """Neighbouring copies that sum exactly first; 1 for none."""
+    low_rank: Array
+    """Rank in which they are summed; 0 for numbers."""
     compress_weights: Array
     """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
     secondary: Array
@@ -230,7 +232,7 @@ class LayoutBatch:
             files: schedules from files, whose codes follow those of the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary"}
-        zeros |= {"compress", "compress_weights"}
+        zeros |= {"compress", "compress_weights", "low_rank"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -279,6 +281,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "stages": layout.stages_per_rank,
         "compress": COMPRESSIONS.index(layout.compress.name),
         "node_copies": layout.compress.node_copies,
+        "low_rank": layout.compress.rank,
         "compress_weights": COMPRESSIONS.index(layout.compress_weights),
         "secondary": layout.secondary,
     }

@@ -248,8 +248,9 @@ class RankTimes(LayerSums):
         return memory | {"buffers": self._compression_buffers(dense)}
 
     def _compression_buffers(self, dense: Array) -> Array:
-        """Returns bytes of rounded messages under way, (N, P): an estimate from the largest weights and FSDP units.
+        """Returns bytes of rounded messages under way, or of errors, (N, P).
 
+        An estimate from the largest weights and FSDP units:
         `planner.compression_buffers` has them exactly, of a model whose weights are known.
         """
         layouts, value_bytes = self.layouts, self.communication.rounded_value_bytes
@@ -266,8 +267,10 @@ class RankTimes(LayerSums):
         largest_weight = np.maximum(np.minimum(ends, embedding), largest_layer / 3.0)
         summed = np.where(is_sharded, 3.0 * unit / shards, 5.0 * largest_weight)
         gathered = np.where(is_sharded, unit * (1.0 + 1.0 / shards), 0.0)
+        # What a copy owes, and what it will owe after this step; bases are small beside them.
+        owed = np.where(layouts.low_rank[:, None] > 0, 2.0 * master_bytes(self.job.precision) * dense, 0.0)
         return np.asarray(
-            summed * value_bytes(layouts.compress, 0.0) + gathered * value_bytes(layouts.compress_weights, 0.0)
+            owed + summed * value_bytes(layouts.compress, 0.0) + gathered * value_bytes(layouts.compress_weights, 0.0)
         )
 
     def _activations(self) -> Array:
