@@ -133,6 +133,8 @@ if verb in ("create", "apply"):
         if not dry:
             path.parent.mkdir(exist_ok=True)
             path.write_text(json.dumps(made))
+        if "--output=json" in words:
+            print(json.dumps(made))
 elif verb in ("get", "delete"):
     values = [word for word in words[1:] if not word.startswith("-")]
     selector = words[words.index("--selector") + 1] if "--selector" in words else ""

@@ -28,9 +28,9 @@ def run(argv: Sequence[str]) -> int:
     on, nodes = take_value(args, "--on"), take_nodes(args)
     check_launcher(on, hostfile, nodes)
     config = read_config(RunConfig, args, "train")
+    if on in ("ray", "kubernetes") and as_json:
+        raise ConfigError(f"--json has no result where --on {on} trains elsewhere; type meshwright status RUN --json")
     if on == "ray":
-        if as_json:
-            raise ConfigError("--json has no result where --on ray trains elsewhere; type meshwright status RUN --json")
         return train_by_ray(args, config, dry_run)
     if hostfile is None and nodes is None and (status := train_by_slurm(on, args, config, dry_run)) is not None:
         return status

@@ -14,8 +14,12 @@ _NO_DRIVER = 9
 """NVML_ERROR_DRIVER_NOT_LOADED."""
 SLOWDOWNS = {0x08: "hardware slowdown", 0x40: "thermal slowdown", 0x80: "power brake"}
 """Reasons for which the hardware itself lowers the clocks. Source: nvml.h, nvmlClocksThrottleReason*."""
-_UNCORRECTED, _SINCE_RESET, _CORE_SENSOR = 1, 0, 0
-"""NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_TEMPERATURE_GPU."""
+_UNCORRECTED, _SINCE_RESET, _CORE_SENSOR, _SM_CLOCK = 1, 0, 0, 1
+"""NVML_MEMORY_ERROR_TYPE_UNCORRECTED, NVML_VOLATILE_ECC, NVML_TEMPERATURE_GPU, NVML_CLOCK_SM."""
+
+
+class _Utilisation(ctypes.Structure):
+    _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 class _Memory(ctypes.Structure):
@@ -40,6 +44,14 @@ class GpuState:
     """Memory errors since the last reset that ECC couldn't correct."""
     celsius: int | None = None
     """Temperature of the core."""
+    utilisation: float | None = None
+    """Share of the last moments in which a kernel ran."""
+    clock_hz: float | None = None
+    """Clock of the multiprocessors."""
+    watts: float | None = None
+    """Power that it draws."""
+    joules: float | None = None
+    """Energy since the driver was loaded."""
     slowdowns: tuple[str, ...] = ()
     """Why the hardware lowers its clocks now; see `SLOWDOWNS`."""
 
@@ -90,8 +102,17 @@ class Nvml:
             total_bytes=memory.total,
             uncorrected_errors=self._number("nvmlDeviceGetTotalEccErrors", handle, _UNCORRECTED, _SINCE_RESET),
             celsius=self._number("nvmlDeviceGetTemperature", handle, _CORE_SENSOR),
+            utilisation=self._utilisation(handle),
+            clock_hz=_scaled(self._number("nvmlDeviceGetClockInfo", handle, _SM_CLOCK), 1e6),
+            watts=_scaled(self._number("nvmlDeviceGetPowerUsage", handle), 1e-3),
+            joules=_scaled(self._number("nvmlDeviceGetTotalEnergyConsumption", handle), 1e-3),
             slowdowns=tuple(text for bit, text in SLOWDOWNS.items() if reasons & bit),
         )
+
+    def _utilisation(self, handle: ctypes.c_void_p) -> float | None:
+        used = _Utilisation()
+        code = self._call("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(used))
+        return None if code else used.gpu / 100
 
     def _number(self, function: str, *args: object) -> int | None:
         number = ctypes.c_ulonglong()
@@ -114,3 +135,7 @@ class Nvml:
     @staticmethod
     def _text(buffer: ctypes.Array[ctypes.c_char]) -> str:
         return buffer.value.decode(errors="replace")
+
+
+def _scaled(value: int | None, scale: float) -> float | None:
+    return None if value is None else value * scale

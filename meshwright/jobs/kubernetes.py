@@ -12,17 +12,16 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
 from meshwright.config import read_toml
-from meshwright.errors import ClusterError, ConfigError, LaunchError
-from meshwright.jobs.hosts import command_arguments
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.jobs.hosts import command_arguments, count_ranks
 from meshwright.jobs.launch_record import LaunchRecord, write_record
 from meshwright.jobs.nodes import NodeOptions
 from meshwright.jobs.progress import Say
-from meshwright.jobs.run_directory import LAUNCH
+from meshwright.jobs.run_directory import LAUNCH, claim_directory
 from meshwright.launch.kubernetes import KubernetesLauncher, PodPlace
 from meshwright.launch.kubernetes_manifest import RECIPE, dump_yaml
 from meshwright.monitor.rundir import read_run
 from meshwright.resilience.claims import read_presence
-from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
 
 _GRACE_MARGIN_S = 30
@@ -52,6 +51,8 @@ def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool, say: Say) -
         ConfigError, ClusterError, PlanError: for settings that would fail in the pods.
         LaunchError: when the cluster refuses the job.
     """
+    # Where the volume is mounted here too, another config's directory is seen before a pod sees it.
+    claim_directory(config)
     words, recipe = _split_recipe(args)
     launcher = make_launcher(config, recipe)
     argv = _pod_arguments(words, config, launcher)
@@ -77,7 +78,7 @@ def _split_recipe(args: Sequence[str]) -> tuple[list[str], str]:
 
 
 def _pod_arguments(words: Sequence[str], config: RunConfig, launcher: KubernetesLauncher) -> list[str]:
-    argv = [*command_arguments(words, config), "--devices", str(launcher.ranks)]
+    argv = command_arguments(words, config, launcher.ranks)
     if config.launch.owner_s == 0:
         # The pod in a lost one's stead may start while that one still writes its checkpoint.
         argv += ["--launch.owner-s", str(launcher.grace_s)]
@@ -99,9 +100,11 @@ def make_launcher(config: RunConfig, recipe: str = "") -> KubernetesLauncher:
         if not getattr(kubernetes, name):
             raise ConfigError(f"--on kubernetes needs --kubernetes.{name}, as {example}")
     _check_run_directory(config)
-    ranks = _count_ranks(config)
-    if config.trials and kubernetes.nodes > 1:
-        raise ConfigError("trials start ranks of their own, on one node; drop trials")
+    per_node = kubernetes.gpus_per_node or kubernetes.cpus_per_node
+    ranks = count_ranks(config, "kubernetes", kubernetes.nodes, kubernetes.gpus_per_node, per_node)
+    if not ranks:
+        # A container sees all cores of its machine, whatever it may use of them.
+        raise ConfigError("how many ranks? give --kubernetes.gpus-per-node, --kubernetes.cpus-per-node or --devices")
     if not config.recovery.enabled and kubernetes.nodes > 1:
         raise ConfigError("pods meet by their supervisors; drop --recovery.enabled false")
     name = kubernetes.name or _job_name(config.run)
@@ -124,34 +127,6 @@ def _job_name(run: str) -> str:
     """Returns the name of a job for a run directory: what RFC 1035 allows of the directory's name."""
     name = re.sub(r"[^a-z0-9]+", "-", PurePosixPath(run).name.lower()).strip("-")
     return f"run-{name}".rstrip("-") if not name[:1].isalpha() else name
-
-
-def _count_ranks(config: RunConfig) -> int:
-    """Returns the number of ranks on all nodes.
-
-    Raises:
-        ConfigError, ClusterError, PlanError: when the pods can't have them, or the layout needs others.
-    """
-    kubernetes = config.kubernetes
-    config.recovery.check_nodes(kubernetes.nodes)
-    per_node = kubernetes.gpus_per_node or kubernetes.cpus_per_node
-    ranks = config.devices or kubernetes.nodes * (per_node or 0)
-    if not ranks:
-        # A container sees all cores of its machine, whatever it may use of them.
-        raise ConfigError("how many ranks? give --kubernetes.gpus-per-node, --kubernetes.cpus-per-node or --devices")
-    if ranks % kubernetes.nodes:
-        raise ConfigError(
-            f"devices = {ranks} on kubernetes.nodes = {kubernetes.nodes}: pods of a job have equally many ranks"
-        )
-    gpus = kubernetes.nodes * (kubernetes.gpus_per_node or 0)
-    if gpus and ranks > gpus:
-        raise ClusterError(
-            f"devices = {ranks}, but kubernetes.nodes = {kubernetes.nodes} with kubernetes.gpus_per_node = "
-            f"{kubernetes.gpus_per_node} have {gpus} GPUs; ask for more, or for fewer ranks"
-        )
-    if config.layout != "auto":
-        Layout.parse(config.layout).check_ranks(ranks)
-    return ranks
 
 
 def _paths_elsewhere(config: RunConfig) -> list[str]:
@@ -211,9 +186,12 @@ def _copy_key(secret: str) -> Path:
         text = Path(secret).read_bytes()
     except OSError as error:
         raise LaunchError(f"the run's key can't be read ({error}); the Secret needs an entry named key") from None
-    path.unlink(missing_ok=True)
-    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-        file.write(text)
+    try:
+        path.unlink(missing_ok=True)
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
+            file.write(text)
+    except OSError as error:
+        raise LaunchError(f"the run's key can't be copied to {path} ({error.strerror}); pods need /tmp") from None
     return path
 
 

@@ -14,6 +14,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.conclusion import conclude, follower_result
+from meshwright.jobs.health import sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
     check_fallback_layouts,
@@ -175,6 +176,11 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
             f"monitor.port = {config.monitor.port}: torchrun starts ranks alone, and a page needs a process beside "
             f"them; drop it, and type meshwright watch RUN --port {config.monitor.port} beside the run"
         )
+    if context is not None and config.monitor.health_s:
+        raise ConfigError(
+            f"monitor.health_s = {config.monitor.health_s:g}: torchrun starts ranks alone, and samples need a process "
+            "beside them; drop it, or start the run without torchrun"
+        )
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
@@ -200,7 +206,8 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     requests = PageRequests() if leads and config.monitor.port is not None else None
     job = dataclasses.replace(job, page_requests=requests)
     page_config = config.monitor if leads else dataclasses.replace(config.monitor, port=None)
-    with serving_page(page_config, run_dir, requests, say):
+    node = launcher.node if isinstance(launcher, ResolvedNode) else 0
+    with serving_page(page_config, run_dir, requests, say), sampling_health(config.monitor.health_s, run_dir, node):
         if leads and config.train.prove:
             prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
         if isinstance(launcher, ResolvedNode):

@@ -8,7 +8,7 @@ import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import LaunchError
@@ -308,14 +308,17 @@ class KubernetesLauncher(CommandLauncher):
         try:
             for need in needs:
                 self._create(need, "apply")
-            self._create(job, "create")
+            created = _decode(self._create(job, "create", "--output=json"))
         except LaunchError:
             # The job itself isn't: one of that name may be another command's, which was faster.
             _delete_needs(self.job)
             raise
+        # kubectl's current namespace may be another one later.
+        metadata: Any = created.get("metadata", {})
+        self.config = replace(self.config, namespace=str(metadata.get("namespace") or self.config.namespace))
 
-    def _create(self, manifest: Manifest, *words: str) -> None:
-        run_kubectl(*words, *self.job.scope, "--filename=-", _REQUEST, text=dump_yaml([manifest]))
+    def _create(self, manifest: Manifest, *words: str) -> str:
+        return run_kubectl(*words, *self.job.scope, "--filename=-", _REQUEST, text=dump_yaml([manifest]))
 
     def _make_way(self) -> None:
         """Removes an ended job of the same run, and refuses any other of the same name."""

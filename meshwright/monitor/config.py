@@ -43,6 +43,8 @@ class MonitorConfig(Config):
     """Port of a live page, with /metrics for Prometheus (docs/watching.md); any free port for 0, no page without."""
     host: str = HOST
     """Address that the page is bound to; beyond this machine it shows nothing without the run's token."""
+    health_s: float = 0.0
+    """Seconds between two samples of each node's GPUs, network devices and energy (docs/watching.md); 0 for none."""
     timeline: int | None = None
     """Steps between two of which each rank records phases and waits, for `trace` and the page; 0 for none. Without a
     value 50 under a page, else none."""
@@ -56,7 +58,7 @@ class MonitorConfig(Config):
 
     def without_output(self) -> Self:
         """Returns the settings of a run that nobody watches: a trial's, or a proof's."""
-        return replace(self, display="none", tensorboard=False, trackers=(), report=False, timeline=0)
+        return replace(self, display="none", tensorboard=False, trackers=(), report=False, timeline=0, health_s=0.0)
 
     def check(self) -> None:
         """Refuses intervals and bounds that aren't positive, and ports out of range."""
@@ -70,6 +72,8 @@ class MonitorConfig(Config):
         for name in ("wait_s", "drift_bound"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"monitor.{name} = {getattr(self, name)}: it must be more than 0")
+        if self.health_s and not self.health_s >= 1.0:
+            raise ConfigError(f"monitor.health_s = {self.health_s}: give at least 1 second, or 0 for no samples")
         if self.port is not None and not 0 <= self.port < 1 << 16:
             raise ConfigError(f"monitor.port = {self.port}: ports go up to 65535; --monitor.port 8787")
         if self.timeline is not None and self.timeline < 0:

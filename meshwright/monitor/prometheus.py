@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from meshwright.json_types import JsonObject
+from meshwright.monitor.health import health_samples
 from meshwright.monitor.rundir import RunFiles, number
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -95,6 +96,8 @@ def _families(run: RunFiles) -> Iterator[tuple[Family, Iterable[_Sample]]]:
         Family("expert_share", "gauge", "Share of the router's choices that went to an expert."),
         [({"expert": str(expert)}, number(share)) for expert, share in enumerate(step.get("experts") or ())],
     )
+    for name, samples in health_samples(run.path).items():
+        yield Family(name, "counter" if name.endswith("_total") else "gauge", _HEALTH[name]), samples
     final = run.final()
     yield Family("validation_loss", "gauge", "Loss of the newest evaluation."), [({}, number(final.get("loss")))]
     counts = collections.Counter(str(event["kind"]) for event in run.events)
@@ -124,6 +127,16 @@ _TRAFFIC = {
 }
 
 
+_HEALTH = {
+    "gpu_utilisation_ratio": "Share of the last moments in which the GPU ran a kernel.",
+    "gpu_temperature_celsius": "Temperature of the GPU's core.",
+    "gpu_clock_hertz": "Clock of the GPU's multiprocessors.",
+    "gpu_power_watts": "Power that the GPU draws.",
+    "gpu_uncorrected_memory_errors_total": "Memory errors since the GPU's reset that ECC couldn't correct.",
+    "gpu_slowed": "1 while the hardware lowers the GPU's clocks.",
+    "network_errors_total": "Errors that the network device has counted.",
+    "energy_joules_per_token": "Energy of devices and processors over target tokens of the newest samples.",
+}
 _QUANTILES = {
     "latency_{}_s": Family("comm_latency_seconds", "gauge", "Time of a collective of the newest step on rank 0."),
     "bandwidth_{}": Family(

@@ -19,6 +19,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from meshwright.monitor.event_sections import checkpoints, devices, experts
+from meshwright.monitor.health import health
 from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
@@ -72,6 +73,7 @@ def run_sections(
         ("Experts", lambda: experts(run)),
         ("Compression of the held-out text", lambda: compression(run)),
         ("Devices", lambda: devices(run)),
+        ("Health", lambda: health(run.path)),
         ("Checkpoints", lambda: checkpoints(run)),
         ("Samples", lambda: _samples(run)),
         ("Events", lambda: _events(run)),

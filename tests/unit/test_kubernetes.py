@@ -163,6 +163,7 @@ def test_no_secret_stands_in_a_manifest(capsys: pytest.CaptureFixture[str]) -> N
         ("--nodes 2 --node 0 --meet here", "numbers the nodes by itself"),
         ("--hostfile hosts", "--on ssh and --hostfile"),
         ("--kubernetes.kind pods", "pods"),
+        ("--json", "meshwright status RUN --json"),
     ],
 )
 def test_settings_are_refused_before_kubectl_is_called(
@@ -227,7 +228,9 @@ def test_what_the_cluster_refuses_is_said_in_its_words(
     assert main(command) == 1
     assert 'Kubernetes refuses: namespaces "team" not found' in capsys.readouterr().err
     assert not cluster.objects("configmaps")
-    cluster.fail("create --filename", 'Error from server (Forbidden): error when creating "STDIN": exceeded quota: q')
+    cluster.fail(
+        "create --output=json", 'Error from server (Forbidden): error when creating "STDIN": exceeded quota: q'
+    )
     assert main(command) == 1
     assert "Kubernetes refuses: exceeded quota: q" in capsys.readouterr().err
     assert not cluster.objects("configmaps"), "nothing is left"
@@ -310,6 +313,17 @@ def test_a_run_directory_that_is_here_too_has_a_record(
     cluster.fail("get", "Unable to connect to the server")
     assert main(["cancel", str(run)]) == 1
     assert "Unable to connect" in capsys.readouterr().err, "not: nobody trains"
+
+
+def test_a_directory_of_another_config_is_seen_before_a_pod_sees_it(
+    cluster: FakeCluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "volume" / "first"
+    run.mkdir(parents=True)
+    (run / "config.toml").write_text("[train]\nbatch = 3\n")
+    words = [*BASE, "--kubernetes.mount", str(run.parent), "--run", str(run), "--devices", "1"]
+    assert main(words) == 2
+    assert "belongs to another config" in capsys.readouterr().err and cluster.calls() == []
 
 
 def test_a_process_finds_its_place_in_a_job() -> None:
