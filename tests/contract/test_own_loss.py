@@ -73,7 +73,7 @@ def test_what_a_loss_is_made_of_is_found(name: str, terms: dict[str, tuple[str, 
     assert {term.name: (term.mean, term.exact) for term in objective.terms} == terms
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", cases(OWN, ("two_heads", "balanced")))
 def test_terms_of_a_model_of_one_s_own(name: str) -> None:
     assert [(v.layout, v.refused, v.worst) for v in prove(own(name), *LAYOUTS) if not v.passed] == []
 

@@ -24,6 +24,7 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.plain_model import Block
+from tests.tiers import cases
 
 SEQUENCE, VOCAB = 10, 61
 
@@ -54,7 +55,7 @@ def test_every_schedule_trains_a_tied_model_as_one_rank_does() -> None:
     all_pass("gpt2", *(f"pp=2,microbatches=4,schedule={name}" for name in known_schedules()))
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", cases([3, 1, 2]))
 def test_stages_whose_state_is_sharded(zero: int) -> None:
     all_pass(
         "gpt2",
@@ -72,7 +73,7 @@ def test_copies_of_a_pipeline_and_more_stages() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "marian"])
+@pytest.mark.parametrize("name", cases(["gemma3_text", "marian"]))
 def test_families(name: str) -> None:
     all_pass(name, "pp=2,microbatches=2,split=3-1", "pp=2,microbatches=4,schedule=zbv")
 
