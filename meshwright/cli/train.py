@@ -28,7 +28,7 @@ def run(argv: Sequence[str]) -> int:
     on, nodes = take_value(args, "--on"), take_nodes(args)
     check_launcher(on, hostfile, nodes)
     config = read_config(RunConfig, args, "train")
-    if on in ("ray", "kubernetes") and as_json:
+    if on in ("slurm", "ray", "kubernetes") and as_json:
         raise ConfigError(f"--json has no result where --on {on} trains elsewhere; type meshwright status RUN --json")
     if on == "ray":
         return train_by_ray(args, config, dry_run)

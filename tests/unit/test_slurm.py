@@ -52,6 +52,7 @@ def test_the_script_asks_for_what_the_settings_say(capsys: pytest.CaptureFixture
         ("--trials 2", "drop trials"),
         ("--nodes 2 --node 0 --meet here", "numbers the nodes by itself"),
         ("--hostfile hosts", "--on ssh and --hostfile"),
+        ("--json", "meshwright status RUN --json"),
     ],
 )
 def test_settings_are_refused_before_submission(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
