@@ -46,7 +46,7 @@ def difference(strategy: Any, losses: list[float], wanted: list[float], weights:
     exact = all(value.dtype == torch.float64 for value in weights.values())
     if losses != pytest.approx(wanted, rel=BOUND if exact else 1e-5):
         return f"losses {losses}, on one device {wanted}"
-    for weight in strategy._require_sharded_model().program.weights:
+    for weight in strategy.sharded_model.program.weights:
         gap = (weight.local - weight.extract_shard(weights[weight.name])).abs().max() if weight.local.numel() else 0.0
         if not gap <= (1e-7 if exact else 1e-5):
             return f"{weight.name} differs by {float(gap):.1e}"

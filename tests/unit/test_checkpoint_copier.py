@@ -136,7 +136,7 @@ class Optimizer:
 @pytest.mark.parametrize("moved", ["", "buffer", "moment"])
 def test_a_state_that_moved_is_looked_up_again(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, optimizer, segments = {"b": torch.zeros(4)}, Optimizer(), [Segment(), Segment()]
-    program = SimpleNamespace(weights=(), frozen=(), buffers=lambda: iter(buffers.items()))
+    program = SimpleNamespace(weights=(), frozen=(), buffers=lambda: iter(buffers.items()), error_feedback=None)
     looked: list[int] = []
     monkeypatch.setattr(
         "meshwright.checkpoint.copier.collect_local_shards",
