@@ -61,7 +61,7 @@ docs: $(READY) ## build the site of docs/ into site/; a broken link, a missing a
 soak: $(READY) ## more seeds of random faults
 	@$(BIN)/python -m pytest -m soak $(TWO)
 
-clusters: $(READY) ## runs on a real Slurm and a real Ray of three nodes on this machine, where they are installed
+clusters: $(READY) ## runs on a real Slurm, a real Ray and by a real kubectl on this machine, where they are installed
 	@$(BIN)/python -m pytest -m cluster
 
 long: $(READY) ## more cases of what the tests try: other models, layouts and places of a fault

@@ -15,7 +15,11 @@ from meshwright.launch.kubernetes import run_kubectl
 from tests.kubernetes_api import GROUPS, ApiServer
 from tests.unit.test_kubernetes import MANY, RUN, pod
 
-pytestmark = pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl isn't here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.cluster,
+    pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl isn't here"),
+]
 START = Callable[..., ApiServer]
 
 
