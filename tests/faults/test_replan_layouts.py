@@ -15,7 +15,7 @@ from meshwright.spec.layout import Layout
 from tests.runs import Running, call, curve, events, rows, words, write_corpus
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
-ROW_S = 0.004
+ROW_S = 0.01
 """Seconds that a layer's forward of a row takes on a fast rank: far above what the tiny model takes."""
 STEPS = 60
 
