@@ -120,8 +120,8 @@ class Meter:
                 kind = "resumed" if self._step else "run_started"
                 monitor.event(Event(kind=kind, rank=0, data={"step": self._step}))
             self._stack = stack.pop_all()
-        self._drain()
         self._began_s = time.perf_counter()
+        self._drain()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
@@ -170,8 +170,10 @@ class Meter:
             raise ConfigError("meter: step() belongs into `with meter(run_dir) as m:`")
         scalars, self._scalars = self._scalars, {}
         loss_value, norm_value = (float(loss), float(grad_norm)) if self._rank == 0 else (math.nan, math.nan)
-        parts, comm = self._drain()
+        self._timer.wait()
+        # Read before the drain, where the next step's parts begin: they lie within the step, however late the host is.
         now_s = time.perf_counter()
+        parts, comm = self._drain()
         step_s, self._began_s = now_s - self._began_s, now_s
         self._step += 1
         self._tokens += tokens

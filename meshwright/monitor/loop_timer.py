@@ -46,6 +46,11 @@ class LoopTimer:
         ):
             self._stack.callback(handle.remove)
 
+    def wait(self) -> None:
+        """Waits until the device has done what was timed."""
+        if self._timer is not None:
+            self._timer.wait()
+
     def drain(self) -> dict[str, float]:
         """Returns seconds by part since the last call; none while no module is watched."""
         self._after_forward = False

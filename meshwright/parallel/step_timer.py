@@ -35,13 +35,17 @@ class StepTimer:
         """Books the time since the last mark under ``phase``."""
         self._marks.append((phase, self._now()))
 
+    def wait(self) -> None:
+        """Waits for the last mark on CUDA, so that a host's clock read now lies behind all marks."""
+        if self._cuda and self._marks:
+            self._marks[-1][1].synchronize()
+
     def drain(self) -> dict[str, float]:
         """Returns seconds by part since the last drain; what comes after the last mark is in no part.
 
         On CUDA it waits for the last mark.
         """
-        if self._cuda and self._marks:
-            self._marks[-1][1].synchronize()
+        self.wait()
         seconds_by_phase: dict[str, float] = {}
         for phase, mark in self._marks:
             spent = self._last_mark.elapsed_time(mark) / 1e3 if self._cuda else mark - self._last_mark

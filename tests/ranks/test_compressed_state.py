@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
+from meshwright.jobs import layouts
+from meshwright.jobs.machines import Machines
 from meshwright.models.analysis.table import sharding_table
 from meshwright.parallel.data_parallel import LateGradientReducer
 from meshwright.proof.verify import random_batches
@@ -21,6 +24,7 @@ from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.run_config import RunConfig
 from meshwright.train.scaler import LossScaler
 from meshwright.train.step import Stepper
 from tests.fake.recorder import build_rank
@@ -161,7 +165,14 @@ def test_checkpoints_from_before_rounding_load_in_part(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_loses_a_rank_goes_on_rounding_among_fewer_copies(tmp_path: Path) -> None:
+def test_a_run_that_loses_a_rank_goes_on_rounding_among_fewer_copies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def plan_copies(config: RunConfig, model: Any, machines: Machines, *_: object) -> list[Any]:
+        return layouts.make_plans(dataclasses.replace(config, layout=f"replicate={machines.ranks}"), model, machines)
+
+    # The search's own choice follows the links of a machine that may be busy: a pipeline would have nothing to round.
+    monkeypatch.setattr(layouts, "_planner_plans", plan_copies)
     write_corpus(tmp_path / "corpus.txt")
     options = ("--train.steps", "9", "--train.batch", "12", "--recovery.snapshot-every", "1", "--checkpoint.every", "0")
     faults = ("--recovery.on-death", "shrink", "--recovery.back-s", "10000", "--recovery.faults")
