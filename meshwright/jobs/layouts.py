@@ -34,7 +34,7 @@ from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
-from meshwright.train.stage_times import may_change_degrees, names_choice
+from meshwright.train.stage_times import is_plain, may_change_degrees, names_choice
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -227,13 +227,13 @@ def replan_layout(config: RunConfig, model: ReadModel, machines: Machines, reque
     question = measure_activations(_make_question(config, model, machines, layout.precision), measure)
     freedom = Freedom(
         degrees=may_change_degrees(config, layout),
-        split=not names_choice(config, "split"),
-        rows=not names_choice(config, "rows"),
+        split=not names_choice(config, layout, "split"),
+        rows=not names_choice(config, layout, "rows"),
         pipelines=machines.devices.kind == "cpu",
     )
     choice = choose_at_speeds(question, layout, request.busy_s, freedom)
     for candidate in choice.faster:
-        if str(candidate.layout) in request.disappointing:
+        if str(candidate.layout) in request.disappointing or (freedom.degrees and not is_plain(candidate.layout)):
             continue
         try:
             analysis = analyse_layout(config, model, candidate.layout, machines.devices)

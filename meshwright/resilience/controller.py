@@ -149,7 +149,8 @@ class Controller:
         devices, reason = self._usable_devices(), ""
         for count in range(len(devices), self._minimum - 1, -1):
             try:
-                (plan, analysis), prefetched = self._get_plan(count)
+                chosen = self._replanner.choice_for(devices[:count])
+                (plan, analysis), prefetched = (chosen, True) if chosen is not None else self._get_plan(count)
             except (PlanError, ClusterError) as error:
                 reason = reason or str(error)
                 continue
@@ -285,10 +286,7 @@ class Controller:
             self._rewinds.rewind_to_checkpoint(verdict.outcome, order.generation)
         elif verdict.outcome.damage is not None:
             self._rewind_damage(verdict.outcome.damage, order)
-        elif (replan := self._replanner.take()) is not None:
-            # Also what later generations of as many ranks run under.
-            self._planner.learn(order.world, (replan.plan, replan.analysis))
-        else:
+        elif not self._replanner.take(order.devices):
             readmitted = self._readmissible_devices()
             self._backoff.readmit(readmitted)
             nodes = {} if members.alone else {"nodes": members.joined_nodes()}
@@ -321,8 +319,9 @@ class Controller:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
         grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
-        replans = self._replanner.poll([stamp.step for stamp in stamps], members.gather_times(order, ranks.times))
-        if (grows or replans) and not ranks.control.reconfiguration_requested:
+        times, steps = members.gather_times(order, ranks.times), [stamp.step for stamp in stamps]
+        # Ranks that end to grow don't change their layout at once: it would be one for fewer devices.
+        if not ranks.control.reconfiguration_requested and (grows or self._replanner.poll(steps, times)):
             ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):
@@ -345,10 +344,12 @@ class Controller:
         self._event("fenced", generation=order.generation, seconds=fenced_s)
         interrupted = self._local.interrupts.count > 0
         decision = decide_after_failure(verdict, order, members.lost_nodes, self._restart_budget, interrupted)
-        if decision.refused_state is not None:
+        # What failed under a layout that was just chosen may run under the one before, from the same state.
+        withdrawn = self._replanner.withdraw() and not interrupted
+        if decision.refused_state is not None and not withdrawn:
             self._refused_states.add(decision.refused_state)
             self._event("snapshot_refused", reason=str(decision.error))
-        if decision.ends_run:
+        if decision.ends_run and not withdrawn:
             raise self._save_newest_state(decision.error)
         if decision.blamed is not None:
             self._record_device_failure(decision.blamed)
@@ -369,9 +370,8 @@ class Controller:
             self._refused_states |= states_after(reports, damage.keep)
             raise self._save_newest_state(error) from None
         self._refused_states |= states_after(reports, keep)
-        devices = [(share.node, slot) for share in order.shares for slot in share.slots]
         if len(damage.ranks) == 1:
-            self._record_device_failure(devices[damage.ranks[0]])
+            self._record_device_failure(order.devices[damage.ranks[0]])
 
     def _record_device_failure(self, device: Device) -> None:
         """Records that a device's rank failed, and reports when the device is left out."""

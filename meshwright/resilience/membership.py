@@ -63,7 +63,7 @@ class Membership:
         self.lost_nodes, self.lost_at, self._compute_times = {}, None, {}
 
     def gather_times(self, order: Order, published: PublishedTimes | None) -> list[RankTime] | None:
-        """Returns the newest times of all ranks in rank order; None while some node's are missing.
+        """Returns the newest times of all ranks in rank order; None while some node's of the same steps are missing.
 
         Args:
             order: of the ranks' generation.
@@ -74,7 +74,8 @@ class Membership:
         shares = sorted(order.shares, key=lambda share: share.first_rank)
         if any(len(self._compute_times.get(share.node, ())) != len(share.slots) for share in shares):
             return None
-        return [rank_time for share in shares for rank_time in self._compute_times[share.node]]
+        gathered = [rank_time for share in shares for rank_time in self._compute_times[share.node]]
+        return gathered if len({rank_time.step for rank_time in gathered}) == 1 else None
 
     def pump(self, seconds: float) -> None:
         """Waits, and processes what other nodes send."""

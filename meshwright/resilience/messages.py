@@ -222,6 +222,11 @@ class Order:
         return self.plan.layout.world
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Node and device of each rank."""
+        return tuple((share.node, slot) for share in self.shares for slot in share.slots)
+
+    @property
     def peers(self) -> int:
         """Other nodes that receive each snapshot."""
         return self.copies.peers if self.copies.every else 0

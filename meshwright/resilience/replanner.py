@@ -1,9 +1,10 @@
 """Changes the layout of a running job, where that wins more than a new start of the ranks costs.
 
 The ranks publish what each computed (`train.stage_times`), on several nodes through messages to the leader; a child
-process asks the planner for the best layout at these speeds. Where its gain over the steps that are left exceeds the
-cost by a margin, the ranks end after a step that they agree on, as when devices come back, and others go on from their
-snapshots under the new layout.
+process asks the planner for the best layout at these speeds. Where two answers in a row promise a gain over the steps
+that are left that exceeds the cost by a margin, the ranks end after a step that they agree on, as when devices come
+back, and others go on from their snapshots under the new layout. It is kept for these devices alone, and goes where its
+ranks fail before they were measured.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ from dataclasses import dataclass
 
 from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.resilience.helper import Helper
+from meshwright.resilience.messages import Device
 from meshwright.resilience.planning import Replan, Replanning, ReplanRequest
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.stage_times import RankTime
 
 LEAST_GAIN = 0.1
@@ -28,6 +31,20 @@ MARGIN = 2.0
 """Times its cost that a change must win over the steps that are left; twice as much after each that disappointed."""
 KEPT_PROMISE = 0.5
 """Share of the promised gain below which a change has disappointed."""
+SPEED_NOISE = 0.1
+"""Difference between a rank's speeds in two windows that says nothing."""
+SAME_TIME = 0.05
+"""Relative difference of all compute times below which the planner's last answer holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Choice:
+    """A layout that was chosen for measured speeds."""
+
+    devices: tuple[Device, ...]
+    """Whose speeds they are, in rank order."""
+    plan: Plan
+    analysis: ModelAnalysis | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +53,8 @@ class _Promise:
 
     previous: Plan
     """The plan before it."""
+    previous_choice: _Choice | None
+    """Where that was chosen for measured speeds too."""
     before_s: float
     """Seconds of a step under that."""
     expected_s: float
@@ -60,12 +79,18 @@ class Replanner:
     ) -> None:
         self._planner, self._event, self._steps, self._clock = planner, event, steps, clock
         self._margin = MARGIN
+        self._choice: _Choice | None = None
         self._promise: _Promise | None = None
+        self._changed_step: int | None = None
         self._cost_s: float | None = None
         self._started_at = 0.0
-        self._changed_at: float | None = None
+        self._accepted_at = 0.0
+        self._is_change = False
         self._helper: Helper | None = None
         self._times: Sequence[RankTime] = ()
+        self._asked_busy_s: tuple[float, ...] = ()
+        self._answered_busy_s: tuple[float, ...] = ()
+        self._wanted: Replan | None = None
         self._accepted: Replan | None = None
         self._disappointing: set[str] = set()
         self._plan: Plan | None = None
@@ -75,10 +100,11 @@ class Replanner:
         """Starts to watch new ranks under a plan."""
         self.close()
         # The cost of a change counts from the request on; that of a start, before the first change, stands for it.
-        self._started_at = self._changed_at if self._changed_at is not None else self._clock()
-        if self._changed_at is None:
-            self._promise = None  # these ranks follow a failure: nothing can be said of the change before
-        self._changed_at, self._accepted, self._times = None, None, ()
+        self._started_at = self._accepted_at if self._is_change else self._clock()
+        if self._choice is None or plan is not self._choice.plan:
+            self._promise = None  # other devices than those of the change: nothing can be said of it
+        self._is_change, self._accepted, self._wanted = False, None, None
+        self._times, self._answered_busy_s = (), ()
         self._plan, self._is_timed = plan, False
 
     def poll(self, steps: Sequence[int], times: Sequence[RankTime] | None) -> bool:
@@ -100,16 +126,44 @@ class Replanner:
                 self._ask(self._plan.layout)
         if self._accepted is None and self._helper is not None and self._helper.has_ended:
             answer, self._helper = self._helper.answer, None
-            self._decide(read_answer(answer))
+            self._confirm(read_answer(answer))
         return self._accepted is not None
 
-    def take(self) -> Replan | None:
-        """Returns the accepted change, once its ranks have ended; None where they ended for another reason."""
+    def take(self, devices: Sequence[Device]) -> bool:
+        """Makes an accepted change the choice for its devices, whose ranks have ended; returns whether there is one.
+
+        Args:
+            devices: of the ranks that ended, in rank order.
+        """
         accepted = self._accepted
-        if accepted is not None and self._plan is not None:
-            expected_s = self._step_s * accepted.step_ratio
-            self._promise = _Promise(previous=self._plan, before_s=self._step_s, expected_s=expected_s)
-        return accepted
+        if accepted is None or self._plan is None:
+            return False
+        self._promise = _Promise(
+            previous=self._plan, previous_choice=self._choice, before_s=self._step_s,
+            expected_s=self._step_s * accepted.step_ratio,
+        )  # fmt: skip
+        self._choice = _Choice(devices=tuple(devices), plan=accepted.plan, analysis=accepted.analysis)
+        self._changed_step, self._is_change = self._step, True
+        return True
+
+    def choice_for(self, devices: Sequence[Device]) -> tuple[Plan, ModelAnalysis | None] | None:
+        """Returns the plan chosen for the speeds of these devices in rank order; None without one."""
+        choice = self._choice
+        return (choice.plan, choice.analysis) if choice is not None and choice.devices == tuple(devices) else None
+
+    def withdraw(self) -> bool:
+        """Goes back to the layout before a change whose ranks failed before they were measured.
+
+        Returns:
+            Whether there was such a change; its layout isn't tried again.
+        """
+        promise, self._promise = self._promise, None
+        if promise is None or self._plan is None:
+            return False
+        self._choice = promise.previous_choice
+        self._disappointing.add(str(self._plan.layout))
+        self._event("replan_withdrawn", layout=str(self._plan.layout), before=str(promise.previous.layout))
+        return True
 
     def close(self) -> None:
         """Ends the child, if it still works."""
@@ -140,17 +194,17 @@ class Replanner:
             self._margin *= 2.0
             self._disappointing.add(str(plan.layout))
             # Slower than before, as measured: what was there before needs no promise.
-            self._decide(Replan(plan=promise.previous, step_ratio=promise.before_s / self._step_s))
+            back = Replan(plan=promise.previous, step_ratio=promise.before_s / self._step_s)
+            self._decide(back, self._steps - self._step)
 
     def _ask(self, layout: Layout) -> None:
-        if self._helper is not None or self._step >= self._steps:
+        busy_s = tuple(rank_time.busy_s for rank_time in self._times)
+        if self._helper is not None or self._step >= self._steps or _are_alike(busy_s, self._answered_busy_s):
             return
         request = ReplanRequest(
-            layout=layout,
-            busy_s=tuple(rank_time.busy_s for rank_time in self._times),
-            step_s=self._step_s,
-            disappointing=frozenset(self._disappointing),
+            layout=layout, busy_s=busy_s, step_s=self._step_s, disappointing=frozenset(self._disappointing)
         )
+        self._asked_busy_s = busy_s
 
         def work() -> bytes:
             warnings.simplefilter("ignore")
@@ -162,20 +216,50 @@ class Replanner:
         with contextlib.suppress(LaunchError):
             self._helper = Helper(work, nice=10)
 
-    def _decide(self, replan: Replan | None) -> None:
-        if replan is None or self._cost_s is None or self._plan is None or replan.step_ratio > 1.0 - LEAST_GAIN:
+    def _confirm(self, replan: Replan | None) -> None:
+        """Decides on an answer of the planner where the one before agrees: a passing load asks for a change once."""
+        earlier, self._wanted = self._wanted, None
+        if replan is None or replan.step_ratio > 1.0 - LEAST_GAIN:
+            # The planner computes on the ranks' cores: at the same times it isn't asked again.
+            self._answered_busy_s = self._asked_busy_s
+            return
+        self._wanted = replan
+        if earlier is None or not _is_same_rank_slow(earlier.speeds, replan.speeds):
+            return
+        steps = self._steps - self._step
+        if self._changed_step is not None:
+            # Speeds that changed once may change again: they are expected to last as long as they have lasted.
+            steps = min(steps, self._step - self._changed_step)
+        self._decide(replan, steps)
+
+    def _decide(self, replan: Replan, steps: int) -> None:
+        """Accepts a change that pays over a number of steps."""
+        if self._cost_s is None or self._plan is None or replan.step_ratio > 1.0 - LEAST_GAIN:
             return
         step_s = self._step_s
-        gain_s = (1.0 - replan.step_ratio) * step_s * (self._steps - self._step)
+        gain_s = (1.0 - replan.step_ratio) * step_s * steps
         if gain_s <= self._margin * self._cost_s:
             return
-        self._accepted, self._changed_at = replan, self._clock()
+        self._accepted, self._accepted_at = replan, self._clock()
         priced = {} if replan.priced_s is None else {"priced_s": list(replan.priced_s)}
         self._event(
             "replanned", step=self._step, before=str(self._plan.layout), layout=str(replan.plan.layout),
             speeds=replan.speeds, gain_s=gain_s, cost_s=self._cost_s, step_s=step_s,
             expected_s=step_s * replan.step_ratio, **priced,
         )  # fmt: skip
+
+
+def _are_alike(busy_s: Sequence[float], others_s: Sequence[float]) -> bool:
+    """Returns whether two windows' compute times of the same ranks differ by the clock's noise alone."""
+    return len(busy_s) == len(others_s) and all(
+        abs(seconds - other) <= SAME_TIME * other for seconds, other in zip(busy_s, others_s)
+    )
+
+
+def _is_same_rank_slow(earlier: Sequence[float], later: Sequence[float]) -> bool:
+    """Returns whether the slowest rank of a window was among the slowest of the one before."""
+    slowest = min(range(len(later)), key=later.__getitem__, default=0)
+    return not later or earlier[slowest] <= min(earlier) + SPEED_NOISE
 
 
 def read_answer(answer: bytes) -> Replan | None:

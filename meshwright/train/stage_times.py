@@ -118,12 +118,12 @@ def fixed_layout_reason(config: RunConfig, layout: Layout) -> str:
         return ""
     why = "the user named it" if config.layout != "auto" else "no run begins or ends to round or offload on the way"
     if layout.degree(Mechanics.STAGES) > 1:
-        if not names_choice(config, "split"):
+        if not names_choice(config, layout, "split"):
             return ""
         return f"{layout} stays as it is, since {why}, and so do its layers by split={layout.split}: leave split out"
     if layout.reader(0)[1] == 1:
         return f"{layout} stays as it is, since {why}, and has neither stages nor readers to move work between"
-    if names_choice(config, "rows"):
+    if names_choice(config, layout, "rows"):
         return f"{layout} stays as it is, since {why}, and so do its shares by rows={layout.rows}: leave rows out"
     return ""
 
@@ -134,13 +134,28 @@ def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
     A layout that the user named keeps what it names; its layers and rows move, unless it names those too. So does one
     that rounds, offloads or keeps secondary copies, which a run neither begins nor ends on the way.
     """
-    is_plain = not layout.is_lossy and layout.offload == "none" and not layout.secondary and not layout.compile
-    return config.layout == "auto" and is_plain
+    return _named_layout(config, layout) is None and is_plain(layout)
 
 
-def names_choice(config: RunConfig, choice: str) -> bool:
-    """Returns whether the user's layout names a choice, as ``split``."""
-    return config.layout != "auto" and bool(getattr(Layout.parse(config.layout), choice))
+def is_plain(layout: Layout) -> bool:
+    """Returns whether a run may begin or end on the way with all that a layout has."""
+    is_exact = not layout.is_lossy and layout.islands == 1
+    return is_exact and layout.offload == "none" and not layout.secondary and not layout.compile
+
+
+def names_choice(config: RunConfig, layout: Layout, choice: str) -> bool:
+    """Returns whether the user's layout for as many ranks names a choice, as ``split``."""
+    named = _named_layout(config, layout)
+    return named is not None and bool(getattr(named, choice))
+
+
+def _named_layout(config: RunConfig, layout: Layout) -> Layout | None:
+    """Returns the layout that the user named for as many ranks, or for the whole run; None where the planner chose."""
+    fallbacks = [Layout.parse(text) for text in config.recovery.layouts.split(";") if text.strip()]
+    named = next((fallback for fallback in fallbacks if fallback.world == layout.world), None)
+    if named is not None or config.layout == "auto":
+        return named
+    return Layout.parse(config.layout)
 
 
 def check_replan(config: RunConfig, layout: Layout, watched: bool, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 
 import pytest
@@ -14,9 +15,10 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig, TrainConfig
 from meshwright.train.run_config import RunConfig
-from meshwright.train.stage_times import PublishedTimes, RankTime, check_replan, may_change_degrees
+from meshwright.train.stage_times import PublishedTimes, RankTime, check_replan, may_change_degrees, names_choice
 
 MOVED = "pp=2,microbatches=4,split=8-4"
+DEVICES = [(0, 0), (1, 0)]
 
 
 class Clock:
@@ -36,13 +38,17 @@ class Run:
 
     def __init__(self, ratio: float, steps: int, start_s: float) -> None:
         self.clock, self.told, self.start_s = Clock(), [], start_s
+        self.answer = Replan(plan=plan(MOVED), step_ratio=ratio, speeds=(1.0, 0.5), priced_s=(1.0, ratio))
         self.replanner = Replanner(
-            lambda request: Replan(plan=plan(MOVED), step_ratio=ratio, speeds=(1.0, 0.5), priced_s=(1.0, ratio)),
+            lambda request: self.answer,
             lambda kind, **data: self.told.append((kind, data)), steps, self.clock,
         )  # fmt: skip
 
     def begin(self, layout: str) -> None:
-        self.replanner.begin_generation(plan(layout))
+        """Starts ranks: under the chosen layout where it is this one, as the controller does."""
+        chosen = self.replanner.choice_for(DEVICES)
+        is_chosen = chosen is not None and str(chosen[0].layout) == layout
+        self.replanner.begin_generation(chosen[0] if chosen is not None and is_chosen else plan(layout))
         self.clock.now += self.start_s
         self.replanner.poll([1, 1], None)
 
@@ -53,6 +59,9 @@ class Run:
             assert time.monotonic() < end
             time.sleep(0.005)
         return self.replanner.poll([step, step], times)
+
+    def windows(self, *steps: int) -> bool:
+        return [self.window(step) for step in steps][-1]
 
     def close(self) -> None:
         self.replanner.close()
@@ -75,7 +84,7 @@ def test_layers_move_where_it_pays(ratio: float, steps: int, start_s: float, mov
     run = Run(ratio, steps, start_s)
     try:
         run.begin("pp=2,microbatches=4")
-        assert run.window(10) is moves
+        assert not run.window(5) and run.window(10) is moves
         assert run.kinds() == (["replanned"] if moves else [])
         if moves:
             fields = run.told[0][1]
@@ -89,7 +98,7 @@ def test_a_move_that_disappoints_makes_the_next_one_dearer() -> None:
     run = Run(0.7, 100, 5.0)
     try:
         run.begin("pp=2,microbatches=4")
-        assert run.window(10) and run.replanner.take() is not None
+        assert run.windows(5, 10) and run.replanner.take(DEVICES)
         run.clock.now += 2.0
         run.begin(MOVED)
         # No faster than before: 0.3 s of 80 steps are 24 s, under four times the 7 s from the request to the step.
@@ -105,13 +114,15 @@ def test_a_change_that_made_steps_slower_is_taken_back() -> None:
     run = Run(0.7, 1000, 5.0)
     try:
         run.begin("replicate=2")
-        assert run.window(10) and run.replanner.take() is not None
+        assert run.windows(5, 10) and run.replanner.take(DEVICES)
         run.begin(MOVED)
         # A step was a second, 0.7 s were promised, and 1.5 s came.
         assert run.window(20, step_s=1.5)
-        back = run.replanner.take()
-        assert back is not None and str(back.plan.layout) == "replicate=2" and back.step_ratio == pytest.approx(1 / 1.5)
+        assert run.replanner.take(DEVICES)
+        back = run.replanner.choice_for(DEVICES)
+        assert back is not None and str(back[0].layout) == "replicate=2"
         assert run.kinds() == ["replanned", "replan_measured", "replanned"] and "priced_s" not in run.told[-1][1]
+        assert run.told[-1][1]["expected_s"] == pytest.approx(1.0)
         # The layout that disappointed is known to the planner from now on.
         run.begin("replicate=2")
         assert run.replanner._disappointing == {MOVED}
@@ -123,10 +134,65 @@ def test_a_failure_after_the_request_forgets_it() -> None:
     run = Run(0.7, 100, 5.0)
     try:
         run.begin("pp=2,microbatches=4")
-        assert run.window(10)
+        assert run.windows(5, 10)
         # A rank was lost meanwhile: its successors run as the controller says, and nothing is promised.
+        assert not run.replanner.withdraw()
         run.begin("pp=2,microbatches=4")
-        assert run.replanner.take() is None and run.kinds() == ["replanned"]
+        assert not run.replanner.take(DEVICES) and run.kinds() == ["replanned"]
+        assert run.replanner.choice_for(DEVICES) is None
+    finally:
+        run.close()
+
+
+def test_a_layout_whose_ranks_fail_before_they_were_measured_is_withdrawn() -> None:
+    run = Run(0.7, 1000, 5.0)
+    try:
+        run.begin("pp=2,microbatches=4")
+        assert run.windows(5, 10) and run.replanner.take(DEVICES)
+        assert run.replanner.choice_for(DEVICES) is not None
+        run.begin(MOVED)
+        assert run.replanner.withdraw() and not run.replanner.withdraw()
+        assert run.replanner.choice_for(DEVICES) is None and run.kinds() == ["replanned", "replan_withdrawn"]
+        assert run.replanner._disappointing == {MOVED}
+        # A layout that was measured is kept through failures, by the same devices in the same order alone.
+        run.begin("pp=2,microbatches=4")
+        assert run.windows(600, 610) and run.replanner.take(DEVICES)
+        run.begin(MOVED)
+        assert not run.window(620, step_s=0.7)
+        assert not run.replanner.withdraw() and run.replanner.choice_for(DEVICES) is not None
+        assert run.replanner.choice_for(DEVICES[::-1]) is None and run.replanner.choice_for([*DEVICES, (1, 1)]) is None
+    finally:
+        run.close()
+
+
+def test_a_passing_load_changes_nothing() -> None:
+    run = Run(0.7, 1000, 5.0)
+    nothing = Replan(plan=plan(MOVED), step_ratio=1.0)
+    try:
+        run.begin("pp=2,microbatches=4")
+        first, second = run.answer, dataclasses.replace(run.answer, speeds=(0.5, 1.0))
+        for step, answer in enumerate((first, nothing, first, second, first, nothing), start=1):
+            run.answer = answer
+            # At other times each, or the planner wouldn't be asked again.
+            assert not run.window(step, step_s=1.0 + step / 10)
+        assert not run.kinds()
+        run.answer = first
+        assert not run.window(7, step_s=1.65)  # near those of an answer without a change
+        assert not run.window(8) and run.window(9)
+    finally:
+        run.close()
+
+
+def test_a_second_change_waits_until_speeds_have_lasted() -> None:
+    run = Run(0.7, 100_000, 5.0)
+    try:
+        run.begin("pp=2,microbatches=4")
+        assert run.windows(5, 10) and run.replanner.take(DEVICES)
+        run.begin(MOVED)
+        run.answer = dataclasses.replace(run.answer, plan=plan("pp=2,microbatches=4,split=6-6"))
+        assert not run.window(20, step_s=0.7)
+        # 0.3 s of each step since the first change are twice the 5 s of a start after 34 steps, whatever is left.
+        assert not run.windows(30, 40, 43) and run.window(45)
     finally:
         run.close()
 
@@ -178,5 +244,10 @@ def test_a_layout_changes_as_a_whole_only_where_the_planner_chose_it() -> None:
     assert may_change_degrees(auto, Layout.parse("tp=2,replicate=2"))
     assert not may_change_degrees(auto, Layout.parse("replicate=2,compress=int8"))
     assert not may_change_degrees(named, Layout.parse("pp=2,microbatches=4"))
+    # Layouts for fewer ranks that the user names stay as well, where no others do.
+    fallback = dataclasses.replace(auto, recovery=RecoveryConfig(layouts="replicate=3,rows=2-1-1; pp=2"))
+    assert not may_change_degrees(fallback, Layout.parse("replicate=3,rows=2-1-1"))
+    assert names_choice(fallback, Layout.parse("replicate=3,rows=2-1-1"), "rows")
+    assert may_change_degrees(fallback, Layout.parse("replicate=4"))
     with pytest.raises(ConfigError, match=r"train\.replan"):
         TrainConfig(replan=-1).check()

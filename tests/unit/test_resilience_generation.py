@@ -51,7 +51,7 @@ from meshwright.resilience.messages import (
     encode,
 )
 from meshwright.resilience.orders import assign_ranks
-from meshwright.resilience.planning import Planning
+from meshwright.resilience.planning import Planning, Replan
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.copies import Element
@@ -59,6 +59,7 @@ from meshwright.train.integrity import Damage
 from meshwright.train.memory import RESTORING
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
+from meshwright.train.stage_times import RankTime
 
 GENERATION = 3
 ADDRESS = Address("h", 1)
@@ -378,6 +379,35 @@ def test_a_snapshot_that_is_refused_is_not_chosen_again(tmp_path: Path) -> None:
     node, told, _ = led(tmp_path, [end(failed=failure(rank=-1)), end(failed=refused), end(outcome=OVER)])
     assert [kind for kind, _ in told if kind == "snapshot_refused"] == ["snapshot_refused"]
     assert node.orders[1].state is not None and node.orders[2].state != node.orders[1].state
+
+
+def test_a_layout_chosen_on_the_way_that_fails_gives_way_to_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the run nor its newest state pays for a change that nobody had to make."""
+    chosen = dataclasses.replace(plan_of(3), layout=Layout.parse("shard=3,zero=1"))
+    refused = failure(error="CheckpointError", text=DAMAGED, rank=-1)
+    whole = Script.run
+    for failed in (failure(error="PlanError", text="the model has no such stage", rank=-1), refused):
+        told: list[tuple[str, dict]] = []
+        changed = end(outcome=TrainOutcome(step=5, continues=True))
+        node = Script(tmp_path, [changed, end(failed=failed), end(outcome=OVER)], True)
+        controller = controller_of(node, told)
+
+        def run(
+            self: Script, order: Order, *more: Any, controller: Controller = controller, whole: Any = whole
+        ) -> None:
+            if not self.orders:
+                controller._replanner._times = [RankTime(5, 0.5, 1.0)] * 3
+                controller._replanner._accepted = Replan(plan=chosen, step_ratio=0.5)
+            whole(self, order)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(Script, "run", run)
+            assert controller.run({0}, 0.0) == OVER
+        assert [str(order.plan.layout) for order in node.orders] == ["replicate=3", str(chosen.layout), "replicate=3"]
+        assert [kind for kind, _ in told if kind in ("replan_withdrawn", "snapshot_refused")] == ["replan_withdrawn"]
+        assert node.orders[2].state == node.orders[1].state or node.orders[2].state.generation == 1
 
 
 def test_an_anomalous_step_goes_back_behind_all_states_in_memory(tmp_path: Path) -> None:
