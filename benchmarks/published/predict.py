@@ -102,6 +102,7 @@ def _device(case: Case) -> tuple[object, ...]:
 
 
 def _unequal(case: Case) -> Predicted:
+    assert case.kinds is not None  # `predict` asks for those with kinds alone
     costs = unequal_costs(case.job, case.columns, case.split, case.kinds, case.engine)
     return Predicted(
         case=case,

@@ -18,7 +18,7 @@ from meshwright.errors import ClusterError, MeshwrightError
 from meshwright.planner.cost.framework_profile import GIB, FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import RECOMPUTES, PricedJob, schedule_names
-from meshwright.planner.device_kinds import Kind
+from meshwright.planner.device_kinds import DeviceKinds
 
 MOST_STAGES = 1024
 """Most stages of a pipeline that is priced."""
@@ -43,8 +43,8 @@ class Case:
     split: tuple[float, ...] | None
     machine: Machine = field(repr=False)
     """Of the first kind where there are several."""
-    kinds: tuple[Kind, ...] = field(default=(), repr=False)
-    """Devices of several kinds; empty where they are equal."""
+    kinds: DeviceKinds | None = field(default=None, repr=False)
+    """Devices of several kinds; None where they are equal."""
     engine: FrameworkProfile = field(repr=False)
     time_s: float | None
     """Measured step time, where it is to be compared."""
@@ -93,13 +93,13 @@ def read_case(row: Row, file: str, nominal: bool = False) -> Case:
         adapters = "lora" in row.get("notes", "").lower()
         job = PricedJob(shape=shape, sequence=whole(row, "seq_len"), rows=rows, adapters=adapters, **_precision(row))
         kinds = kinds_of_row(row)
-        machine = kinds[0][1] if kinds else machine_of(row)
+        machine = kinds.machines[0] if kinds else machine_of(row)
         engine = engine_of(row)
     except UNREADABLE as fault:
         raise Unpriced(str(fault).split(";")[0][:90] or type(fault).__name__) from None
     columns |= {} if nominal or kinds else scales_of(row, machine)
     split = _split(row)
-    time_s, why = _time(row, len(kinds))
+    time_s, why = _time(row, kinds is not None)
     memory, kind, why_memory = _memory(row)
     fits = {"ok": True, "oom": False}.get(row.get("status", ""))
     if time_s is None and memory is None and fits is None:
@@ -203,18 +203,18 @@ def _split(row: Row) -> tuple[float, ...] | None:
     return tuple(sizes)
 
 
-def kinds_of_row(row: Row) -> tuple[Kind, ...]:
-    """Returns the kinds of a row's devices; none where they are all of one.
+def kinds_of_row(row: Row) -> DeviceKinds | None:
+    """Returns the kinds of a row's devices; None where they are all of one.
 
     One device's name may have the signs that stand between kinds, so unknown kinds are taken for one name.
     """
     try:
         return unequal_kinds(row.get("gpu_type", ""), counted(row, "gpus"), counted(row, "gpus_per_node", 8))
     except ClusterError:
-        return ()
+        return None
 
 
-def _time(row: Row, kinds: int) -> tuple[float | None, str]:
+def _time(row: Row, kinds: bool) -> tuple[float | None, str]:
     if not row.get("step_time_s"):
         return None, ""
     if row.get("status") not in ("", "ok", None):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
-from meshwright.planner.device_kinds import Kind, kinds_of, kinds_of_runs
+from meshwright.planner.device_kinds import DeviceKinds, kinds_of
 
 BETWEEN = re.compile(r"\s*(?:[+;&|,/]|\band\b)\s*")
 """What stands between the names of kinds."""
@@ -39,8 +39,8 @@ def named_kinds(text: str) -> list[tuple[int, str]]:
     return found
 
 
-def unequal_kinds(text: str, gpus: int, per_node: int) -> tuple[Kind, ...]:
-    """Returns the kinds of a run's devices; none where they are all of one.
+def unequal_kinds(text: str, gpus: int, per_node: int) -> DeviceKinds | None:
+    """Returns the kinds of a run's devices; None where they are all of one.
 
     Args:
         text: the column that names them; where it doesn't say how many there are, they are equally many of each.
@@ -53,7 +53,7 @@ def unequal_kinds(text: str, gpus: int, per_node: int) -> tuple[Kind, ...]:
     """
     named = named_kinds(text)
     if len({name for _, name in named}) < 2:
-        return ()
+        return None
     nodes = [standard_node(name) for _, name in named]
     counts = [count for count, _ in named]
     if not all(counts):
@@ -66,14 +66,14 @@ def unequal_kinds(text: str, gpus: int, per_node: int) -> tuple[Kind, ...]:
         if count % size:
             raise Unpriced("the kinds of devices don't fill their nodes")
         groups.append(NodeGroup(node=node.resized(size), count=count // size))
-    return tuple(kinds_of(Cluster(groups=tuple(groups))))
+    return kinds_of(Cluster(groups=tuple(groups)))
 
 
 def unequal_costs(
     job: PricedJob,
     columns: Mapping[str, Any],
     split: tuple[float, ...] | None,
-    kinds: Sequence[Kind],
+    kinds: DeviceKinds,
     engine: FrameworkProfile,
 ) -> dict[str, Any]:
     """Returns what a layout takes that lies on several kinds, which fill the pipeline's stages in their order.
@@ -93,21 +93,22 @@ def unequal_costs(
         fullest.
     """
     degrees = LayoutBatch.of({name: [value] for name, value in columns.items()} | {"rows": [job.rows]}, [split])
-    prices = [price_many(job, degrees, machine, engine) for _, machine, _ in kinds]
+    prices = [price_many(job, degrees, machine, engine) for machine in kinds.machines]
     pp = int(degrees.pp[0])
-    places = kinds_of_runs(kinds, int(degrees.world[0]) // pp) if pp > 1 else None
+    places = kinds.of_runs(int(degrees.world[0]) // pp) if pp > 1 else None
     fits = places is not None and len(places) == pp and float(degrees.stages[0]) == 1
     slowest = max(float(one.step_s[0]) for one in prices)
     seconds = slowest
     if fits and places:
-        by_kind = [RankTimes(LayerCosts.of(job, degrees, machine, engine)) for _, machine, _ in kinds]
+        by_kind = [RankTimes(LayerCosts.of(job, degrees, machine, engine)) for machine in kinds.machines]
         seconds = float(UnequalRankTimes(by_kind, places).step_s()[0])
-    fullest = int(np.argmax([float(one.peak[0]) / kind[0].memory_bytes for one, kind in zip(prices, kinds)]))
+    sizes = [machine.device.memory_bytes for machine in kinds.machines]
+    fullest = int(np.argmax([float(one.peak[0]) / size for one, size in zip(prices, sizes)]))
     return {
         "step_s": seconds,
         "first": float(prices[0].first_reserved[0]),
         "reserved": max(float(one.reserved[0]) for one in prices),
         "allocated": max(float(one.allocated[0]) for one in prices),
         "device": float(prices[fullest].peak[0]),
-        "room": kinds[fullest][0].memory_bytes,
+        "room": sizes[fullest],
     }

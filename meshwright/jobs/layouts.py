@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
@@ -23,9 +22,9 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import measure_activations, reprice_choice
-from meshwright.planner.resplit import resplit
+from meshwright.planner.measured_speeds import Freedom, choose_at_speeds
 from meshwright.planner.run_history import learn
-from meshwright.resilience.planning import Replan
+from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout, secondary_over
@@ -35,6 +34,7 @@ from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
+from meshwright.train.stage_times import may_change_degrees, names_choice
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -210,35 +210,50 @@ def check_fallback_layouts(config: RunConfig, model: ReadModel, full_layout: Lay
         analyse_layout(_without_rebalance(config), model, layout, devices)
 
 
-def replan_stages(
-    config: RunConfig, model: ReadModel, machines: Machines, layout: Layout, busy_s: Sequence[float], step_s: float
-) -> Replan | None:
-    """Returns the plan with a pipeline's layers split by the measured speeds of its stages; None without a faster one.
+def replan_layout(config: RunConfig, model: ReadModel, machines: Machines, request: ReplanRequest) -> Replan | None:
+    """Returns the plan of the layout that is fastest at measured speeds; None without one faster than the present.
 
     Args:
         config: of the run.
         model: of the run.
         machines: of its ranks.
-        layout: that it has.
-        busy_s: seconds of a step that each stage computed.
-        step_s: seconds of a step.
+        request: the present layout, and what its ranks computed.
 
     Raises:
-        PlanError, ClusterError: where nothing can be priced, or the model can't be cut so.
+        PlanError, ClusterError: where nothing can be priced.
     """
-    machines = machines.for_ranks(layout.world)
-    question = _make_question(config, model, machines, layout.precision)
-    answer = resplit(question, layout, busy_s)
-    if answer is None:
-        return None
-    analysis = analyse_layout(config, model, answer.layout, machines.devices)
+    layout, machines = request.layout, machines.for_ranks(request.layout.world)
     measure = make_measure(model.built, config.data.sequence, layout.precision)
-    plan = predict.named_plan(question, answer.layout, model_parts(model.built, analysis), measure)
-    # Priced on equal devices; what is expected of these follows from what was measured.
-    prediction = dataclasses.replace(plan.prediction, step_s=step_s * answer.step_ratio)
-    speeds = ", ".join(f"{speed:.0%}" for speed in answer.speeds)
-    plan = dataclasses.replace(plan, prediction=prediction, reason=f"layers moved to stages at speeds of {speeds}")
-    return Replan(plan=plan, analysis=analysis, step_ratio=answer.step_ratio, speeds=answer.speeds)
+    question = measure_activations(_make_question(config, model, machines, layout.precision), measure)
+    freedom = Freedom(
+        degrees=may_change_degrees(config, layout),
+        split=not names_choice(config, "split"),
+        rows=not names_choice(config, "rows"),
+        pipelines=machines.devices.kind == "cpu",
+    )
+    choice = choose_at_speeds(question, layout, request.busy_s, freedom)
+    for candidate in choice.faster:
+        if str(candidate.layout) in request.disappointing:
+            continue
+        try:
+            analysis = analyse_layout(config, model, candidate.layout, machines.devices)
+        except PlanError:  # the model doesn't allow it
+            continue
+        parts = model_parts(model.built, analysis)
+        if predict.whole_backward_reason(candidate.layout, parts):  # its price counts on halves
+            continue
+        plan = predict.named_plan(question, candidate.layout, parts, measure)
+        present_s, step_s = choice.present_s, candidate.price.step_s
+        # What the price doesn't explain of a measured step stays, whatever the layout.
+        ratio = 1.0 - (present_s - step_s) / max(present_s, request.step_s)
+        # Priced on equal devices; what is expected of these follows from what was measured.
+        prediction = dataclasses.replace(plan.prediction, step_s=request.step_s * ratio)
+        speeds = ", ".join(f"{speed:.0%}" for speed in choice.speeds)
+        plan = dataclasses.replace(plan, prediction=prediction, reason=f"fastest for ranks at speeds of {speeds}")
+        return Replan(
+            plan=plan, analysis=analysis, step_ratio=ratio, speeds=choice.speeds, priced_s=(present_s, step_s)
+        )
+    return None
 
 
 LEANER_SHARE = 0.8

@@ -21,7 +21,7 @@ from meshwright.jobs.layouts import (
     make_plans,
     name_leaner_layout,
     plan_for_fewer_ranks,
-    replan_stages,
+    replan_layout,
 )
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.mirrored_run import fetch_checkpoint
@@ -46,7 +46,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.monitor.trackers.registry import check_trackers
 from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
-from meshwright.resilience.planning import Planning, Replan
+from meshwright.resilience.planning import Planning, Replan, ReplanRequest
 from meshwright.resilience.run_lock import RunLock
 from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
@@ -193,7 +193,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     offers = make_plans(config, model, machines, max(1, trial_count), say)
     _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
     watched = config.recovery.enabled and context is None
-    check_replan(config, offers[0][0].layout, machines.nodes if watched else 0, machines.devices.kind)
+    check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
     job = _make_job(config, model, token_set, offers[0], hooks)
     if trial_count:
         trial_results = run_trials(job, offers, say)
@@ -302,8 +302,8 @@ def _make_planning(
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
 
-    def replan(layout: Layout, busy_s: Sequence[float], step_s: float) -> Replan | None:
-        return replan_stages(config, model, machines, layout, busy_s, step_s)
+    def replan(request: ReplanRequest) -> Replan | None:
+        return replan_layout(config, model, machines, request)
 
     return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan, replan=replan)
 

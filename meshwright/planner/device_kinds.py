@@ -1,43 +1,71 @@
-"""Finds the kind of device of each rank on a cluster with several kinds."""
+"""The kind of device of each rank: of a cluster with several kinds, or of equal devices at measured speeds."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.cluster.device import Device
 from meshwright.planner.cost.groups import Machine
 from meshwright.units import format_bytes
 
-Kind = tuple[Device, Machine, int]
-"""(device, its machine, number of such devices in a row, in rank order)."""
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceKinds:
+    """The kinds of device, and which of them each rank has."""
 
-def kinds_of(cluster: Cluster) -> list[Kind]:
-    """Returns the runs of equal devices in rank order; links between kinds are the slowest of them."""
-    fabric = cluster.fabric()
-    runs: list[Kind] = []
-    for group in cluster.groups:
-        device = group.node.device
-        if runs and runs[-1][0] == device:
-            runs[-1] = (device, runs[-1][1], runs[-1][2] + group.devices)
-        else:
-            runs.append((device, Machine(device=device, fabric=fabric, host=cluster.host), group.devices))
-    return runs
+    machines: tuple[Machine, ...]
+    """Device and links of each kind."""
+    of_rank: tuple[int, ...]
+    """Index into ``machines`` of each rank."""
+    may_mix: bool = False
+    """Whether a stage or a reader may lie on several kinds, of which the last in ``machines`` sets its pace."""
 
-
-def kinds_of_runs(kinds: Sequence[Kind], size: int) -> list[int] | None:
-    """Returns the index of the kind of each run of ``size`` ranks; None where a run would span two kinds."""
-    run_kinds: list[int] = []
-    for kind, (_, _, count) in enumerate(kinds):
-        if count % size:
+    def of_runs(self, size: int) -> list[int] | None:
+        """Returns the index of the kind of each run of ``size`` ranks; None where a run would span two kinds."""
+        runs = [self.of_rank[first : first + size] for first in range(0, len(self.of_rank), size)]
+        if not self.may_mix and any(len(set(run)) > 1 for run in runs):
             return None
-        run_kinds += [kind] * (count // size)
-    return run_kinds
+        return [max(run) for run in runs]
+
+    def limits_bytes(self, usable: float) -> list[float]:
+        """Returns the bytes of each kind's device that may be filled, at a share ``usable`` of its memory."""
+        return [usable * machine.device.memory_bytes for machine in self.machines]
+
+
+def kinds_of(cluster: Cluster) -> DeviceKinds:
+    """Returns the kinds of a cluster's devices; links between kinds are the slowest of them."""
+    fabric, machines, of_rank = cluster.fabric(), list[Machine](), list[int]()
+    for group in cluster.groups:
+        machine = Machine(device=group.node.device, fabric=fabric, host=cluster.host)
+        if machine not in machines:
+            machines.append(machine)
+        of_rank += [machines.index(machine)] * group.devices
+    return DeviceKinds(machines=tuple(machines), of_rank=tuple(of_rank))
+
+
+def kinds_of_speeds(cluster: Cluster, speeds: Sequence[float]) -> DeviceKinds:
+    """Returns the kinds of equal devices that compute at different speeds, the fastest first.
+
+    A stage or reader may lie on several of them, since no wire or memory differs, and takes as long as its slowest.
+
+    Args:
+        cluster: of one kind of device.
+        speeds: of each rank, as a factor on the device's rates, above 0.
+    """
+    machine, levels = Machine.of(cluster), sorted(set(speeds), reverse=True)
+    machines = tuple(
+        Machine(device=machine.device.scaled(speed, machine.device.memory_bytes), fabric=machine.fabric,
+                host=machine.host)
+        for speed in levels
+    )  # fmt: skip
+    return DeviceKinds(machines=machines, of_rank=tuple(map(levels.index, speeds)), may_mix=True)
 
 
 def describe_kinds(cluster: Cluster) -> str:
     """Returns the kinds of a cluster with their memory, for people."""
-    return ", ".join(
-        f"{count}x{device.name} ({format_bytes(device.memory_bytes)})" for device, _, count in kinds_of(cluster)
-    )
+    kinds = kinds_of(cluster)
+    runs = [(kind, len(list(ranks))) for kind, ranks in itertools.groupby(kinds.of_rank)]
+    devices = [(count, kinds.machines[kind].device) for kind, count in runs]
+    return ", ".join(f"{count}x{device.name} ({format_bytes(device.memory_bytes)})" for count, device in devices)

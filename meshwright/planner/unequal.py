@@ -21,7 +21,7 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks, UnequalRankTimes
-from meshwright.planner.device_kinds import Kind, describe_kinds, kinds_of, kinds_of_runs
+from meshwright.planner.device_kinds import DeviceKinds, describe_kinds, kinds_of
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
 from meshwright.planner.uneven_split import uneven_data_layouts, uneven_pipelines
@@ -78,7 +78,7 @@ def _refuse_limits(question: Question) -> None:
             )
 
 
-def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Array]:
+def _timed(question: Question, kinds: DeviceKinds) -> tuple[list[Layout], Array]:
     """Returns the N layouts of both families and their seconds a step, (N,) float64; inf where one doesn't fit."""
     layouts: list[Layout] = []
     seconds = [np.zeros(0)]
@@ -88,7 +88,7 @@ def _timed(question: Question, kinds: Sequence[Kind]) -> tuple[list[Layout], Arr
     return layouts, np.concatenate(seconds)
 
 
-def _step_seconds(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Array:
+def _step_seconds(question: Question, kinds: DeviceKinds, layouts: Sequence[Layout]) -> Array:
     """Returns seconds a step of N layouts of equal pp, (N,) float64; inf where one doesn't fit."""
     seconds = np.full(len(layouts), -np.inf)
     for run in _priced_runs(question, kinds, layouts):
@@ -97,13 +97,13 @@ def _step_seconds(question: Question, kinds: Sequence[Kind], layouts: Sequence[L
 
 
 def _fastest_candidates(
-    question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout], seconds: Array, show: int
+    question: Question, kinds: DeviceKinds, layouts: Sequence[Layout], seconds: Array, show: int
 ) -> list[Candidate]:
     """Returns the ``show`` fastest layouts priced in full, fastest first; ``seconds`` is (N,) float64."""
     # A layout may be a rounding error slower here than priced alone, so ties with the last one are priced in full too.
     slowest_kept_s = np.sort(seconds)[:show][-1] if len(seconds) else 0.0
     kept_indices = np.flatnonzero(np.isfinite(seconds) & (seconds <= slowest_kept_s * (1 + ROUNDING_TOLERANCE)))
-    candidates = [_candidate(question, kinds, layouts[index]) for index in kept_indices.tolist()]
+    candidates = [price_unequal(question, kinds, layouts[index]) for index in kept_indices.tolist()]
     return sorted(
         [candidate for candidate in candidates if candidate is not None], key=lambda candidate: candidate.price.step_s
     )
@@ -126,23 +126,23 @@ class _PricedRun:
         return np.asarray((self.ranks.memory()["peak"] <= self.limits_bytes).all(axis=1))
 
 
-def _priced_runs(question: Question, kinds: Sequence[Kind], layouts: Sequence[Layout]) -> Iterator[_PricedRun]:
+def _priced_runs(question: Question, kinds: DeviceKinds, layouts: Sequence[Layout]) -> Iterator[_PricedRun]:
     """Yields the prices of N layouts with equally many stages; none of those that the batch's rows don't divide."""
-    blocks, limits = len(question.job.shape.blocks), [question.usable * kind[0].memory_bytes for kind in kinds]
+    blocks, limits = len(question.job.shape.blocks), kinds.limits_bytes(question.usable)
 
     def price(batch: LayoutBatch, kind: int) -> RankTimes:
         engine = question.runtime.for_layout(layouts[0])
-        return RankTimes(LayerCosts.of(question.job, batch, kinds[kind][1], engine))
+        return RankTimes(LayerCosts.of(question.job, batch, kinds.machines[kind], engine))
 
     indices = [index for index, layout in enumerate(layouts) if _divides_batch(question, layout)]
     if not indices:
         return
     pp = layouts[0].degree(Mechanics.STAGES)
     if pp > 1:
-        stage_kinds = kinds_of_runs(kinds, question.cluster.devices // pp)
+        stage_kinds = kinds.of_runs(question.cluster.devices // pp)
         if stage_kinds is not None:
             batch = LayoutBatch.from_layouts([layouts[index] for index in indices], blocks)
-            ranks = UnequalRankTimes([price(batch, kind) for kind in range(len(kinds))], stage_kinds)
+            ranks = UnequalRankTimes([price(batch, kind) for kind in range(len(kinds.machines))], stage_kinds)
             yield _PricedRun(ranks=ranks, layout_index=np.array(indices), limits_bytes=np.array(limits)[stage_kinds])
         return
     readers_by_kind: dict[int, list[tuple[int, int]]] = {}
@@ -164,9 +164,10 @@ def _divides_batch(question: Question, layout: Layout) -> bool:
     return True
 
 
-def _readers(question: Question, kinds: Sequence[Kind], layout: Layout) -> list[tuple[int, int]]:
+def _readers(question: Question, kinds: DeviceKinds, layout: Layout) -> list[tuple[int, int]]:
     """Returns the distinct readers of a data layout: (batch rows if all readers were like it, index of the kind)."""
-    reader_kinds, shares = kinds_of_runs(kinds, layout.degree(Mechanics.MATRICES)), layout.reader_shares()
+    shares = layout.reader_shares()
+    reader_kinds = kinds.of_runs(layout.world // len(shares))
     rows_per_share = question.job.rows // sum(shares) * len(shares)
     return sorted({(share * rows_per_share, kind) for share, kind in zip(shares, reader_kinds or ())})
 
@@ -186,11 +187,11 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
         if is_pipelined
         else layout.degree(Mechanics.MATRICES)
     )
-    if kinds_of_runs(kinds, ranks_per_run) is None:
+    if kinds.of_runs(ranks_per_run) is None:
         raise PlanError(f"its stages would lie on several kinds of device ({describe_kinds(question.cluster)})")
     question = dataclasses.replace(question, job=job_for(question.job, layout, question.cluster))
     check_host(question.job, layout, question.cluster, question.runtime)
-    candidate = _candidate(question, kinds, layout)
+    candidate = price_unequal(question, kinds, layout)
     if candidate is None:
         return f"doesn't fit the device of some stage or reader ({describe_kinds(question.cluster)})"
     return f"fits, {format_seconds(candidate.price.step_s)} a step: {against(candidate, choice.best[0], question.same)}"
@@ -220,7 +221,18 @@ def _compare_single_kinds(question: Question, best: Candidate) -> tuple[str, ...
     return tuple(sentences)
 
 
-def _candidate(question: Question, kinds: Sequence[Kind], layout: Layout) -> Candidate | None:
+def price_layouts(question: Question, kinds: DeviceKinds, layouts: Sequence[Layout]) -> Array:
+    """Returns seconds a step of any N layouts, (N,) float64; inf where one doesn't fit, or doesn't divide the batch."""
+    indices_by_pp: dict[int, list[int]] = {}
+    for index, layout in enumerate(layouts):
+        indices_by_pp.setdefault(layout.degree(Mechanics.STAGES), []).append(index)
+    seconds = np.full(len(layouts), np.inf)
+    for indices in indices_by_pp.values():
+        seconds[indices] = _step_seconds(question, kinds, [layouts[index] for index in indices])
+    return seconds
+
+
+def price_unequal(question: Question, kinds: DeviceKinds, layout: Layout) -> Candidate | None:
     """Returns the layout with the price of its slowest reader; None where a stage or reader doesn't fit its device."""
     runs = list(_priced_runs(question, kinds, [layout]))
     if not runs or not all(run.fits.all() for run in runs):

@@ -20,9 +20,12 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
-from meshwright.planner.device_kinds import Kind, kinds_of_runs
+from meshwright.planner.device_kinds import DeviceKinds
 from meshwright.planner.space import divisors
+from meshwright.schedules.file import find_choice
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.balanced_cuts import Cuts
+from meshwright.spec.balanced_shares import balanced_shares
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
@@ -36,11 +39,11 @@ MAX_ROWS_PER_READER = 64
 """Most rows of a micro-batch for each reader: finer shares would need batches of special sizes."""
 
 
-def uneven_pipelines(question: Question, kinds: Sequence[Kind]) -> Iterator[list[Layout]]:
+def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[Layout]]:
     """Yields the pipelines over all kinds, with their layers split; each list has one number of stages."""
     job, world = question.job, question.cluster.devices
     for pp in divisors(world):
-        stage_kinds = kinds_of_runs(kinds, world // pp)
+        stage_kinds = kinds.of_runs(world // pp)
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks):
             yield _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
 
@@ -70,18 +73,18 @@ def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
 
 
 def _with_layers_split(
-    question: Question, kinds: Sequence[Kind], stage_kinds: Sequence[int], layouts: Sequence[Layout]
+    question: Question, kinds: DeviceKinds, stage_kinds: Sequence[int], layouts: Sequence[Layout]
 ) -> list[Layout]:
     """Returns the layouts with the split that minimizes the slowest stage within each kind's memory.
 
-    Layouts without such a split are left out. ``stage_kinds`` holds the index into ``kinds`` of each stage.
+    Layouts without such a split are left out. ``stage_kinds`` holds the index of each stage's kind.
     """
     if not layouts:
         return []
     job, stages, count = question.job, len(stage_kinds), len(question.job.shape.blocks)
     batch = LayoutBatch.from_layouts(layouts, count)
     seconds = layer_seconds(question, kinds, batch)
-    stage_limits_bytes = np.array([question.usable * kinds[kind][0].memory_bytes for kind in stage_kinds])
+    stage_limits_bytes = np.array(kinds.limits_bytes(question.usable))[stage_kinds]
     max_layers = np.full((len(layouts), stages), count)
     splits: dict[int, StageSplit] = {}
     open_indices = np.arange(len(layouts))
@@ -93,7 +96,9 @@ def _with_layers_split(
         named_splits = tuple(tuple(float(size) for size in row) for row in sizes)
         open_batch = dataclasses.replace(batch.take(open_indices), splits=named_splits)
         # Bytes don't depend on the device, so any kind's machine gives them: (N, stages).
-        peak = RankTimes(LayerCosts.of(job, open_batch, kinds[0][1], question.runtime, timed=False)).memory()["peak"]
+        peak = RankTimes(LayerCosts.of(job, open_batch, kinds.machines[0], question.runtime, timed=False)).memory()[
+            "peak"
+        ]
         is_too_full = peak > stage_limits_bytes
         splits |= {
             int(open_indices[i]): StageSplit(tuple(map(int, sizes[i])))
@@ -107,12 +112,34 @@ def _with_layers_split(
     return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
 
 
-def layer_seconds(question: Question, kinds: Sequence[Kind], batch: LayoutBatch) -> Array:
+def split_over_ranks(question: Question, kinds: DeviceKinds, layout: Layout) -> StageSplit | None:
+    """Returns a pipeline's split of the layers that minimizes its slowest stage; None where no split fits the memory.
+
+    Args:
+        question: whose batch the layout divides.
+        kinds: of its ranks.
+        layout: a pipeline, of one stage a rank or several.
+    """
+    degree, count = layout.degree(Mechanics.STAGES), len(question.job.shape.blocks)
+    rank_kinds, stages = kinds.of_runs(layout.world // degree), degree * layout.stages_per_rank
+    if rank_kinds is None or stages > count:
+        return None
+    if layout.stages_per_rank == 1:
+        split_layouts = _with_layers_split(question, kinds, rank_kinds, [layout])
+        return split_layouts[0].split if split_layouts else None
+    spec = find_choice(layout.schedule)
+    stage_kinds = [rank_kinds[spec.rank_of(stage, degree)] for stage in range(stages)]
+    seconds = layer_seconds(question, kinds, LayoutBatch.from_layouts([layout], count))
+    sizes = stage_sizes(seconds, stage_kinds, np.full((1, stages), count))[0]
+    return StageSplit(tuple(map(int, sizes))) if sizes.min() > 0 else None
+
+
+def layer_seconds(question: Question, kinds: DeviceKinds, batch: LayoutBatch) -> Array:
     """Returns seconds of each layer on a micro-batch, (N, kinds, L) float64; the last layer includes the head."""
     job = question.job
     block_kind_of, kind_blocks = block_kinds(job.shape)
-    seconds = np.empty((batch.count, len(kinds), len(block_kind_of)))
-    for kind, (_, machine, _) in enumerate(kinds):
+    seconds = np.empty((batch.count, len(kinds.machines), len(block_kind_of)))
+    for kind, machine in enumerate(kinds.machines):
         model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
         seconds_by_block_kind = [
             np.broadcast_to(_device_s(model.price_layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
@@ -138,12 +165,12 @@ def stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -
     return np.concatenate(size_chunks)
 
 
-def uneven_data_layouts(question: Question, kinds: Sequence[Kind]) -> Iterator[Layout]:
+def uneven_data_layouts(question: Question, kinds: DeviceKinds) -> Iterator[Layout]:
     """Yields the data layouts over all kinds, with rows in proportion to the readers' speeds."""
     job, world, space = question.job, question.cluster.devices, question.space
     heads = max((block.heads for block in job.shape.blocks), default=1) or 1
     for tp in (size for size in divisors(world) if size <= space.domain and heads % size == 0):
-        reader_kinds = kinds_of_runs(kinds, tp)
+        reader_kinds = kinds.of_runs(tp)
         if reader_kinds is None:
             continue
         readers, speeds = world // tp, _reader_speeds(question, kinds, tp)
@@ -165,27 +192,18 @@ def uneven_data_layouts(question: Question, kinds: Sequence[Kind]) -> Iterator[L
                     )
 
 
-def _reader_speeds(question: Question, kinds: Sequence[Kind], tp: int) -> list[float]:
+def _reader_speeds(question: Question, kinds: DeviceKinds, tp: int) -> list[float]:
     """Returns rows a second of a reader of each kind."""
     job = dataclasses.replace(question.job, rows=1)
     layout = dataclasses.replace(
         question.base, degrees=named_degrees(tp=tp), sequence=tp > 1 and question.space.sequence
     )
-    costs = [price(job, layout, machine, question.runtime).stages[0] for _, machine, _ in kinds]
+    costs = [price(job, layout, machine, question.runtime).stages[0] for machine in kinds.machines]
     return [1.0 / (cost.forward_s + cost.backward_s) for cost in costs]
 
 
 def _row_shares(speeds: Sequence[float], rows: int) -> list[int] | None:
-    """Returns rows of each reader in a micro-batch, in proportion to its speed; None where a reader would get none.
-
-    Largest-remainder rounding: rows that are left over go to the readers with the largest remainders.
-    """
+    """Returns rows of each reader in a micro-batch by its speed; None where a reader would get none, or too many."""
     if rows < len(speeds) or rows > MAX_ROWS_PER_READER * len(speeds):
         return None
-    total_speed = sum(speeds)
-    ideal_rows = [rows * speed / total_speed for speed in speeds]
-    shares = [max(1, int(value)) for value in ideal_rows]
-    by_remainder = sorted(range(len(speeds)), key=lambda reader: (shares[reader] - ideal_rows[reader], reader))
-    for reader in by_remainder[: max(0, rows - sum(shares))]:
-        shares[reader] += 1
-    return shares if sum(shares) == rows else None
+    return balanced_shares([1.0 / speed for speed in speeds], [rows] * len(speeds), rows)

@@ -19,7 +19,7 @@ from meshwright.resilience.controller import Controller
 from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
 from meshwright.resilience.local_node import LocalNode
 from meshwright.resilience.membership import LeadershipLost, MinorityPartition, PeerMembership
-from meshwright.resilience.messages import Busy, End, Fence, Message, Order, Ready, Reconfigure, Start
+from meshwright.resilience.messages import Busy, ComputeTimes, End, Fence, Message, Order, Ready, Reconfigure, Start
 from meshwright.resilience.peer_storage import PeerStorage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection
 from meshwright.resilience.planning import Planning
@@ -287,6 +287,8 @@ class Agent(Supervisor):
 
         def watch(ranks: GenerationRanks) -> None:
             self._local.poll(ranks)
+            if ranks.times is not None and (times := ranks.times.read_new()) is not None:
+                connection.send(ComputeTimes(order.generation, times))
             for message in self._receive(connection, claim, 0.0):
                 if isinstance(message, Fence) and message.generation == order.generation:
                     # Only this generation's fence counts: one of an earlier generation may still be on its way.

@@ -257,7 +257,7 @@ class Controller:
         members, local = self._members, self._local
         self.order = order
         members.begin_generation()
-        self._replanner.begin_generation(order.plan.layout)
+        self._replanner.begin_generation(order.plan)
         # Forking the ranks blocks this thread: without Busy the followers would take the silence for a loss.
         members.broadcast(Busy(_BUSY_S))
         members.broadcast(Start(order))
@@ -321,7 +321,7 @@ class Controller:
                 raise GenerationAborted(f"node {node} reports a failure")
         # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
         grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
-        replans = self._replanner.poll(stamps, ranks.times)
+        replans = self._replanner.poll([stamp.step for stamp in stamps], members.gather_times(order, ranks.times))
         if (grows or replans) and not ranks.control.reconfiguration_requested:
             ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))

@@ -6,6 +6,7 @@ A **generation** is the life of one set of ranks, from their fork until all of t
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from meshwright.train.outcome import TrainOutcome
 UNRECOVERABLE = (ConfigError, PlanError, DataError, ClusterError)
 """Errors that a restart can't repair."""
 _DAMAGED = "is damaged"
+_TWICE_AT_START = "the ranks failed twice in this way before a step, so a third start would too: change what it names"
 
 
 class Ending(enum.Enum):
@@ -105,20 +107,28 @@ class RestartBudget:
         self._attempts = attempts
         self._furthest_step = -1
         self._failures = 0
+        self._start_reason = ""
+        self.fails_at_start = False
+        """Whether the last two failures were the same, of all ranks at their start: a setting that can't work."""
 
     @property
     def failures_without_progress(self) -> int:
         """Failures in a row after the first without a new step between them."""
         return max(0, self._failures - 1)
 
-    def record_failure(self, error: MeshwrightError, furthest_step: int, raised_at: int | None) -> bool:
+    def record_failure(
+        self, error: MeshwrightError, furthest_step: int, raised_at: int | None, start_reason: str = ""
+    ) -> bool:
         """Records a failure, and returns whether the budget is exhausted, so that the run ends.
 
         Args:
             error: of the failure.
             furthest_step: of any rank.
             raised_at: step of the rank that failed first, if by an exception in it; else None.
+            start_reason: of `describe_start_failure`; empty for another failure.
         """
+        self.fails_at_start = bool(start_reason) and start_reason == self._start_reason
+        self._start_reason = start_reason
         # Any new step is progress: only failures without one exhaust the attempts.
         self._failures = 1 if furthest_step > self._furthest_step else self._failures + 1
         # An exception at a step that the run had not got past before is reproducible: a restart would repeat it.
@@ -127,7 +137,20 @@ class RestartBudget:
         # A state that can't be restored is refused and an older one tried: no reproducible error.
         if isinstance(error, CheckpointError) and RESTORING in str(error):
             return self._failures > self._attempts
-        return not isinstance(error, LaunchError) or repeated or self._failures > self._attempts
+        in_vain = repeated or self.fails_at_start or self._failures > self._attempts
+        return not isinstance(error, LaunchError) or in_vain
+
+
+def describe_start_failure(failure: NodeFailure) -> str:
+    """Returns the reason of a failure of all ranks before their first step; empty for that of one rank, or a later one.
+
+    Numbers are left out, since ranks, ports and seconds differ from one start to the next.
+    """
+    # Without a rank that failed by itself, what they wait for or what starts them is wrong.
+    is_common = failure.rank < 0 or failure.is_echo
+    if failure.phase != "start" or failure.is_hang or not is_common:
+        return ""
+    return re.sub(r"\[rank [^]]*\] |0x[0-9a-f]+|\d+", "", failure.text.splitlines()[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,7 +189,10 @@ def decide_after_failure(
         return FailureDecision(error=error, ends_run=exhausted or interrupted)
     error = error_of(failure.error, failure.text, LaunchError)
     raised_at = failure.step if failure.raised and not failure.is_echo else None
-    exhausted = restart_budget.record_failure(error, verdict.furthest_step, raised_at)
+    start_reason = describe_start_failure(failure)
+    exhausted = restart_budget.record_failure(error, verdict.furthest_step, raised_at, start_reason)
+    if restart_budget.fails_at_start:
+        error = error_of(failure.error, f"{failure.text}\n{_TWICE_AT_START}", LaunchError)
     refused = _refused_state(failure, order)
     blamed = None
     share = order.share(failure.node)

@@ -24,7 +24,7 @@ from meshwright.spec.layout import Layout
 from meshwright.train.flight import Flight
 from meshwright.train.memory import PeerCopies, RecoveryMemory, SupervisorRequests
 from meshwright.train.session import TrainJob
-from meshwright.train.stage_times import PublishedTimes, can_resplit
+from meshwright.train.stage_times import PublishedTimes, can_replan
 
 _IDLE_LIMIT_GROWTH = 4.0
 """Factor on the idle limit after each failure without a new step: the last one may have been no hang."""
@@ -66,7 +66,7 @@ class GenerationRanks:
         self.disk = tuple(Segment() for _ in range(count)) if writes else ()
         """Each rank's segment for checkpoints; empty when ranks write themselves."""
         self.control = SupervisorRequests()
-        self.times = PublishedTimes(count) if job.config.train.replan and can_resplit(layout) else None
+        self.times = PublishedTimes(count) if job.config.train.replan and can_replan(layout, devices.kind) else None
         """Where ranks publish what they computed, for `replanner.Replanner`."""
         self.flight = Flight(count) if devices.kind == "cuda" else None
         self.launcher = ForkLauncher(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from meshwright.checkpoint.remote import remote_snapshot
-from meshwright.checkpoint.snapshot import State, read_snapshots
+from meshwright.checkpoint.snapshot import Snapshot, State, read_snapshots
 from meshwright.errors import MeshwrightError
 from meshwright.launch.devices import Devices
 from meshwright.launch.signals import InterruptCounter
@@ -137,7 +137,26 @@ class LocalNode:
         job = self._make_job(order.plan, analysis)
         state = self.open_state(order.state, order.snapshot_servers) if order.state is not None else None
         devices = self.devices.only(order.share(self.node).slots)
-        ranks = GenerationRanks(job, devices, order, self.interrupts, self.storage.place_ranks(order))
+        with contextlib.ExitStack() as opened:
+            node_ranks = self.storage.place_ranks(order)
+            if node_ranks is not None and node_ranks.listener is not None:
+                # The launcher closes it too, but ranks that never start have none.
+                opened.callback(node_ranks.listener.close)
+            ranks = GenerationRanks(job, devices, order, self.interrupts, node_ranks)
+            opened.callback(ranks.close)
+            self._run_ranks(order, job, ranks, state, watch, wake, fence)
+
+    def _run_ranks(
+        self,
+        order: Order,
+        job: TrainJob,
+        ranks: GenerationRanks,
+        state: State | None,
+        watch: Watch,
+        wake: int,
+        fence: Fence | None,
+    ) -> None:
+        """Starts the ranks, waits for their end, and keeps their snapshots; see `run`."""
         error: MeshwrightError | None = None
         try:
             copied = self.storage.start(order, job, ranks, state, fence)
@@ -162,9 +181,11 @@ class LocalNode:
                 failure=self._describe_failure(error, ranks) if error is not None else None,
                 furthest_step=ranks.furthest_step,
             )
-            with contextlib.closing(ranks):
+            received: list[Snapshot] = []
+            try:
                 # What receives snapshots must end before they are read.
                 received = self.storage.stop(ranks, self.end.outcome is not None)
+            finally:
                 local = read_snapshots(ranks.all_segments())
                 self.snapshots = retain_snapshots(order, self.snapshots, local, received)
 

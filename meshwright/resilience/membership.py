@@ -11,8 +11,9 @@ from meshwright.resilience.claims import PRESENCE_S, Claim, Claims
 from meshwright.resilience.generation_ranks import Fence as FenceCheck
 from meshwright.resilience.generation_ranks import GenerationAborted
 from meshwright.resilience.local_node import LocalNode
-from meshwright.resilience.messages import Device, Fence, Message, NodeReport, Order, Ready
+from meshwright.resilience.messages import ComputeTimes, Device, Fence, Message, NodeReport, Order, Ready
 from meshwright.resilience.peers import Hub, PeerConnection, pump_until
+from meshwright.train.stage_times import PublishedTimes, RankTime
 
 _FENCE_S = 20.0
 
@@ -47,6 +48,7 @@ class Membership:
         """Nodes lost since the generation began, with the reason."""
         self.lost_at: float | None = None
         """time.monotonic() at which the first of them was lost."""
+        self._compute_times: dict[int, tuple[RankTime, ...]] = {}
 
     def report_local(self) -> None:
         """Prepares this node for another generation."""
@@ -58,7 +60,21 @@ class Membership:
 
     def begin_generation(self) -> None:
         """Forgets the nodes that were lost before a generation."""
-        self.lost_nodes, self.lost_at = {}, None
+        self.lost_nodes, self.lost_at, self._compute_times = {}, None, {}
+
+    def gather_times(self, order: Order, published: PublishedTimes | None) -> list[RankTime] | None:
+        """Returns the newest times of all ranks in rank order; None while some node's are missing.
+
+        Args:
+            order: of the ranks' generation.
+            published: those of this node's ranks; None where nobody asks.
+        """
+        if published is not None and (times := published.read_new()) is not None:
+            self._compute_times[self.local.node] = times
+        shares = sorted(order.shares, key=lambda share: share.first_rank)
+        if any(len(self._compute_times.get(share.node, ())) != len(share.slots) for share in shares):
+            return None
+        return [rank_time for share in shares for rank_time in self._compute_times[share.node]]
 
     def pump(self, seconds: float) -> None:
         """Waits, and processes what other nodes send."""
@@ -154,6 +170,10 @@ class PeerMembership(Membership):
         for connection, message in messages:
             if isinstance(message, Ready):
                 self._handle_ready(connection, message.report)
+            elif isinstance(message, ComputeTimes) and message.generation == self.generation:
+                # Whose ranks they are is what the connection says, not the message.
+                nodes = [node for node, known in self._connections.items() if known is connection]
+                self._compute_times |= dict.fromkeys(nodes, message.times)
         for connection in lost_connections:
             for node, member_connection in list(self._connections.items()):
                 if member_connection is connection:

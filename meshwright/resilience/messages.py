@@ -5,6 +5,7 @@ On a run of one node the same records pass from function to function, and none l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ from meshwright.spec.plan import Plan
 from meshwright.train.copies import Element
 from meshwright.train.integrity import Damage
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.stage_times import RankTime
 
-VERSION = 4
+VERSION = 5
 """Version of the messages below; supervisors of different versions refuse each other's."""
 Device = tuple[int, int]
 """A node and the number of one of its devices."""
@@ -284,7 +286,22 @@ class End:
     error: str
 
 
-Message = Beat | Busy | Ready | Start | Reconfigure | Fence | End
+@dataclass(frozen=True)
+class ComputeTimes:
+    """What the ranks of a follower computed, which the leader's planner asks for."""
+
+    generation: int
+    times: tuple[RankTime, ...]
+    """Of the node's ranks, in their order."""
+
+    def __post_init__(self) -> None:
+        """Refuses times that no step takes."""
+        seconds = [seconds for rank_time in self.times for seconds in (rank_time.busy_s, rank_time.step_s)]
+        if not all(math.isfinite(value) and value > 0.0 for value in seconds):
+            raise ValueError("a rank's seconds of a step must be finite and above 0")
+
+
+Message = Beat | Busy | Ready | Start | Reconfigure | ComputeTimes | Fence | End
 
 
 @dataclass(frozen=True)
@@ -315,10 +332,10 @@ def _decode_plan(values: Any) -> Plan:
 
 _CONTENTS = (
     *(Address, SnapshotRecord, Ports, NodeFailure, GenerationEnd, NodeReport, NodeShare, StateLocation, CopyPlan),
-    *(RewindState, Order, TrainOutcome, Damage, Element),
+    *(RewindState, Order, TrainOutcome, Damage, Element, RankTime),
 )
 CODEC = RecordCodec(
-    (Beat, Busy, Ready, Start, Reconfigure, Fence, End, Envelope, *_CONTENTS),
+    (Beat, Busy, Ready, Start, Reconfigure, ComputeTimes, Fence, End, Envelope, *_CONTENTS),
     customs={Plan: (Plan.to_json, _decode_plan)},
 )
 """Messages to JSON and back."""

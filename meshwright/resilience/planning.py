@@ -22,24 +22,40 @@ Planner = Callable[[int], Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replan:
-    """Another split of a pipeline's layers, ready to run."""
+    """Another layout of the same ranks, ready to run."""
 
     plan: Plan
-    """With the split."""
-    analysis: ModelAnalysis
-    """Of its layout."""
+    """Of the layout."""
+    analysis: ModelAnalysis | None = None
+    """Of its model; None where it has to be made again."""
     step_ratio: float
     """Expected seconds of a step under it over the present ones."""
-    speeds: tuple[float, ...]
-    """Of each stage, as a share of the fastest's."""
+    speeds: tuple[float, ...] = ()
+    """Of each rank, as a share of the fastest's; empty for a layout whose step was measured."""
+    priced_s: tuple[float, float] | None = None
+    """Priced seconds of a step under the present layout and under this one; None where it was measured."""
 
 
-Replanning = Callable[[Layout, Sequence[float], float], Replan | None]
-"""Maps (layout, seconds that each stage computes, seconds of a step) to a faster split; None where there is none."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReplanRequest:
+    """What the planner is asked for while a run goes on."""
+
+    layout: Layout
+    """The present one."""
+    busy_s: tuple[float, ...]
+    """Seconds of a step that each rank computed."""
+    step_s: float
+    """Seconds of a step."""
+    disappointing: frozenset[str] = frozenset()
+    """Layouts that brought less than they promised, which aren't tried again."""
 
 
-def no_replan(layout: Layout, busy_s: Sequence[float], step_s: float) -> None:
-    """Returns no other split."""
+Replanning = Callable[[ReplanRequest], Replan | None]
+"""Returns a faster layout for measured speeds; None where there is none."""
+
+
+def no_replan(request: ReplanRequest) -> None:
+    """Returns no other layout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +69,7 @@ class Planning:
     announce_plan: Callable[[Plan], None]
     """Called with each later plan before its ranks start."""
     replan: Replanning = no_replan
-    """Returns a faster split of a pipeline's layers at measured speeds."""
+    """Returns a faster layout at measured speeds."""
 
 
 class PlanPrefetcher:

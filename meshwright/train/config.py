@@ -84,8 +84,8 @@ class TrainConfig(Config):
     """Every this many steps, move rows from readers that compute slowly to faster ones, where that makes the step at
     least 5 % faster; the global batch stays the same. 0 never does."""
     replan: int = 0
-    """Every this many steps, ask the planner which split of a pipeline's layers is fastest at their measured speeds;
-    the ranks start again under it where that wins more than it costs. 0 never does."""
+    """Every this many steps, ask the planner which layout is fastest at the ranks' measured speeds; they start again
+    under it where that wins more than it costs. A named layout moves its layers or rows alone. 0 never does."""
     sample: str = ""
     """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
     sample_tokens: int = 200

@@ -333,7 +333,7 @@ def _speed_hooks(
     if train.rebalance and not fixed_shares_reason(train, layout, job.analysis.rows):
         hooks.append(_make_balancer(context, job, program, feed, monitor))
     if job.memory is not None and job.memory.times is not None:
-        assert program.mesh is not None  # `can_resplit`: there are several stages
+        assert program.mesh is not None  # `can_replan`: there are several ranks
         hooks.append(TimePublisher(job.memory.times, context.local_rank, train.replan, program.mesh.log))
     return hooks
 

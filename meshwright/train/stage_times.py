@@ -1,4 +1,4 @@
-"""Each rank's compute time, published to the supervisor, which asks the planner for a better split of the layers."""
+"""Each rank's compute time, published to the supervisor, which asks the planner for a better layout."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class PublishedTimes:
 
     def __init__(self, ranks: int) -> None:
         self._ranks, self._segment = ranks, Segment()
+        self._read_step = 0
         self._map = self._segment.map(_RECORD.size * ranks)
 
     def publish(self, rank: int, time: RankTime) -> None:
@@ -53,6 +54,14 @@ class PublishedTimes:
         """Returns all ranks' times of one window, in rank order; None until every rank has published it."""
         times = [RankTime(*_RECORD.unpack_from(self._map, _RECORD.size * rank)) for rank in range(self._ranks)]
         return times if times[0].step > 0 and len({time.step for time in times}) == 1 else None
+
+    def read_new(self) -> tuple[RankTime, ...] | None:
+        """Returns all ranks' times of a window that it hasn't returned yet, in rank order; None without one."""
+        times = self.read()
+        if times is None or times[0].step == self._read_step:
+            return None
+        self._read_step = times[0].step
+        return tuple(times)
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -92,39 +101,73 @@ class TimePublisher:
         return Request.NONE
 
 
-def can_resplit(layout: Layout) -> bool:
-    """Returns whether a layout has layers that can move between ranks: a pipeline with one stage a rank."""
-    return layout.degree(Mechanics.STAGES) > 1 and layout.stages_per_rank == 1 and layout.islands == 1
+def can_replan(layout: Layout, kind: str) -> bool:
+    """Returns whether the compute times of a layout's ranks say how fast they are, so that another can be chosen.
+
+    Args:
+        layout: of the ranks.
+        kind: of device.
+    """
+    # On GPUs nothing measures how long a stage waits for another.
+    return layout.world > 1 and layout.islands == 1 and (kind == "cpu" or layout.degree(Mechanics.STAGES) == 1)
 
 
-def check_replan(config: RunConfig, layout: Layout, supervisors: int, kind: str) -> None:
-    """Refuses, before a rank starts, a run whose layers can't move while it runs.
+def fixed_layout_reason(config: RunConfig, layout: Layout) -> str:
+    """Returns why nothing of a layout may change, and what works; empty where something may (`may_change_degrees`)."""
+    if may_change_degrees(config, layout):
+        return ""
+    why = "the user named it" if config.layout != "auto" else "no run begins or ends to round or offload on the way"
+    if layout.degree(Mechanics.STAGES) > 1:
+        if not names_choice(config, "split"):
+            return ""
+        return f"{layout} stays as it is, since {why}, and so do its layers by split={layout.split}: leave split out"
+    if layout.reader(0)[1] == 1:
+        return f"{layout} stays as it is, since {why}, and has neither stages nor readers to move work between"
+    if names_choice(config, "rows"):
+        return f"{layout} stays as it is, since {why}, and so do its shares by rows={layout.rows}: leave rows out"
+    return ""
+
+
+def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
+    """Returns whether the whole layout may change: the planner chose it, and the search knows all that it has.
+
+    A layout that the user named keeps what it names; its layers and rows move, unless it names those too. So does one
+    that rounds, offloads or keeps secondary copies, which a run neither begins nor ends on the way.
+    """
+    is_plain = not layout.is_lossy and layout.offload == "none" and not layout.secondary and not layout.compile
+    return config.layout == "auto" and is_plain
+
+
+def names_choice(config: RunConfig, choice: str) -> bool:
+    """Returns whether the user's layout names a choice, as ``split``."""
+    return config.layout != "auto" and bool(getattr(Layout.parse(config.layout), choice))
+
+
+def check_replan(config: RunConfig, layout: Layout, watched: bool, kind: str) -> None:
+    """Refuses, before a rank starts, a run whose layout can't change while it runs.
 
     Args:
         config: of the run.
         layout: to be run.
-        supervisors: that watch its ranks: 0 where nobody could start them again, else one a node.
+        watched: whether a supervisor could start its ranks again.
         kind: of device.
 
     Raises:
         PlanError: with the rule and the nearest that works.
     """
-    reason, stages = "", layout.degree(Mechanics.STAGES)
     if not config.train.replan:
         return
-    if stages == 1:
-        reason = f"{layout} has no stages: --train.rebalance moves rows between its readers, without a restart"
-    elif layout.stages_per_rank > 1:
-        reason = f"{layout} has {layout.stages_per_rank} stages a rank; use a schedule with one, as 1f1b"
+    if not watched:
+        reason = "nobody starts the ranks again (recovery.enabled = false, torchrun): use meshwright's own launcher"
     elif layout.islands > 1:
         reason = f"{layout} has islands, which end together at a join alone: leave it out"
     elif config.train.rebalance:
         reason = "--train.rebalance changes what a rank's time says of its layers: use one of them"
-    elif supervisors == 0:
-        reason = "nobody starts the ranks again (recovery.enabled = false, torchrun): use meshwright's own launcher"
-    elif supervisors > 1:
-        reason = f"it is built for ranks of one node, and these are on {supervisors}: leave it out"
-    elif kind != "cpu":
-        reason = f"it measures what stages compute on processor cores alone, and these ranks have {kind}: leave it out"
+    elif layout.world == 1:
+        reason = "there is one: leave it out"
+    elif not can_replan(layout, kind):
+        reason = f"how long a stage of {layout} waits for another isn't measured on {kind}: use a layout without pp"
+    else:
+        reason = fixed_layout_reason(config, layout)
     if reason:
-        raise PlanError(f"train.replan = {config.train.replan} moves layers between the stages of a pipeline; {reason}")
+        raise PlanError(f"train.replan = {config.train.replan} moves work between ranks by their speeds; {reason}")

@@ -16,8 +16,8 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
-from meshwright.planner.device_kinds import kinds_of, kinds_of_runs
-from meshwright.planner.unequal import _candidate, _timed, choose_unequal, why_unequal
+from meshwright.planner.device_kinds import kinds_of
+from meshwright.planner.unequal import _timed, choose_unequal, price_unequal, why_unequal
 from meshwright.planner.uneven_split import uneven_pipelines
 from meshwright.spec.layout import Layout
 
@@ -65,11 +65,11 @@ def test_a_slow_device_that_costs_more_than_it_brings_is_named() -> None:
 def test_layers_are_dealt_within_memory() -> None:
     small = dataclasses.replace(question("4xh100+4xa100-80", 64), usable=0.3)
     kinds = kinds_of(small.cluster)
-    rooms = [small.usable * device.memory_bytes for device, _, _ in kinds]
+    rooms = kinds.limits_bytes(small.usable)
     dealt = [layout for some in uneven_pipelines(small, kinds) for layout in some]
     assert dealt and all(sum(layout.split.layers) == 16 for layout in dealt)
     for layout in dealt[:: max(1, len(dealt) // 20)]:
-        places = kinds_of_runs(kinds, 8 // layout.degree("pp"))
+        places = kinds.of_runs(8 // layout.degree("pp"))
         stages = price(small.job, layout, small.machine, small.runtime).stages
         assert all(stage.peak <= rooms[place] for stage, place in zip(stages, places))
 
@@ -81,7 +81,7 @@ def test_many_are_timed_as_one_by_one(text: str) -> None:
     layouts, seconds = _timed(asked, kinds)
     assert len(layouts) == len(seconds) and np.isfinite(seconds).any()
     for at in range(0, len(layouts), 5):
-        one = _candidate(asked, kinds, layouts[at])
+        one = price_unequal(asked, kinds, layouts[at])
         assert seconds[at] == (np.inf if one is None else pytest.approx(one.price.step_s, rel=1e-9)), layouts[at]
 
 
@@ -99,7 +99,7 @@ def test_equal_devices_named_as_two_kinds_cost_what_one_kind_costs() -> None:
 def test_the_parts_of_a_stage_are_those_of_its_own_device() -> None:
     asked = question("4xh100+4xt4", 32)
     layout = Layout.parse("pp=2,replicate=4,microbatches=8,precision=bf16,split=8-8")
-    found = _candidate(dataclasses.replace(asked, usable=1e3), kinds_of(asked.cluster), layout)
+    found = price_unequal(dataclasses.replace(asked, usable=1e3), kinds_of(asked.cluster), layout)
     assert found is not None
     slow = price(asked.job, layout, Cluster.parse("8xt4"), asked.runtime)
     # The second stage decides, on the slower device: its products are those of a pipeline of such devices.

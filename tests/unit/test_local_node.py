@@ -26,6 +26,7 @@ def test_ranks_are_closed_when_their_storage_fails(monkeypatch: pytest.MonkeyPat
     if start_fails:
         storage.start.side_effect = RuntimeError("no room for the keeper")
     monkeypatch.setattr(local_node.dataclasses, "replace", lambda value, **_: value)
+    monkeypatch.setattr(local_node, "retain_snapshots", lambda *_: ["newest"])
     order = SimpleNamespace(generation=0, plan=None, state=None, share=lambda node: SimpleNamespace(slots=()))
     node = local_node.LocalNode(
         cast(TrainJob, None), cast(Devices, MagicMock()), lambda *_: cast(TrainJob, MagicMock()), MagicMock(), storage
@@ -34,3 +35,6 @@ def test_ranks_are_closed_when_their_storage_fails(monkeypatch: pytest.MonkeyPat
     with pytest.raises(CheckpointError, match="full"):
         node.run(cast(Order, order), lambda _ranks: None)
     ranks.close.assert_called_once()
+    # What the ranks left is there all the same, and the store's port is free again, whoever would have closed it.
+    assert node.snapshots == ["newest"]
+    storage.place_ranks.return_value.listener.close.assert_called_once()

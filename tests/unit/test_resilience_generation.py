@@ -231,6 +231,34 @@ def test_patience(attempts: int, failures: list[tuple[MeshwrightError, int, int 
     assert [restart_budget.record_failure(error, reached, raised) for error, reached, raised in failures] == ends
 
 
+def test_what_fails_all_ranks_at_their_start_isnt_tried_a_third_time() -> None:
+    """Settings that can't work end the run with the reason; a lost rank, or a later failure, doesn't."""
+
+    def decide(budget: RestartBudget, furthest: int = 0, **fields: Any) -> Any:
+        known = {"phase": "start", "is_echo": True, "raised": True, "step": 0}
+        verdict = judge_generation(
+            order_of({0: 2}), {0: report(0, end(failed=failure(**known | fields), furthest=furthest))}, ()
+        )
+        return decide_after_failure(verdict, order_of({0: 2}), {}, budget, False)
+
+    timed_out = "[rank {}: replicate 0] wait timeout after {} ms on 127.0.0.1:{}\ntrace"
+    budget = RestartBudget(9)
+    assert not decide(budget, text=timed_out.format(0, 301, 4001)).ends_run
+    last = decide(budget, rank=1, text=timed_out.format(1, 302, 5002))
+    assert last.ends_run and "wait timeout" in str(last.error) and "twice" in str(last.error)
+    for fields in (
+        {"phase": "forward"},
+        {"is_echo": False, "raised": False},  # one rank died by itself: its device may be bad
+        {"is_hang": True},
+    ):
+        budget = RestartBudget(9)
+        assert not any(decide(budget, text="the same", **fields).ends_run for _ in range(3)), fields
+    # No rank at all, since none could be started; and another reason between two of the same.
+    budget, texts = RestartBudget(9), ("no room", "no fork", "no room", "no room")
+    ends = [decide(budget, text=text, is_echo=False, raised=False, rank=-1).ends_run for text in texts]
+    assert ends == [False, False, False, True]
+
+
 def test_fruitless_failures_are_counted_after_the_first() -> None:
     restart_budget, counts = RestartBudget(9), []
     for reached in (5, 5, 5, 6):

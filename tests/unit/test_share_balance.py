@@ -8,9 +8,10 @@ import random
 import pytest
 
 from meshwright.errors import ConfigError, PlanError
+from meshwright.spec.balanced_shares import balanced_shares
 from meshwright.spec.layout import Layout
 from meshwright.train.config import TrainConfig
-from meshwright.train.share_balance import LEAST_GAIN, RankPace, ShareDecision, balanced_shares, check_rebalance
+from meshwright.train.share_balance import LEAST_GAIN, RankPace, ShareDecision, check_rebalance
 
 
 def slowest(shares: list[int], costs: list[float]) -> float:
