@@ -217,6 +217,11 @@ class Order:
         return [share.node for share in self.shares]
 
     @property
+    def devices(self) -> list[Device]:
+        """Node and number of each rank's device."""
+        return [(share.node, slot) for share in self.shares for slot in share.slots]
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.plan.layout.world
