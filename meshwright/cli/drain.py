@@ -13,25 +13,10 @@ from meshwright.errors import ConfigError
 from meshwright.jobs.drain import drain, list_requests
 from meshwright.resilience.drain_requests import DrainRequest
 
-USAGE = """usage: meshwright drain RUN [--node N] [--device D] [--undo] [--why TEXT] [--wait S] [--json]
-
-Takes a node, or one of its devices, out of a run: after a step that all ranks agree on they go on without it, under a
-layout of those that are left, and no step is computed twice. Without --node and --device: lists what is drained.
-
-  --node N       number of the node (0)
-  --device D     number of one of its devices; all of the node's without
-  --undo         let it come back
-  --why TEXT     reason, for the run's events
-  --wait S       seconds to wait for the run's answer (300)
-  --json         the answer as JSON"""
-
 
 def run(argv: Sequence[str]) -> int:
     """Drains a device or lists those that are drained; exit status 0 when the run did it, or will at its start."""
     args = list(argv)
-    if not args or args[0] in ("-h", "--help"):
-        print_result(USAGE)
-        return 0
     undo, as_json = take_flag(args, "--undo"), take_flag(args, "--json")
     node, device = _take_number(args, "--node"), _take_number(args, "--device")
     why, wait_text = take_value(args, "--why") or "", take_value(args, "--wait") or "300"

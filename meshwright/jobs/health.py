@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import socket
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from typing import Any
 from meshwright.doctor.nvml import FAILING_XIDS, Nvml, visible_gpus
 from meshwright.errors import ConfigError
 from meshwright.events import Event
+from meshwright.launch.devices import cuda_environment
 from meshwright.monitor.health import FOLDER
 from meshwright.monitor.rundir import RunReader
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink, LineFile
@@ -97,7 +97,7 @@ class HealthSampler:
         xids = self._nvml.take_xids() if self._nvml is not None else []
         return {
             "time": time.time(), "host": socket.gethostname(), "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
-            "xids": xids, "visible": visible_gpus(gpus, os.environ),
+            "xids": xids, "visible": visible_gpus(gpus, cuda_environment()),
             "nics": dict(self._nic_errors()), "cpu_joules": self._read_energy(),
         }  # fmt: skip
 
