@@ -83,7 +83,7 @@ RUN_PAGES = {
     "serve-outer": HelpPage(
         usage="serve-outer [RECIPE] --listen HOST:PORT --run DIR [options]",
         purpose=(
-            "Makes versions of the outer weights from the rounds of sites: runs of their own, on any machines, under any\n"
+            "Makes versions of the outer weights from rounds of sites: runs of their own, on any machines, under any\n"
             "layouts, which dial in (docs/islands.md). The first hands over the weights. Ctrl-C or SIGTERM saves."
         ),
         options=(
