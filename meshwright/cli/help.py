@@ -3,67 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from meshwright.cli.arguments import print_result, print_settings
 from meshwright.cli.export import ExportConfig
 from meshwright.cli.generate import GenerateConfig
-from meshwright.config import Config
+from meshwright.cli.help_page import JSON, HelpPage, format_row
+from meshwright.cli.run_help import RUN_PAGES
 from meshwright.data.config import DataConfig
 from meshwright.jobs.requests import CalibrateConfig, InspectConfig, LoopConfig, PlanConfig, VerifyConfig
 from meshwright.train.run_config import RunConfig
 
-Row = tuple[str, str]
-"""A flag as it is written, and what it does."""
-_FLAG_WIDTH = 24
-JSON = ("--json", "print the result as JSON on standard output")
 NODES = (
     ("--hostfile FILE", "every host of it over ssh, a 'host slots=8' a line"),
     ("--nodes N --node I", "number of nodes, and this one's from 0, a command on each; with them"),
     ("  --meet HOST:PORT", "address of node 0; --slots S ranks here, --key-file FILE the run's key"),
 )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HelpPage:
-    """The help of a verb."""
-
-    usage: str
-    """Words behind ``meshwright``."""
-    purpose: str
-    """What it does."""
-    settings: tuple[Row, ...]
-    """Settings that people use; fields of the configs."""
-    options: tuple[Row, ...]
-    """Flags and words that are no fields of a config; complete."""
-    examples: tuple[str, ...]
-    """Commands to copy."""
-    status: str
-    """Exit statuses."""
-    configs: tuple[type[Config], ...] = ()
-    """Configs whose fields are flags."""
-
-    def basic_lines(self, verb: str) -> Iterator[str]:
-        """Yields the page that fits a screen."""
-        yield f"usage: meshwright {self.usage}"
-        yield from ("", self.purpose, "")
-        yield from map(_row_line, self.options)
-        if self.settings:
-            yield from ("", f"Settings that people use; meshwright {verb} --help-all lists every one:")
-            yield from map(_row_line, self.settings)
-        yield ""
-        yield from (f"  {example}" for example in self.examples)
-        yield from ("", f"Exit status: {self.status}")
-
-
-def _row_line(row: Row) -> str:
-    flag, meaning = row
-    return f"  {flag:<{_FLAG_WIDTH}}{meaning}" if len(flag) < _FLAG_WIDTH else f"  {flag}  {meaning}"
-
-
 _RECIPE = ("RECIPE.toml", "settings from a file, first of all; flags go over it (meshwright new writes one)")
-PAGES = {
+PAGES = RUN_PAGES | {
     "train": HelpPage(
         usage="train [RECIPE.toml] [--SETTING VALUE ...]",
         purpose="Prepares text, plans, proves, trains, evaluates, checkpoints; the same command goes on after a stop.",
@@ -244,7 +201,7 @@ PAGES = {
         configs=(ExportConfig,),
     ),
 }
-"""The page of each verb that has configs; the other verbs print a page of their own."""
+"""The page of each verb; doctor, chaos, new, runs and completion print one of their own."""
 
 
 def show_help(verb: str) -> None:
@@ -256,7 +213,7 @@ def show_all(verb: str) -> None:
     """Prints every flag of a verb: its own first, then every setting by section."""
     page = PAGES[verb]
     print_result(f"usage: meshwright {page.usage}\n\n{page.purpose}\n\ncommand:")
-    print_result("\n".join(map(_row_line, page.options)))
+    print_result("\n".join(map(format_row, page.options)))
     for config in page.configs:
         print_result("")
         with contextlib.suppress(SystemExit):

@@ -25,6 +25,7 @@ VERBS = {
     "chaos": "break a rank of a run under way on purpose, and tell how the run recovered",
     "status": "where a run stands, and what the scheduler says of its job",
     "logs": "what a run printed; -f follows it",
+    "drain": "take a node or a device out of a run under way, or give it back",
     "cancel": "end a run with a checkpoint, wherever it runs",
     "runs": "list the runs of a folder, compare some, remove what isn't needed any more",
     "watch": "serve the live page of a run directory",

@@ -10,17 +10,10 @@ from meshwright.cli.arguments import print_result, take_flag
 from meshwright.errors import ConfigError
 from meshwright.jobs.run_control import RunStatus, run_status
 
-USAGE = """usage: meshwright status RUN [--json]
-
-Says where the run of a directory stands: its state, its step, who trains, and what the scheduler says of its job."""
-
 
 def run(argv: Sequence[str]) -> int:
     """Prints a run's state; exit status 0 whatever it is."""
     args = list(argv)
-    if not args or args[0] in ("-h", "--help"):
-        print_result(USAGE)
-        return 0
     as_json = take_flag(args, "--json")
     if len(args) != 1:
         raise ConfigError("status takes the directory of one run; meshwright status --help")

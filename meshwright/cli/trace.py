@@ -11,22 +11,12 @@ from meshwright.monitor.rundir import read_run
 from meshwright.monitor.trace import write_trace
 from meshwright.spec.layout import Layout
 
-USAGE = """usage: meshwright trace RUN [--to FILE]
-
-Writes the recorded steps of the run directory RUN, under way or ended, as a trace of all ranks (phases, waits for
-collectives, events) in Chrome's JSON format; open it at https://ui.perfetto.dev or chrome://tracing. A run records one
-step in N under --monitor.timeline N, and one in 50 under --monitor.port.
-
-  --to FILE   the file to write (RUN/trace.json)
-"""
-
 
 def run(argv: Sequence[str]) -> int:
     """Writes the trace; exit status 0 once it is written."""
     args = list(argv)
-    if not args or args[0] in ("-h", "--help"):
-        print_result(USAGE.rstrip())
-        return 0
+    if not args:
+        raise ConfigError("trace takes the directory of a run; meshwright trace --help")
     run_dir, target = Path(args.pop(0)), take_value(args, "--to")
     if args:
         raise ConfigError(f"'{args[0]}' is not known here; meshwright trace --help lists what is")

@@ -11,14 +11,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.doctor.nvml import Nvml
+from meshwright.doctor.nvml import FAILING_XIDS, Nvml, visible_gpus
+from meshwright.errors import ConfigError
 from meshwright.events import Event
+from meshwright.launch.devices import cuda_environment
 from meshwright.monitor.health import FOLDER
 from meshwright.monitor.rundir import RunReader
 from meshwright.monitor.sinks import SUPERVISOR, JsonlSink, LineFile
+from meshwright.resilience.drain_requests import DrainRequest, write_request
 from meshwright.resilience.helper import Helper
 
 NICE = 19
+RISING_SAMPLES = 3
+"""Samples in a row, each with more errors of a network device than the one before, after which its node leaves."""
 _NEWEST_BYTES = 1 << 14
 """Bytes at the end of metrics.jsonl, for the step and the tokens of a sample."""
 _NICS, _INFINIBAND, _POWERCAP = "sys/class/net", "sys/class/infiniband", "sys/class/powercap"
@@ -27,26 +32,27 @@ _PORT_ERRORS = ("symbol_error", "link_downed", "port_rcv_errors", "port_xmit_dis
 
 
 @contextmanager
-def sampling_health(every_s: float, run_dir: Path, node: int) -> Iterator[None]:
+def sampling_health(every_s: float, run_dir: Path, node: int, policy: DrainPolicy | None = None) -> Iterator[None]:
     """Samples within a block, from a forked process; does nothing where ``every_s`` is 0.
 
     Args:
         every_s: seconds between two samples.
         run_dir: the run directory, which exists.
         node: number of this node.
+        policy: decides which devices are asked to leave the run; None reports only.
     """
     if not every_s:
         yield
         return
-    helper = Helper(lambda: sample_forever(every_s, run_dir, node), nice=NICE)
+    helper = Helper(lambda: sample_forever(every_s, run_dir, node, policy), nice=NICE)
     try:
         yield
     finally:
         helper.close()
 
 
-def sample_forever(every_s: float, run_dir: Path, node: int) -> None:
-    """Writes a sample at once and then every few seconds, and events of what got worse."""
+def sample_forever(every_s: float, run_dir: Path, node: int, policy: DrainPolicy | None) -> None:
+    """Writes a sample at once and then every few seconds, events of what got worse, and requests of what fails."""
     sampler = HealthSampler()
     (run_dir / FOLDER).mkdir(exist_ok=True)
     lines, sink = LineFile(run_dir / FOLDER / f"node-{node}.jsonl"), JsonlSink(run_dir, metrics=False)
@@ -59,6 +65,10 @@ def sample_forever(every_s: float, run_dir: Path, node: int) -> None:
         lines.append(sample)
         for kind, fields in find_worsened(before, sample):
             sink.event(Event(kind=kind, rank=SUPERVISOR, data={"step": sample["step"], "node": node} | fields))
+        for request in policy.judge(before, sample) if policy is not None else ():
+            # A directory that can't be written just now: the next sample tries again.
+            with contextlib.suppress(ConfigError):
+                write_request(run_dir, request)
         before = sample
         # What was read is of no use any more, and a long run has many steps.
         reader = RunReader(run_dir, newest_bytes=_NEWEST_BYTES)
@@ -77,14 +87,17 @@ class HealthSampler:
         self._nvml: Nvml | None = None
         with contextlib.suppress(OSError):
             self._nvml = Nvml()
+            self._nvml.watch_xids()
         self._energy: dict[Path, int] = {}
         self._cpu_joules = 0.0
 
     def sample(self) -> dict[str, Any]:
         """Returns a line of the health file, but for the run's step and tokens."""
         gpus = self._nvml.gpus() if self._nvml is not None else []
+        xids = self._nvml.take_xids() if self._nvml is not None else []
         return {
             "time": time.time(), "host": socket.gethostname(), "gpus": [dataclasses.asdict(gpu) for gpu in gpus],
+            "xids": xids, "visible": visible_gpus(gpus, cuda_environment()),
             "nics": dict(self._nic_errors()), "cpu_joules": self._read_energy(),
         }  # fmt: skip
 
@@ -127,10 +140,58 @@ def find_worsened(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> I
             yield "device_errors", label | {"why": gpu["error"]}
         if before is not None and (gpu["uncorrected_errors"] or 0) > (last.get("uncorrected_errors") or 0):
             yield "device_errors", label | {"why": f"{gpu['uncorrected_errors']} uncorrected memory errors"}
+        if gpu["remap_failed"] and not last.get("remap_failed"):
+            yield "device_errors", label | {"why": "a faulty row of memory couldn't be replaced"}
+    for index, xid in now["xids"]:
+        text = f"XID {xid}" + (f": {FAILING_XIDS[xid]}" if xid in FAILING_XIDS else "")
+        yield "device_errors", {"device": f"GPU {index}", "why": text}
     nics: Mapping[str, int] = before["nics"] if before is not None else {}
     for name, errors in now["nics"].items():
         if name in nics and errors > nics[name]:
             yield "device_errors", {"device": f"network {name}", "why": f"{errors - nics[name]} more errors"}
+
+
+class DrainPolicy:
+    """Decides which devices should leave before they fail: those whose hardware reports errors that don't go away.
+
+    A GPU leaves that the driver can't reach, whose memory had an error that ECC couldn't correct or a row that couldn't
+    be replaced, or that reported an XID of `FAILING_XIDS`; the whole node leaves whose network's errors rise in
+    `RISING_SAMPLES` samples in a row.
+
+    Args:
+        node: number of this node.
+        has_gpus: whether its ranks run on them.
+    """
+
+    def __init__(self, node: int, has_gpus: bool) -> None:
+        self._node, self._has_gpus = node, has_gpus
+        self._rises: dict[str, int] = {}
+
+    def judge(self, before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> Iterator[DrainRequest]:
+        """Yields a request for each device that fails, given two samples one after the other."""
+        failing = {index: f"XID {xid}: {FAILING_XIDS[xid]}" for index, xid in now["xids"] if xid in FAILING_XIDS}
+        earlier = {gpu["index"]: gpu for gpu in before["gpus"]} if before is not None else {}
+        for gpu in now["gpus"]:
+            last = earlier.get(gpu["index"])
+            # What lasts asks once, so that somebody may let the device come back all the same.
+            if gpu["error"] and not (last and last["error"]):
+                failing.setdefault(gpu["index"], gpu["error"])
+            elif gpu["remap_failed"] and not (last and last["remap_failed"]):
+                failing.setdefault(gpu["index"], "a faulty row of memory couldn't be replaced")
+            elif last is not None and (gpu["uncorrected_errors"] or 0) > (last["uncorrected_errors"] or 0):
+                failing.setdefault(gpu["index"], f"{gpu['uncorrected_errors']} uncorrected memory errors")
+        # Where torch's numbers can't be told from the driver's, the wrong device might leave: none does.
+        for device, index in enumerate(now["visible"] or ()):
+            if self._has_gpus and index in failing:
+                yield DrainRequest(node=self._node, device=device, why=f"GPU {index}: {failing[index]}")
+        nics: Mapping[str, int] = before["nics"] if before is not None else {}
+        for name, errors in now["nics"].items():
+            self._rises[name] = self._rises.get(name, 0) + 1 if errors > nics.get(name, errors) else 0
+            if self._rises[name] >= RISING_SAMPLES:
+                self._rises[name] = 0
+                yield DrainRequest(
+                    node=self._node, why=f"network {name}: errors rose in {RISING_SAMPLES} samples running"
+                )
 
 
 def _read_number(path: Path) -> int | None:

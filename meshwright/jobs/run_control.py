@@ -237,6 +237,9 @@ def cancel_run(run_dir: Path, now: bool, limit_s: float) -> str:
         else:
             _cancel_job(record, now or job.state in _QUEUED)
     elif owners:
+        # A node without ranks, as one that is drained, would leave alone.
+        with_ranks = (read_run(run_dir).of_kind("planned") or [{}])[-1].get("nodes")
+        owners.sort(key=lambda owner: isinstance(with_ranks, list) and owner.node not in with_ranks)
         _signal_owners(owners, now)
     else:
         return f"nobody trains in {run_dir}"

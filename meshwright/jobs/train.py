@@ -14,7 +14,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.conclusion import conclude, follower_result
-from meshwright.jobs.health import sampling_health
+from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
     check_fallback_layouts,
@@ -207,7 +207,10 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     job = dataclasses.replace(job, page_requests=requests)
     page_config = config.monitor if leads else dataclasses.replace(config.monitor, port=None)
     node = launcher.node if isinstance(launcher, ResolvedNode) else 0
-    with serving_page(page_config, run_dir, requests, say), sampling_health(config.monitor.health_s, run_dir, node):
+    drains = config.recovery.on_device_error == "drain"
+    policy = DrainPolicy(node, has_gpus=machines.devices.kind == "cuda") if drains else None
+    sampling = sampling_health(config.monitor.health_s, run_dir, node, policy)
+    with serving_page(page_config, run_dir, requests, say), sampling:
         if leads and config.train.prove:
             prove_before(job, token_set, forks=context is None, nodes=isinstance(launcher, ResolvedNode), say=say)
         if isinstance(launcher, ResolvedNode):

@@ -105,6 +105,11 @@ def count_gpus() -> int:
     return min(len(names), available)
 
 
+def cuda_environment() -> dict[str, str]:
+    """Returns the variables by which CUDA chooses and numbers GPUs."""
+    return {name: value for name, value in os.environ.items() if name.startswith("CUDA_")}
+
+
 def device_memory_bytes(devices: Devices, local_world: int) -> int:
     """Returns the memory that each of ``local_world`` ranks may use, without touching CUDA in this process.
 

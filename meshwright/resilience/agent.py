@@ -18,7 +18,7 @@ from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.controller import Controller
 from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
 from meshwright.resilience.local_node import LocalNode
-from meshwright.resilience.membership import LeadershipLost, MinorityPartition, PeerMembership
+from meshwright.resilience.membership import LeadershipLost, LeftRun, MinorityPartition, PeerMembership
 from meshwright.resilience.messages import Busy, ComputeTimes, End, Fence, Message, Order, Ready, Reconfigure, Start
 from meshwright.resilience.peer_storage import PeerStorage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection
@@ -243,6 +243,8 @@ class Agent(Supervisor):
             # Followers reconnect to the new leader by its claim.
             self._hub.drop_all()
             return None
+        except LeftRun:
+            raise
         except MeshwrightError as error:
             self._hub.broadcast(End(outcome=None, error=str(error)))
             # The file serves nodes that aren't connected just now: they must not wait for this leader.

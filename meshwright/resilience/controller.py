@@ -2,15 +2,7 @@
 
 For each generation the controller plans for the devices that are usable, chooses the state to restore, starts the ranks
 on all nodes, watches them, and decides what follows from their end (`generation`). It never uses a device, a thread or
-a process group, so that ranks can be forked from its process.
-
-- **generation**: the life of one set of ranks, from their fork until all of them are gone; torchelastic's restart of a
-  worker group. Two never run at once.
-- **order** (`messages.Order`): what a generation runs: ranks of each node, plan, state to restore, copies to make.
-- **report** (`messages.NodeReport`): what a node has between generations, and how the last one ended there.
-- **fence**: the proof that no rank of a generation writes any more, needed before the next one starts.
-- **rewind**: going back to a state older than the newest, because the newest is anomalous or damaged.
-- **claim** (`claims`): the file by which a node leads a generation over several nodes, as torchft's quorum and epoch.
+a process group, so that ranks can be forked from its process. Its words are in the docstring of the package.
 """
 
 from __future__ import annotations
@@ -24,22 +16,25 @@ from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import save_newest_state
+from meshwright.resilience.drain_requests import DrainWatch
 from meshwright.resilience.generation import (
     UNRECOVERABLE,
     Ending,
     GenerationVerdict,
     RestartBudget,
     decide_after_failure,
+    has_ended,
     judge_generation,
 )
 from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, job_origin
-from meshwright.resilience.membership import LeadershipLost, Membership
+from meshwright.resilience.membership import LeadershipLost, LeftRun, Membership
 from meshwright.resilience.messages import Busy, Device, Order, Reconfigure, RewindState, Start, StateLocation
 from meshwright.resilience.orders import (
     StateKey,
     assign_ranks,
     choose_state,
     complete_states,
+    counts_after_loss,
     describe_shortage,
     plan_copies,
     plan_local_copies,
@@ -53,6 +48,7 @@ from meshwright.spec.plan import Plan
 from meshwright.train.integrity import Damage
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
+from meshwright.train.stage_times import RankTime
 
 _BUSY_S = 60.0
 _RETURN_S = 10.0
@@ -87,6 +83,7 @@ class Controller:
         # A minimum that not even all devices reach would be waited for in vain.
         self._minimum = min(self._config.minimum, job.plan.ranks)
         self._backoff = DeviceBackoff(self._config)
+        self._drains = DrainWatch(job.run_dir, self._planner, self._minimum, event)
         self._restart_budget = RestartBudget(self._config.attempts)
         self._store = CheckpointStore(job.run_dir / "checkpoints", job.config.checkpoint)
         rewind = order.rewind if order is not None else RewindState()
@@ -133,9 +130,10 @@ class Controller:
             raise self._save_newest_state(LaunchError(f"ended while waiting for {self._members.awaited}"))
 
     def _usable_devices(self) -> list[Device]:
-        """Returns the connected devices that aren't left out, ordered by node."""
-        left_out = set(self._backoff.left_out)
-        return [device for device in self._members.connected_devices() if device not in left_out]
+        """Returns the connected devices that are neither left out nor asked to leave, ordered by node."""
+        connected = self._members.connected_devices()
+        without_rank = {*self._backoff.left_out, *self._drains.drained(connected)}
+        return [device for device in connected if device not in without_rank]
 
     def _readmissible_devices(self) -> list[Device]:
         """Returns the connected devices whose back-off time is over: those of nodes that are gone add no rank."""
@@ -157,14 +155,16 @@ class Controller:
             # Planning took time: devices that joined or left meanwhile invalidate the plan.
             if set(devices) != set(self._usable_devices()):
                 return self._next_order()
-            if not self._first_generation:
+            # A run that starts without drained devices has another plan than its command's.
+            is_planned_again = not self._first_generation or count < self._local.job.plan.ranks
+            if is_planned_again:
                 self._planning.announce_plan(plan)
             order, shortage = self._compose_order(plan, devices[:count])
-            if not self._first_generation:
+            if is_planned_again:
                 self._event(
                     "planned", seconds=time.monotonic() - started, layout=str(plan.layout), ranks=count,
-                    left_out=self._describe_devices(self._backoff.left_out), ahead=prefetched,
-                    **self._describe_order(order),
+                    left_out=self._members.describe_devices(self._backoff.left_out), ahead=prefetched,
+                    **self._members.describe_order(order),
                 )  # fmt: skip
             if shortage is not None:
                 self._event(**shortage)
@@ -234,16 +234,6 @@ class Controller:
         )
         return order, shortage if members.alone else describe_shortage(order, self._config)
 
-    def _describe_devices(self, devices: Sequence[Device]) -> list[Any]:
-        return [self._members.describe_device(device) for device in devices]
-
-    def _describe_order(self, order: Order) -> dict[str, Any]:
-        """Returns the fields of an event that describe an order to several nodes."""
-        if self._members.alone:
-            return {}
-        restores = order.state.step if order.state is not None else None
-        return {"nodes": order.nodes, "generation": order.generation, "restores": restores}
-
     def _checkpoint_step(self) -> int:
         latest = self._store.latest()
         return latest.step if latest is not None else -1
@@ -259,6 +249,7 @@ class Controller:
         self.order = order
         members.begin_generation()
         self._replanner.begin_generation(order.plan)
+        self._drains.begin_generation(members.connected_devices())
         # Forking the ranks blocks this thread: without Busy the followers would take the silence for a loss.
         members.broadcast(Busy(_BUSY_S))
         members.broadcast(Start(order))
@@ -268,7 +259,7 @@ class Controller:
             else:
                 local.skip(order.generation)
             members.report_local()
-            pump_until(self._all_ended, math.inf, members.pump)
+            pump_until(self._follow_others, math.inf, members.pump)
         except LeadershipLost:
             raise
         except GenerationAborted:
@@ -287,47 +278,53 @@ class Controller:
         elif verdict.outcome.damage is not None:
             self._rewind_damage(verdict.outcome.damage, order)
         elif not self._replanner.take(order.devices):
-            readmitted = self._readmissible_devices()
+            drained = self._drains.take_change(members.connected_devices(), verdict.outcome.step)
+            readmitted, joined = self._readmissible_devices(), members.joined_nodes()
             self._backoff.readmit(readmitted)
-            nodes = {} if members.alone else {"nodes": members.joined_nodes()}
-            self._event("growing", step=verdict.outcome.step, devices=self._describe_devices(readmitted), **nodes)
+            if readmitted or joined or not drained:
+                nodes = {} if members.alone else {"nodes": joined}
+                self._event("growing", step=verdict.outcome.step, devices=members.describe_devices(readmitted), **nodes)
         return None
 
-    def _all_ended(self) -> bool:
-        """Whether every node reported that its ranks ended, or one failed or was lost."""
-        assert self.order is not None
-        reports = [self._members.reports.get(node) for node in self.order.nodes]
-        # Until a node reports the end of this generation, its report has that of an earlier one.
-        generation = self.order.generation
-        ends = [report.end for report in reports if report is not None and report.end.generation == generation]
-        failed = None in reports or any(end.failure is not None for end in ends)
-        return failed or len(ends) == len(reports)
+    def _follow_others(self) -> bool:
+        """Whether all nodes' ranks ended; where this node has none, it asks theirs to end for a change all the same.
+
+        Raises:
+            LeftRun: when this node has no rank, and the user interrupts it alone.
+        """
+        order, members = self.order, self._members
+        assert order is not None
+        if self._local.node not in order.nodes:
+            if self._local.interrupts.count:
+                raise LeftRun(f"node {self._local.node} left the run, in which it had no rank; the others go on")
+            members.check_generation(order)
+            if self._needs_change(order, (), None):
+                members.broadcast(Reconfigure(order.generation))
+        return has_ended(order, members.reports)
 
     def _watch_generation(self, ranks: GenerationRanks) -> None:
         """Checks ranks and nodes while a generation runs; raises `GenerationAborted` for a node's loss or failure."""
         order, members = self.order, self._members
         assert order is not None
         stamps = self._local.poll(ranks)
-        # The launcher waits between two calls: this must not.
         if not members.alone:
-            members.pump(0.0)
-        for node in order.nodes:
-            report = members.reports.get(node)
-            if node in members.lost_nodes or report is None:
-                raise GenerationAborted(f"node {node} was lost")
-            if report.end.generation == order.generation and report.end.failure is not None:
-                raise GenerationAborted(f"node {node} reports a failure")
-        # Devices or nodes came back: all ranks agree on a step to end after, so that its state is whole.
-        grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
+            members.pump(0.0)  # the launcher waits between two calls: this must not
+        members.check_generation(order)
         times, steps = members.gather_times(order, ranks.times), [stamp.step for stamp in stamps]
-        # Ranks that end to grow don't change their layout at once: it would be one for fewer devices.
-        if not ranks.control.reconfiguration_requested and (grows or self._replanner.poll(steps, times)):
+        # All ranks agree on a step to end after, so that its state is whole.
+        if not ranks.control.reconfiguration_requested and self._needs_change(order, steps, times):
             ranks.control.request_reconfiguration()
             members.broadcast(Reconfigure(order.generation))
         if stamps and all(stamp.step > 2 for stamp in stamps):
-            # Past the first steps the run is likely to last: plan in advance for the loss of a rank, two, or a node.
-            losses = {1, 2, *(len(share.slots) for share in order.shares)}
-            self._planner.start([order.world - loss for loss in sorted(losses) if order.world - loss >= self._minimum])
+            self._planner.start(counts_after_loss(order, self._minimum))
+
+    def _needs_change(self, order: Order, steps: Sequence[int], times: Sequence[RankTime] | None) -> bool:
+        """Returns whether ranks should end: devices or nodes came back or leave, or another layout is faster."""
+        members = self._members
+        leaves = self._drains.asks_for_change(members.connected_devices(), self._usable_devices(), order.devices)
+        grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
+        # Ranks that end for other devices don't change their layout at once: it would be one for these.
+        return leaves or grows or self._replanner.poll(steps, times)
 
     def _handle_failure(self, verdict: GenerationVerdict, order: Order, fenced_s: float) -> None:
         """Records a failure, refuses the state that caused it, and leaves out the device that did.

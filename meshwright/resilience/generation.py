@@ -60,6 +60,20 @@ class GenerationVerdict:
     """The furthest step of any rank."""
 
 
+def has_ended(order: Order, reports: Mapping[int, NodeReport]) -> bool:
+    """Returns whether every node reported that its ranks ended, or one failed or was lost.
+
+    Args:
+        order: of the generation.
+        reports: of the connected nodes; until a node reports this generation's end, its report has an earlier one's.
+    """
+    last_reports = [reports.get(node) for node in order.nodes]
+    ends = [report.end for report in last_reports if report is not None]
+    ends = [end for end in ends if end.generation == order.generation]
+    has_failed = None in last_reports or any(end.failure is not None for end in ends)
+    return has_failed or len(ends) == len(last_reports)
+
+
 def judge_generation(order: Order, reports: Mapping[int, NodeReport], lost_nodes: Collection[int]) -> GenerationVerdict:
     """Judges how a generation ended, once no rank of it runs any more.
 

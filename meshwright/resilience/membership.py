@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from meshwright.errors import LaunchError
 from meshwright.resilience.claims import PRESENCE_S, Claim, Claims
 from meshwright.resilience.generation_ranks import Fence as FenceCheck
 from meshwright.resilience.generation_ranks import GenerationAborted
@@ -20,6 +21,10 @@ _FENCE_S = 20.0
 
 class LeadershipLost(GenerationAborted):
     """Another node leads now."""
+
+
+class LeftRun(LaunchError):
+    """This node, which had no rank, left a run that goes on without it."""
 
 
 class MinorityPartition(LeadershipLost):
@@ -92,6 +97,15 @@ class Membership:
         """Whether a node joined that may be used now."""
         return False
 
+    def check_generation(self, order: Order) -> None:
+        """Raises `GenerationAborted` when a node with ranks of this generation was lost, or reports a failure."""
+        for node in order.nodes:
+            report = self.reports.get(node)
+            if node in self.lost_nodes or report is None:
+                raise GenerationAborted(f"node {node} was lost")
+            if report.end.generation == order.generation and report.end.failure is not None:
+                raise GenerationAborted(f"node {node} reports a failure")
+
     def check_majority(self, order: Order | None) -> None:
         """Raises `MinorityPartition` when a network partition leaves most live nodes out of reach."""
 
@@ -115,8 +129,16 @@ class Membership:
         """Returns a device as events list it."""
         return device[1]
 
+    def describe_devices(self, devices: Iterable[Device]) -> list[Any]:
+        """Returns devices as events list them."""
+        return [self.describe_device(device) for device in devices]
+
     def describe_node(self, node: int) -> dict[str, Any]:
         """Returns the event's field that names a node."""
+        return {}
+
+    def describe_order(self, order: Order) -> dict[str, Any]:
+        """Returns the fields of an event that describe an order."""
         return {}
 
 
@@ -284,3 +306,8 @@ class PeerMembership(Membership):
     def describe_node(self, node: int) -> dict[str, Any]:
         """Returns the event's field that names a node."""
         return {"node": node}
+
+    def describe_order(self, order: Order) -> dict[str, Any]:
+        """Returns the fields of an event that describe an order."""
+        restores = order.state.step if order.state is not None else None
+        return {"nodes": order.nodes, "generation": order.generation, "restores": restores}

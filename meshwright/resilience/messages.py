@@ -217,14 +217,14 @@ class Order:
         return [share.node for share in self.shares]
 
     @property
+    def devices(self) -> tuple[Device, ...]:
+        """Node and number of each rank's device."""
+        return tuple((share.node, slot) for share in self.shares for slot in share.slots)
+
+    @property
     def world(self) -> int:
         """Number of ranks."""
         return self.plan.layout.world
-
-    @property
-    def devices(self) -> tuple[Device, ...]:
-        """Node and device of each rank."""
-        return tuple((share.node, slot) for share in self.shares for slot in share.slots)
 
     @property
     def peers(self) -> int:

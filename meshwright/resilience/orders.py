@@ -66,6 +66,12 @@ def assign_ranks(reports: Reports, devices: Sequence[Device]) -> tuple[NodeShare
     return tuple(shares)
 
 
+def counts_after_loss(order: Order, minimum: int) -> list[int]:
+    """Returns the numbers of ranks, from ``minimum`` on, that the loss of one rank, two or a node would leave."""
+    losses = {1, 2, *(len(share.slots) for share in order.shares)}
+    return [order.world - loss for loss in sorted(losses) if order.world - loss >= minimum]
+
+
 def complete_states(reports: Reports, refused: Collection[StateKey] = (), floor: int = -1) -> list[StateKey]:
     """Returns the states in memory of which every rank's snapshot is on some node, newest first.
 

@@ -268,6 +268,9 @@ class RecoveryConfig(Config):
     """Ranks under which the run ends, with a checkpoint of its last state."""
     back_s: float = 60.0
     """Seconds until a device that was left out is tried again; doubled each time that it fails again."""
+    on_device_error: Literal["report", "drain"] = "report"
+    """What errors of a device's hardware mean (XID, memory that ECC can't correct, a network whose errors rise), seen
+    every ``monitor.health_s`` seconds: ``drain`` goes on without it before it fails, as ``meshwright drain`` does."""
     hang_s: float | None = None
     """Seconds without progress of any rank after which the run hangs; None learns it from the run."""
     idle_s: float = 1.0

@@ -75,6 +75,11 @@ class RunConfig(Config):
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
             )
+        if self.recovery.on_device_error == "drain" and not (self.recovery.enabled and self.monitor.health_s):
+            raise ConfigError(
+                "recovery.on_device_error = drain needs monitor.health_s, as --monitor.health-s 10, which samples the "
+                "devices, and recovery.enabled, which starts the ranks again without one"
+            )
         check_allowed(self.allow)
         if self.allow and self.layout != "auto":
             raise ConfigError(

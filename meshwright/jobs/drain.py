@@ -1,0 +1,90 @@
+"""Takes a node or a device out of a run under way, and gives it back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.jobs.run_control import run_status
+from meshwright.json_types import JsonObject
+from meshwright.monitor.rundir import read_run
+from meshwright.resilience.drain_requests import DrainRequest, read_requests, withdraw_request, write_request
+
+_POLL_S = 0.3
+_LIVE = ("starting", "running")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DrainAnswer:
+    """What a run made of a request."""
+
+    text: str
+    """As a sentence."""
+    step: int | None
+    """Step after which its ranks went on without or with the devices; None while they don't."""
+
+    def to_json(self) -> JsonObject:
+        """Returns the fields as plain values."""
+        return {"text": self.text, "step": self.step}
+
+
+def list_requests(run_dir: Path) -> list[DrainRequest]:
+    """Returns what a run is asked to do without.
+
+    Raises:
+        ConfigError: when the directory holds no run.
+    """
+    run_status(run_dir)
+    return read_requests(run_dir)
+
+
+def drain(run_dir: Path, request: DrainRequest, back: bool, limit_s: float) -> DrainAnswer:
+    """Asks a run to go on without a node or a device, or with it again, and waits for its answer.
+
+    Args:
+        run_dir: the run directory.
+        request: names the devices.
+        back: lets them come back.
+        limit_s: seconds to wait for the answer.
+
+    Raises:
+        ConfigError: when the directory holds no run, it can't be written, or nothing was asked before.
+        LaunchError: when the run refuses, or doesn't answer in time. A refused request is withdrawn.
+    """
+    state = run_status(run_dir).state
+    before = time.time()
+    if back:
+        if not withdraw_request(run_dir, request):
+            raise ConfigError(f"{_name(request)} of {run_dir} isn't drained; meshwright drain {run_dir} lists what is")
+    elif not write_request(run_dir, request):
+        raise ConfigError(f"{_name(request)} of {run_dir} is drained already; --undo lets it come back")
+    if state not in _LIVE:
+        return DrainAnswer(text=f"the run is {state}; it holds from its next start on", step=None)
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        for event in read_run(run_dir).of_kind("drained", "drain_refused", "run_finished", "interrupted"):
+            if float(event.get("time", 0.0)) < before:
+                continue
+            if event["kind"] == "drain_refused" and (event["node"], event["device"]) == (request.node, request.device):
+                withdraw_request(run_dir, request)
+                raise LaunchError(f"{_name(request)} can't leave: {event['why']}")
+            if event["kind"] == "drained" and _answers(event, request, back):
+                way = "with" if back else "without"
+                return DrainAnswer(
+                    text=f"goes on {way} {_name(request)} after step {event['step']}", step=event["step"]
+                )
+            if event["kind"] in ("run_finished", "interrupted"):
+                return DrainAnswer(text="the run ended meanwhile", step=None)
+        time.sleep(_POLL_S)
+    raise LaunchError(f"{run_dir} didn't answer within {limit_s:g} s; the request stands, --undo withdraws it")
+
+
+def _answers(event: JsonObject, request: DrainRequest, back: bool) -> bool:
+    devices = event["back" if back else "devices"]
+    return any(request.covers((node, device)) for node, device in devices)
+
+
+def _name(request: DrainRequest) -> str:
+    return f"node {request.node}" if request.device is None else f"device {request.device} of node {request.node}"
