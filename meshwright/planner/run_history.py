@@ -137,10 +137,10 @@ def learn(path: Path, machine: str) -> RunHistory:
     for line in lines:
         try:
             row = parse_json(line)
-            run = _read_run(row) if row.get("machine") == machine else None
+            run = _read_run(row)
         except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError, PlanError):
             continue
-        if run is not None:
+        if run is not None and row.get("machine") == machine:
             runs.append(run)
     runs = runs[-MAX_RUNS:]
     if not _is_enough(runs):
