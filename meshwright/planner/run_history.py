@@ -178,17 +178,18 @@ def _read_run(row: JsonObject) -> _Run | None:
     if "waits_s" in row:
         waits_s, priced_waits_s = float(row["waits_s"]), float(row["priced_waits_s"])
         compute = _log_ratio(measured_s - waits_s, priced_s - priced_waits_s)
-        if priced_waits_s >= LEAST_TRAFFIC * priced_s and waits_s > 0.0:
-            traffic = _log_ratio(waits_s, priced_waits_s)
+        if priced_waits_s >= LEAST_TRAFFIC * priced_s:
+            # A wire may be far slower than catalogued: only the step as a whole bounds it.
+            traffic = _log_ratio(waits_s, priced_waits_s, most=math.inf)
     return _Run(
         axes=axes_of(layout), paced=bool(row.get("paced")), ratio=math.log(measured_s / priced_s), compute=compute,
         traffic=traffic,
     )  # fmt: skip
 
 
-def _log_ratio(measured_s: float, priced_s: float) -> float | None:
+def _log_ratio(measured_s: float, priced_s: float, most: float = OUTLIER_RATIO) -> float | None:
     """Returns the logarithm of measured over priced seconds; None where something else than the price is wrong."""
-    is_plausible = priced_s > 0.0 and 1 / OUTLIER_RATIO < measured_s / priced_s < OUTLIER_RATIO
+    is_plausible = priced_s > 0.0 and 1 / OUTLIER_RATIO < measured_s / priced_s < most
     return math.log(measured_s / priced_s) if is_plausible else None
 
 

@@ -107,6 +107,11 @@ def test_traffic_priced_as_hidden_corrects_its_own_axes_as_a_whole(tmp_path: Pat
     assert seconds(lesson, "replicate=2", matmul=0.540, reduce=0.001) == pytest.approx(1.001)
     assert seconds(lesson, "islands=2", matmul=0.540) == pytest.approx(0.560)
 
+    # A wire that is thirty times slower than catalogued is no outlier while the step isn't.
+    for _ in range(3):
+        record(path, "there", SLOW_WIRE | {"priced_s": 0.555, "priced_waits_s": 0.015})
+    assert seconds(learn(path, "there"), "cp=2", matmul=0.540, cp=0.015) == pytest.approx(1.001)
+
 
 def test_a_right_price_stays(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
