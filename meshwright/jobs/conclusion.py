@@ -13,11 +13,12 @@ from meshwright.jobs.machines import Machines, run_history_file
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import open_run
 from meshwright.json_types import JsonObject
-from meshwright.monitor.drift import measure
+from meshwright.monitor.drift import measure, median_waits_s
 from meshwright.monitor.report import write_report
 from meshwright.monitor.rundir import read_run
 from meshwright.monitor.sinks import JsonlSink
 from meshwright.planner.run_history import record
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
@@ -69,7 +70,7 @@ def conclude(
         result = dataclasses.replace(result, report=str(write_report(run_dir, config.monitor.drift_bound)))
     result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir))
     if result.finished and result.time:
-        _record_history(plan, result.time, machines.for_ranks(plan.ranks))
+        _record_history(plan, run_dir, result.time, machines.for_ranks(plan.ranks))
     return result
 
 
@@ -99,11 +100,18 @@ def _step_times(run_dir: Path) -> dict[str, float]:
     return {"planned": planned, "measured": measured} if planned and measured else {}
 
 
-def _record_history(plan: Plan, time_s: Mapping[str, float], machines: Machines) -> None:
+def _record_history(plan: Plan, run_dir: Path, time_s: Mapping[str, float], machines: Machines) -> None:
     """Adds the run to this machine's run history; a cache that can't be written is no reason to fail a run."""
+    run_data = read_run(run_dir)
+    if run_data.layout != str(plan.layout):
+        return  # what was planned on the way is for fewer ranks, or for slow ones
     path, machine = run_history_file(machines)
     # The price before the history's own correction, or corrections would compound from run to run.
     row = {"layout": str(plan.layout), "priced_s": time_s["planned"] / plan.prediction.learned}
+    # What a pipeline's stages wait for each other isn't told apart from their traffic.
+    if plan.layout.degree(Mechanics.STAGES) == 1:
+        steps = [step for step in run_data.steps if step.get("layout") == run_data.layout]
+        row |= {"waits_s": median_waits_s(steps), "priced_waits_s": plan.prediction.waits_s}
     with contextlib.suppress(OSError):
         record(path, machine, row | {"measured_s": time_s["measured"]})
 

@@ -79,8 +79,7 @@ def measure(steps: Sequence[JsonObject]) -> JsonObject:
     Args:
         steps: lines of metrics.jsonl.
     """
-    # At least half of the steps remain where a run has few.
-    warm = steps[min(5, len(steps) // 2) :]
+    warm = _warm(steps)
     return {
         "step_s": _median_of_known(step.get("step_s") for step in warm),
         "parts": {
@@ -93,6 +92,21 @@ def measure(steps: Sequence[JsonObject]) -> JsonObject:
         },
         "traffic": _median_traffic(warm),
     }
+
+
+def _warm(steps: Sequence[JsonObject]) -> Sequence[JsonObject]:
+    """Returns the steps without the first ones, of which at least half remain where a run has few."""
+    return steps[min(5, len(steps) // 2) :]
+
+
+def median_waits_s(steps: Sequence[JsonObject]) -> float:
+    """Returns the median seconds of a step for which the rank stood still for traffic; without steps 0.
+
+    Args:
+        steps: lines of metrics.jsonl.
+    """
+    waits = [sum(float(total["exposed_s"]) for total in step.get("comm") or ()) for step in _warm(steps)]
+    return median(waits) if waits else 0.0
 
 
 def _median_traffic(steps: Sequence[JsonObject]) -> dict[str, float]:

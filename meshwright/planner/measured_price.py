@@ -24,6 +24,7 @@ from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.device_limits import job_for
 from meshwright.planner.islands import island_question, with_joins
 from meshwright.planner.rates import MeasuredTimes
+from meshwright.planner.run_history import Correction
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
@@ -60,7 +61,7 @@ def price_layout(question: Question, layout: Layout, measure: Measure | None) ->
     """Returns a layout with the price by which layouts are compared, shown and planned.
 
     That is the closed form with a simulated pipeline, corrected by the model's operators where the machine was
-    calibrated, and scaled by the factor of earlier runs on it.
+    calibrated, and scaled by what earlier runs on it took.
 
     Args:
         question: what is planned.
@@ -109,15 +110,15 @@ def reprice_choice(question: Question, choice: Choice, measure: Measure | None) 
 
 
 def _scaled_by_history(question: Question, unscaled: Candidate) -> Candidate:
-    """Returns the candidate with its times scaled by the factor of earlier runs with its axes."""
-    factor = question.history.of(unscaled.layout)
-    if factor == 1.0:
+    """Returns the candidate with compute and traffic scaled by what they took in earlier runs with its axes."""
+    correction = question.history.of(unscaled.layout)
+    if correction == Correction():
         return unscaled
     price = unscaled.price
+    factor, parts = correction.on_pass(price.parts), correction.of_parts(price.parts)
     stages = tuple(
         dataclasses.replace(stage, forward_s=stage.forward_s * factor, backward_s=stage.backward_s * factor)
         for stage in price.stages
     )
-    parts = {name: seconds * factor for name, seconds in price.parts.items()}
-    scaled = dataclasses.replace(price, step_s=price.step_s * factor, parts=parts, stages=stages)
+    scaled = dataclasses.replace(price, step_s=sum(parts.values()), parts=parts, stages=stages)
     return priced_candidate(question, unscaled.layout, scaled)

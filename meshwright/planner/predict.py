@@ -9,6 +9,7 @@ from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.rounds import JOIN, OUTER
+from meshwright.planner.run_history import TRAFFIC
 from meshwright.planner.state_rule import named, predict
 from meshwright.planner.traffic import step_collectives
 from meshwright.spec.axis import Mechanics
@@ -40,15 +41,18 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     else:
         (stage,) = price.stages
         parts["forward"], parts["backward"] = microbatches * stage.forward_s, microbatches * stage.backward_s
+    # A run's medians are of steps without a join, which most are.
+    step_parts = {name: seconds for name, seconds in price.parts.items() if name != JOIN}
+    unscaled_parts = question.history.of(candidate.layout).inverse.of_parts(step_parts)
     return Prediction(
         memory={**state.memory, **other_memory},
         formula=state.formula,
-        # A run's medians are of steps without a join, which most are.
         step_s=price.step_s - price.parts.get(JOIN, 0.0),
         parts=parts,
         traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),
-        learned=question.history.of(candidate.layout),
+        learned=sum(step_parts.values()) / sum(unscaled_parts.values()),
+        waits_s=sum(unscaled_parts.get(name, 0.0) for name in TRAFFIC),
     )
 
 

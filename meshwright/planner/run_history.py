@@ -1,4 +1,4 @@
-"""Measured against priced times of a machine's runs: a file of JSON lines, and correction factors from it."""
+"""Measured against priced times of a machine's runs: a file of JSON lines, and corrections of prices from it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from statistics import median
 
 from meshwright.errors import PlanError
 from meshwright.json_types import JsonObject
+from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.records import parse_json
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
@@ -25,28 +26,69 @@ MAX_RUNS_OF_AXES = 3
 MIN_RUNS = 3
 """Least runs for a factor of a machine, and of some axes on it; a single run is enough if corrected for the machine's
 pace."""
+LEAST_TRAFFIC = 0.02
+"""Least share of a step priced as waits for traffic that a factor on them can follow from."""
+TRAFFIC = (*LAYER_TRAFFIC, "send", "gather", "reduce")
+"""Parts of a step's seconds for which ranks wait for traffic."""
+_BUBBLE = "bubble"
+_OUTSIDE_PASS = (_BUBBLE, "offload", "optimizer", "step")
 OUTLIER_RATIO = 8.0
 """A run slower or faster than priced by this factor was disturbed, and is ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """Factors on the priced seconds of a step."""
+
+    compute: float = 1.0
+    """On all but traffic."""
+    traffic: float = 1.0
+    """On seconds for which ranks wait for traffic."""
+
+    @property
+    def inverse(self) -> Correction:
+        """The correction that takes this one back."""
+        return Correction(compute=1.0 / self.compute, traffic=1.0 / self.traffic)
+
+    def on_pass(self, parts: Mapping[str, float]) -> float:
+        """Returns the factor on a micro-batch's forward and backward, from the parts of a step's seconds."""
+        compute_s = sum(seconds for name, seconds in parts.items() if name not in (*TRAFFIC, *_OUTSIDE_PASS))
+        traffic_s = sum(parts.get(name, 0.0) for name in LAYER_TRAFFIC)
+        total_s = compute_s + traffic_s
+        return (self.compute * compute_s + self.traffic * traffic_s) / total_s if total_s else self.compute
+
+    def of_parts(self, parts: Mapping[str, float]) -> dict[str, float]:
+        """Returns the corrected parts of a step's seconds; a pipeline's bubble follows its passes."""
+        factors = dict.fromkeys(TRAFFIC, self.traffic) | {_BUBBLE: self.on_pass(parts)}
+        return {name: seconds * factors.get(name, self.compute) for name, seconds in parts.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunHistory:
-    """Correction factors from earlier runs on a machine."""
+    """Corrections from earlier runs on a machine.
+
+    Measured waits tell traffic from compute, so that a slow wire raises the price of layouts by what they send on it.
+    A run without them corrects layouts that use its axes alone.
+    """
 
     factor: float = 1.0
     """Median of measured over priced seconds of a step."""
     runs: int = 0
     """Number of runs behind it."""
-    by_axes: Mapping[str, float] = field(default_factory=dict)
-    """The same for runs whose layouts use the same axes, as ``shard+tp``."""
+    by_axes: Mapping[str, Correction] = field(default_factory=dict)
+    """Of runs whose layouts use the same axes, as ``shard+tp``."""
+    other: Correction = Correction()
+    """Of layouts none of whose axes ran: of all runs whose waits were measured."""
 
-    def of(self, layout: Layout) -> float:
-        """Returns a layout's factor: of its axes, else the largest of any of them alone, else of all runs."""
+    def of(self, layout: Layout) -> Correction:
+        """Returns a layout's correction: of its axes, else the largest factors of any of them alone, else `other`."""
         axes = axes_of(layout)
         if axes in self.by_axes:
             return self.by_axes[axes]
-        factors = [self.by_axes[axis] for axis in axes.split("+") if axis in self.by_axes]
-        return max(factors) if factors else self.factor
+        known = [self.by_axes[axis] for axis in axes.split("+") if axis in self.by_axes]
+        if not known:
+            return self.other
+        return Correction(compute=max(one.compute for one in known), traffic=max(one.traffic for one in known))
 
     @property
     def note(self) -> str:
@@ -54,25 +96,40 @@ class RunHistory:
         if not self.runs:
             return ""
         sentence = f"{self.runs} earlier runs here took {self.factor:.2f} times what was priced"
-        return f"{sentence}; plans of runs are scaled by what those with the same axes took"
+        return f"{sentence}; compute and traffic of plans are scaled by what those with the same axes took"
 
 
 def record(path: Path, machine: str, row: JsonObject) -> None:
-    """Appends a run: ``layout``, ``model``, ``priced_s`` before any factor, ``measured_s``.
+    """Appends a run: ``layout``, ``priced_s`` before any correction, ``measured_s``.
 
-    ``paced`` in the row marks a time that was corrected for the machine's pace during the run.
+    ``paced`` in the row marks a time that was corrected for the machine's pace during the run; ``waits_s`` and
+    ``priced_waits_s`` are seconds of the step for which rank 0 waited for traffic, where they were measured.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps({"machine": machine, **row}) + "\n")
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Run:
+    """A run's measured over its priced seconds, as logarithms."""
+
+    axes: str
+    paced: bool
+    ratio: float
+    """Of a step."""
+    compute: float | None
+    """Of a step without waits for traffic; None where these weren't measured."""
+    traffic: float | None
+    """Of these waits; None also where too few seconds of them were priced for a ratio."""
+
+
 def learn(path: Path, machine: str) -> RunHistory:
-    """Returns the factors of a machine's newest runs; unreadable lines are ignored.
+    """Returns the corrections of a machine's newest runs; unreadable lines are ignored.
 
     So are runs whose price rests on other figures: compiled, with state in host memory, in float64.
     """
-    ratios: list[tuple[str, float, bool]] = []
+    runs: list[_Run] = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -80,40 +137,90 @@ def learn(path: Path, machine: str) -> RunHistory:
     for line in lines:
         try:
             row = parse_json(line)
-            ratio = float(row["measured_s"]) / float(row["priced_s"])
-            layout = Layout.parse(str(row["layout"]))
-        except (ValueError, KeyError, TypeError, ZeroDivisionError, PlanError):
+            run = _read_run(row)
+        except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError, PlanError):
             continue
-        is_comparable = not layout.compile and layout.offload == "none" and layout.precision != "float64"
-        if is_comparable and row.get("machine") == machine and 1 / OUTLIER_RATIO < ratio < OUTLIER_RATIO:
-            ratios.append((axes_of(layout), math.log(ratio), bool(row.get("paced"))))
-    ratios = ratios[-MAX_RUNS:]
-    if not _is_enough([paced for *_, paced in ratios]):
+        if run is not None and row.get("machine") == machine:
+            runs.append(run)
+    runs = runs[-MAX_RUNS:]
+    if not _is_enough(runs):
         return RunHistory()
-    rows_by_axes: dict[str, list[tuple[float, bool]]] = {}
-    for axes, log_ratio, paced in ratios:
-        rows_by_axes.setdefault(axes, []).append((log_ratio, paced))
-    by_axes = {
-        axes: math.exp(median(log_ratio for log_ratio, _ in rows[-MAX_RUNS_OF_AXES:]))
-        for axes, rows in rows_by_axes.items()
-        if _is_enough([paced for _, paced in rows])
-    }
+    runs_by_axes: dict[str, list[_Run]] = {}
+    for run in runs:
+        runs_by_axes.setdefault(run.axes, []).append(run)
+    compute = [run.compute for run in runs if run.compute is not None]
+    traffic = [run.traffic for run in runs if run.traffic is not None]
     return RunHistory(
-        factor=math.exp(median(log_ratio for _, log_ratio, _ in ratios)), runs=len(ratios), by_axes=by_axes
+        factor=math.exp(median(run.ratio for run in runs)),
+        runs=len(runs),
+        by_axes={
+            axes: _correction(same_axes[-MAX_RUNS_OF_AXES:])
+            for axes, same_axes in runs_by_axes.items()
+            if _is_enough(same_axes)
+        },
+        other=Correction(compute=_typical(compute), traffic=_typical(traffic)),
     )
 
 
-def _is_enough(paced: Sequence[bool]) -> bool:
-    """Whether these runs are enough for a factor; each entry says whether a run was corrected for pace."""
-    return any(paced) or len(paced) >= MIN_RUNS
+def _read_run(row: JsonObject) -> _Run | None:
+    """Returns a row's ratios; None where it says nothing of others.
+
+    Raises:
+        ValueError, KeyError, TypeError, ZeroDivisionError, PlanError: for a row that `record` didn't write.
+    """
+    priced_s, measured_s = float(row["priced_s"]), float(row["measured_s"])
+    layout = Layout.parse(str(row["layout"]))
+    if layout.compile or layout.offload != "none" or layout.precision == "float64":
+        return None
+    if not 1 / OUTLIER_RATIO < measured_s / priced_s < OUTLIER_RATIO:
+        return None
+    compute = traffic = None
+    if "waits_s" in row:
+        waits_s, priced_waits_s = float(row["waits_s"]), float(row["priced_waits_s"])
+        compute = _log_ratio(measured_s - waits_s, priced_s - priced_waits_s)
+        if priced_waits_s >= LEAST_TRAFFIC * priced_s:
+            # A wire may be far slower than catalogued: only the step as a whole bounds it.
+            traffic = _log_ratio(waits_s, priced_waits_s, most=math.inf)
+    return _Run(
+        axes=axes_of(layout), paced=bool(row.get("paced")), ratio=math.log(measured_s / priced_s), compute=compute,
+        traffic=traffic,
+    )  # fmt: skip
+
+
+def _log_ratio(measured_s: float, priced_s: float, most: float = OUTLIER_RATIO) -> float | None:
+    """Returns the logarithm of measured over priced seconds; None where something else than the price is wrong."""
+    is_plausible = priced_s > 0.0 and 1 / OUTLIER_RATIO < measured_s / priced_s < most
+    return math.log(measured_s / priced_s) if is_plausible else None
+
+
+def _correction(runs: Sequence[_Run]) -> Correction:
+    """Returns the correction of layouts with the same axes as some runs."""
+    compute = [run.compute for run in runs if run.compute is not None]
+    traffic = [run.traffic for run in runs if run.traffic is not None]
+    if compute and traffic:
+        return Correction(compute=_typical(compute), traffic=_typical(traffic))
+    # What the step took more can't be told apart.
+    total = math.exp(median(run.ratio for run in runs))
+    return Correction(compute=total, traffic=total)
+
+
+def _typical(logs: Sequence[float]) -> float:
+    """Returns the median factor; 1 without any."""
+    return math.exp(median(logs)) if logs else 1.0
+
+
+def _is_enough(runs: Sequence[_Run]) -> bool:
+    """Whether these runs are enough for a factor: some of them, or one that was corrected for pace."""
+    return any(run.paced for run in runs) or len(runs) >= MIN_RUNS
 
 
 def axes_of(layout: Layout) -> str:
-    """Returns the axes that a layout uses, as ``shard3+tp``: the runtime's overhead depends on them.
+    """Returns the axes that a layout uses in a step, as ``shard3+tp``: the runtime's overhead depends on them.
 
-    ZeRO-3 counts as an axis of its own, because it gathers for each layer.
+    ZeRO-3 counts as an axis of its own, because it gathers for each layer. Islands don't count: steps between joins are
+    those of one.
     """
-    used_axes = [name for name, degree in layout.degrees.items() if degree > 1]
+    used_axes = [name for name, degree in layout.within_island().degrees.items() if degree > 1]
     return "+".join(
         sorted(f"{name}3" if layout.zero == 3 and name in row_axes(Holds.SHARD) else name for name in used_axes)
     )

@@ -31,6 +31,8 @@ UNRECOVERABLE = (ConfigError, PlanError, DataError, ClusterError)
 _DAMAGED = "is damaged"
 _TWICE_AT_START = "the ranks failed twice in this way before a step, so a third start would too: change what it names"
 
+_TWICE_IN_STEP = "the same rank failed twice in this way in step {step}, so another start would too: mend what it names"
+
 
 class Ending(enum.Enum):
     """The ways in which a generation ends."""
@@ -124,6 +126,9 @@ class RestartBudget:
         self._start_reason = ""
         self.fails_at_start = False
         """Whether the last two failures were the same, of all ranks at their start: a setting that can't work."""
+        self._last_exception: tuple[int, str] | None = None
+        self.repeats_exception = False
+        """Whether the last two failures were the same exception in the same step of the same rank."""
 
     @property
     def failures_without_progress(self) -> int:
@@ -143,6 +148,10 @@ class RestartBudget:
         """
         self.fails_at_start = bool(start_reason) and start_reason == self._start_reason
         self._start_reason = start_reason
+        # The first line of an error names its rank.
+        exception = (raised_at, str(error).split("\n", 1)[0]) if raised_at is not None else None
+        self.repeats_exception = exception is not None and exception == self._last_exception
+        self._last_exception = exception
         # Any new step is progress: only failures without one exhaust the attempts.
         self._failures = 1 if furthest_step > self._furthest_step else self._failures + 1
         # An exception at a step that the run had not got past before is reproducible: a restart would repeat it.
@@ -207,6 +216,8 @@ def decide_after_failure(
     exhausted = restart_budget.record_failure(error, verdict.furthest_step, raised_at, start_reason)
     if restart_budget.fails_at_start:
         error = error_of(failure.error, f"{failure.text}\n{_TWICE_AT_START}", LaunchError)
+    elif exhausted and restart_budget.repeats_exception:
+        error = error_of(failure.error, f"{failure.text}\n{_TWICE_IN_STEP.format(step=failure.step)}", LaunchError)
     refused = _refused_state(failure, order)
     blamed = None
     share = order.share(failure.node)

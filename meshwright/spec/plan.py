@@ -44,7 +44,9 @@ class Prediction:
     host: int = 0
     """Bytes of the host's memory that the rank takes which has most there, where the layout offloads."""
     learned: float = 1.0
-    """What earlier runs on these machines took over what was priced; step_s and parts are scaled by it."""
+    """Seconds of a step, corrected by what earlier runs on these machines took, over what was priced."""
+    waits_s: float = 0.0
+    """Seconds of a step for which a rank waits for traffic, as priced before that correction."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

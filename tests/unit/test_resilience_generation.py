@@ -260,6 +260,26 @@ def test_what_fails_all_ranks_at_their_start_isnt_tried_a_third_time() -> None:
     assert ends == [False, False, False, True]
 
 
+def test_an_exception_that_comes_again_ends_the_run_and_says_so() -> None:
+    """The same step, rank and exception; whatever else happens twice in a row keeps its own text."""
+
+    def decide(budget: RestartBudget, text: str, step: int, furthest: int, raised: bool = True) -> Any:
+        failed = failure(phase="forward", is_echo=False, raised=raised, step=step, text=text)
+        verdict = judge_generation(order_of({0: 2}), {0: report(0, end(failed=failed, furthest=furthest))}, ())
+        return decide_after_failure(verdict, order_of({0: 2}), {}, budget, False)
+
+    text = "[rank 1: replicate 1] ValueError: a label of 70000\ntrace"
+    budget = RestartBudget(9)
+    assert not decide(budget, text, 6, 6).ends_run
+    last = decide(budget, text, 6, 7)
+    assert last.ends_run and str(last.error).startswith(text) and "twice in this way in step 6" in str(last.error)
+    # Progress between them, another rank, or a rank that a signal ended.
+    for other in ((text, 8, 8, True), (text.replace("rank 1", "rank 0"), 6, 6, True), (text, 6, 6, False)):
+        budget = RestartBudget(9)
+        decide(budget, text, 6, 6)
+        assert "twice" not in str(decide(budget, *other).error)
+
+
 def test_fruitless_failures_are_counted_after_the_first() -> None:
     restart_budget, counts = RestartBudget(9), []
     for reached in (5, 5, 5, 6):
