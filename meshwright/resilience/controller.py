@@ -112,6 +112,7 @@ class Controller:
             if not all_present and self._first_generation and members.generation == 0:
                 missing = sorted(expected - members.reports.keys())
                 raise LaunchError(f"nodes {missing} didn't come within launch.group_s = {limit_s:g} s; start them too")
+            self._drains.accept_at_start(members.connected_devices(), self._backoff.left_out)
             while True:
                 members.check_majority(self.order)
                 outcome = self._run_generation(*self._next_order())
@@ -321,7 +322,7 @@ class Controller:
     def _needs_change(self, order: Order, steps: Sequence[int], times: Sequence[RankTime] | None) -> bool:
         """Returns whether ranks should end: devices or nodes came back or leave, or another layout is faster."""
         members = self._members
-        leaves = self._drains.asks_for_change(members.connected_devices(), self._usable_devices(), order.devices)
+        leaves = self._drains.asks_for_change(members.connected_devices(), self._backoff.left_out, order.devices)
         grows = bool(self._readmissible_devices()) or members.awaits_reconfiguration()
         # Ranks that end for other devices don't change their layout at once: it would be one for these.
         return leaves or grows or self._replanner.poll(steps, times)

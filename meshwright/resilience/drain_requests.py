@@ -121,56 +121,86 @@ class DrainWatch:
         self._run_dir, self._planner, self._minimum, self._event = run_dir, planner, minimum, event
         self._clock, self._read_at = clock, -_READ_EVERY_S
         self._requests: list[DrainRequest] = []
+        self._accepted: set[DrainRequest] = set()
         self._refused: set[DrainRequest] = set()
         self._answered: set[DrainRequest] = set()
         self._at_start: set[Device] = set()
 
-    def _read(self) -> list[DrainRequest]:
-        """Returns the requests that weren't refused; those refused are forgotten once withdrawn."""
-        if self._clock() - self._read_at >= _READ_EVERY_S:
-            self._requests, self._read_at = read_requests(self._run_dir), self._clock()
-            self._refused &= set(self._requests)
-            self._answered &= set(self._requests)
-        return [request for request in self._requests if request not in self._refused]
-
     def drained(self, devices: Iterable[Device]) -> set[Device]:
-        """Returns those of some devices that are asked to leave."""
-        requests = self._read()
-        return {device for device in devices if any(request.covers(device) for request in requests)}
+        """Returns those of some devices that a request covers which was accepted, and stands."""
+        self._read()
+        return {device for device in devices if any(request.covers(device) for request in self._accepted)}
+
+    def accept_at_start(self, connected: Collection[Device], left_out: Collection[Device]) -> None:
+        """Accepts the requests that stand before any rank started, as far as they leave enough devices."""
+        self._read()
+        for request in self._requests:
+            if len(self._rest(request, connected, left_out)) >= self._minimum:
+                self._accepted.add(request)
+            else:
+                self._refuse(request, f"fewer than {self._minimum} devices would be left to start on")
 
     def begin_generation(self, connected: Iterable[Device]) -> None:
-        """Remembers which devices have no rank by request from now on."""
+        """Remembers which devices have no rank by request from now on; what was refused is judged again."""
         self._at_start = self.drained(connected)
+        self._refused.clear()
 
     def asks_for_change(
-        self, connected: Collection[Device], usable: Collection[Device], used: Collection[Device]
+        self, connected: Collection[Device], left_out: Collection[Device], used: Collection[Device]
     ) -> bool:
-        """Returns whether ranks should end after a step, so that devices leave or come back.
+        """Accepts or refuses new requests; returns whether ranks should end, so that devices leave or come back.
 
         Requests that leave too few devices, or a number without a layout, are refused with an event.
 
         Args:
             connected: all devices of the connected nodes.
-            usable: those of them that may have ranks.
+            left_out: those that have no rank for another reason.
             used: those that have ranks of this generation.
         """
-        now = self.drained(connected)
-        for request in self._read():
+        self._read()
+        for request in self._requests:
+            if request in self._accepted or request in self._refused:
+                continue
             if not any(map(request.covers, connected)):
-                # It isn't refused: the node may join later.
-                self._refuse(request, "no connected node has it; a node that joins later is asked then")
-        leaving = (now - self._at_start).intersection(used)
-        if not leaving:
-            return bool(self._at_start - now)
-        layout_exists = self._layout_exists(len(usable))
-        if layout_exists is False:
-            why = f"{len(usable)} devices would be left, on which no {self._minimum} ranks or more have a layout"
-            for request in [request for request in self._read() if any(map(request.covers, leaving))]:
-                self._refused.add(request)
-                self._refuse(request, why)
-        return layout_exists is True
+                # It stands: the node may join later.
+                self._answer(request, "no connected node has it; a node that joins later is asked then")
+                continue
+            rest = self._rest(request, connected, left_out)
+            layout_exists = self._layout_exists(len(rest))
+            if layout_exists:
+                self._accepted.add(request)
+            elif layout_exists is False:
+                ranks = f"{self._minimum} ranks or more"
+                self._refuse(request, f"{len(rest)} devices would be left, on which no {ranks} have a layout")
+        now = self.drained(connected)
+        return bool((now - self._at_start).intersection(used) or self._at_start - now)
+
+    def take_change(self, connected: Iterable[Device], step: int) -> bool:
+        """Records which devices leave and come back, once ranks ended; returns whether any does."""
+        now = self.drained(connected)
+        leave, back = sorted(now - self._at_start), sorted(self._at_start - now)
+        if leave or back:
+            why = {request.why for request in self._accepted if request.why and any(map(request.covers, leave))}
+            self._event("drained", step=step, devices=leave, back=back, why="; ".join(sorted(why)))
+        return bool(leave or back)
+
+    def _read(self) -> None:
+        """Reads the requests, at most once a second, and forgets what was withdrawn."""
+        if self._clock() - self._read_at >= _READ_EVERY_S:
+            self._requests, self._read_at = read_requests(self._run_dir), self._clock()
+            for requests in (self._accepted, self._refused, self._answered):
+                requests.intersection_update(self._requests)
+
+    def _rest(self, request: DrainRequest, connected: Collection[Device], left_out: Collection[Device]) -> set[Device]:
+        """Returns the devices that a request would leave."""
+        without = {*left_out, *self.drained(connected)}
+        return {device for device in connected if device not in without and not request.covers(device)}
 
     def _refuse(self, request: DrainRequest, why: str) -> None:
+        self._refused.add(request)
+        self._answer(request, why)
+
+    def _answer(self, request: DrainRequest, why: str) -> None:
         """Answers a request with an event, once."""
         if request not in self._answered:
             self._answered.add(request)
@@ -186,12 +216,3 @@ class DrainWatch:
                 self._planner.answer(count)
                 return True
         return False
-
-    def take_change(self, connected: Iterable[Device], step: int) -> bool:
-        """Records which devices leave and come back, once ranks ended; returns whether any does."""
-        now = self.drained(connected)
-        leave, back = sorted(now - self._at_start), sorted(self._at_start - now)
-        if leave or back:
-            why = {request.why for request in self._read() if request.why and any(map(request.covers, leave))}
-            self._event("drained", step=step, devices=leave, back=back, why="; ".join(sorted(why)))
-        return bool(leave or back)

@@ -69,8 +69,8 @@ def test_devices_leave_on_request_and_come_back(tmp_path: Path) -> None:
     controller._drains._event = answer
     assert controller.run({0}, 0.0) == OVER
     refused = [fields for kind, fields in told if kind == "drain_refused"]
-    assert [(fields["node"], fields["device"]) for fields in refused] == [(7, None), (0, None)]
-    assert "no connected node has it" in refused[0]["why"] and "0 devices would be left" in refused[1]["why"]
+    assert [(fields["node"], fields["device"]) for fields in refused] == [(0, None), (7, None)]
+    assert "no connected node has it" in refused[1]["why"] and "0 devices would be left" in refused[0]["why"]
     drained = [fields for kind, fields in told if kind == "drained"]
     assert [(fields["devices"], fields["back"], fields["why"]) for fields in drained] == [
         ([(0, 1)], [], "errors"), ([], [(0, 1)], "")
