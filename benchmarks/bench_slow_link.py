@@ -18,12 +18,11 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from processes import kill_descendants
+from slow_wire import FIRST_ADDRESS, networks
 
 from meshwright import CalibrateConfig, NodeOptions, calibrate
 from meshwright.calibrate.practice import practise_paced
@@ -64,7 +63,6 @@ ROWS, TOKENS = 16, 128
 TRAFFIC = ("tp", "cp", "ep", "send", "gather", "reduce")
 """Parts of a predicted step that are exposed communication."""
 PORT = 29610
-HOST = "10.79.0.1"
 LIMIT_S = 120.0
 
 
@@ -100,34 +98,6 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@contextmanager
-def networks(rate: str, delay: str = "0ms") -> Iterator[list[str]]:
-    """Yields the names of two networks, joined by a wire of a rate and a delay one way, as tc writes them."""
-    names = [f"slow{os.getpid()}{end}" for end in "ab"]
-    try:
-        for name in names:
-            _ip("netns", "add", name)
-            _ip("-n", name, "link", "set", "lo", "up")
-        _ip("link", "add", "wire0", "netns", names[0], "type", "veth", "peer", "name", "wire1", "netns", names[1])
-        for at, name in enumerate(names):
-            _ip("-n", name, "address", "add", f"10.79.0.{at + 1}/24", "dev", f"wire{at}")
-            _ip("-n", name, "link", "set", f"wire{at}", "up")
-            if delay != "0ms":
-                _ip("netns", "exec", name, *f"tc qdisc add dev wire{at} root handle 1: netem delay {delay}".split())
-            if rate != "none":
-                place = ["root"] if delay == "0ms" else ["parent", "1:1", "handle", "10:"]
-                held = ["tc", "qdisc", "add", "dev", f"wire{at}", *place, "tbf", "rate", rate]
-                _ip("netns", "exec", name, *held, "burst", "64kb", "latency", "100ms")
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
-
-
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
-
-
 def _run(names: list[str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """Runs both nodes and returns the rows that the first has written."""
     cores = sorted(os.sched_getaffinity(0))
@@ -155,7 +125,7 @@ def _node(options: argparse.Namespace) -> int:
     """Measures on one of the two machines, in step with the other."""
     prepare_environment()
     ranks = 2 * options.slots
-    words = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{PORT}")
+    words = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{FIRST_ADDRESS}:{PORT}")
     calibrate(CalibrateConfig(devices=ranks, practice=0), nodes=words, say=silently)
     calibrate(CalibrateConfig(devices=1, practice=0), say=silently)
     rows: list[dict[str, Any]] = []
@@ -171,7 +141,7 @@ def _node(options: argparse.Namespace) -> int:
         given = [text for text in options.layouts.split(";") if text]
         for text in dict.fromkeys((*(given or LAYOUTS[ranks]), chosen)):
             port += 1
-            place = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{HOST}:{port}")
+            place = NodeOptions(nodes=2, node=options.node, slots=options.slots, meet=f"{FIRST_ADDRESS}:{port}")
             try:
                 row = _row(name, Layout.parse(text), place.group_launcher(options.slots), machines, options.steps)
             except MeshwrightError as error:

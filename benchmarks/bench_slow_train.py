@@ -1,14 +1,15 @@
-"""Training over a slow network between two machines: exposed communication and efficiency, planned and measured.
+"""Training over a slow network between machines: exposed communication and efficiency, planned and measured.
 
-    sudo python benchmarks/bench_slow_train.py [--rates 100mbit,1gbit] [--delay 0ms] [--steps 12] [--json OUT]
-        [--ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30"]
+    sudo python benchmarks/bench_slow_train.py [--rates 100mbit,1gbit] [--delay 0ms] [--nodes 2] [--steps 12]
+        [--ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30"] [--rounds 1] [--json OUT]
 
-Two network namespaces on this machine, a rank and a core each, joined by a wire whose rate is held down in both
-directions. Both calibrate together over it. Then each way, a layout and further words of `meshwright train`, is
-trained by two nodes as a user would, for some steps (islands for a whole round after the first); ``auto`` leaves the
-layout to the planner, as in ``auto --allow islands``. Told are the mean
-step, its share in which rank 0 stood still for communication, the median step beside the planned one (of islands
-without the join), and the efficiency against one rank alone with the same batch.
+Network namespaces on this machine, a rank each, joined by wires of a rate and a delay (`slow_wire.py`). Each has a core
+of its own; where there are more nodes than cores, each has an equal share of one (a cgroup's quota), as the rank that
+trains alone does. All calibrate together over the wires. Then each way, a layout and further words of `meshwright
+train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first); ``auto``
+leaves the layout to the planner, as in ``auto --allow islands``. A round is one rank alone and then each way. Told are
+the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
+islands without the join), and the efficiency against one rank alone with the same batch in the same round.
 """
 
 from __future__ import annotations
@@ -24,15 +25,16 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from bench_slow_link import HOST, PORT, networks
-from processes import kill_descendants
+from bench_slow_link import PORT
+from processes import CoreShare, kill_descendants
+from slow_wire import FIRST_ADDRESS, networks
 
 from meshwright.spec.layout import Layout
 
 WAYS = (
-    "replicate=2", "replicate=2,compress=bf16", "replicate=2,compress=int8", "shard=2,zero=3",
-    "shard=2,zero=3,compress_weights=int8", "islands=2 --outer.every 30",
-    "islands=2 --outer.every 30 --outer.compress int8", "auto", "auto --allow lossy",
+    "replicate={n}", "replicate={n},compress=bf16", "replicate={n},compress=int8", "shard={n},zero=3",
+    "shard={n},zero=3,compress_weights=int8", "islands={n} --outer.every 30",
+    "islands={n} --outer.every 30 --outer.compress int8", "auto", "auto --allow lossy",
     "auto --allow islands --outer.every 30 --outer.compress int8",
 )  # fmt: skip
 RECIPE = """
@@ -63,7 +65,7 @@ report = false
 """
 WARM_UP = 3
 """Steps at the start that aren't counted."""
-LIMIT_S = 300.0
+LIMIT_S = 900.0
 
 
 def main() -> int:
@@ -71,50 +73,71 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rates", default="100mbit", help="as tc writes them; none for an unlimited wire")
     parser.add_argument("--delay", default="0ms", help="of the wire, one way")
-    parser.add_argument("--ways", default=";".join(WAYS))
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ways", default=";".join(WAYS), help="with ; between them; {n} stands for the nodes")
     parser.add_argument("--steps", type=int, default=12, help="counted ones; a way of islands counts its round")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if os.geteuid() or subprocess.run(["which", "tc", "ip"], capture_output=True, check=False).returncode:
-        print("needs root, ip and tc, to make two networks and slow the wire between them")
+        print("needs root, ip and tc, to make networks and slow the wires between them")
         return 0
+    ways = options.ways.replace("{n}", str(options.nodes)).split(";")
     results: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         try:
             for rate in options.rates.split(","):
-                with networks(rate, options.delay) as names:
-                    print(f"wire: {rate}, {options.delay}", flush=True)
-                    results[rate] = measure(names, options.ways.split(";"), options.steps, Path(folder) / rate)
+                with networks(rate, options.delay, options.nodes) as names, CoreShare(options.nodes) as cores:
+                    print(f"wire: {rate}, {options.delay}, {options.nodes} nodes", flush=True)
+                    wire = Wire(names, cores, Path(folder) / rate)
+                    results[rate] = wire.measure(ways, options.steps, options.rounds)
+                    if options.json:
+                        options.json.write_text(json.dumps(results, indent=1))
         finally:
             kill_descendants()
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
     return 0
 
 
-def measure(names: list[str], ways: list[str], steps: int, folder: Path) -> list[dict[str, Any]]:
-    """Calibrates, trains alone and then each way over one wire; prints a line each."""
-    folder.mkdir()
-    recipe = folder / "recipe.toml"
-    recipe.write_text(RECIPE)
-    run_nodes(names, ["calibrate", "--devices", "2", "--practice", "0"], folder, PORT)
-    alone = folder / "alone"
-    words = ["train", str(recipe), "--devices", "1", "--train.steps", str(WARM_UP + steps), "--run", str(alone)]
-    run_nodes(names[:1], words, folder, PORT)
-    alone_s = read_run(alone, WARM_UP)["step_s"]
-    print(f"  one rank alone: {alone_s * 1e3:.0f} ms a step", flush=True)
-    rows = [{"way": "alone", "step_s": alone_s}]
-    for number, way in enumerate(ways, 1):
+class Wire:
+    """Nodes on one wire.
+
+    Args:
+        names: networks.
+        cores: what each node may compute with.
+        folder: of runs, caches and logs.
+    """
+
+    def __init__(self, names: list[str], cores: CoreShare, folder: Path) -> None:
+        self._names, self._cores, self._folder, self._port = names, cores, folder, PORT
+
+    def measure(self, ways: list[str], steps: int, rounds: int) -> list[dict[str, Any]]:
+        """Calibrates, then trains alone and each way in turn; prints a line each and returns a row each."""
+        self._folder.mkdir()
+        recipe = self._folder / "recipe.toml"
+        recipe.write_text(RECIPE)
+        self._run(["calibrate", "--devices", str(len(self._names))])
+        rows = []
+        for number in range(1, rounds + 1):
+            alone = self._folder / f"alone-{number}"
+            words = ["train", str(recipe), "--devices", "1", "--train.steps", str(WARM_UP + steps), "--run", str(alone)]
+            self._run(words, nodes=1)
+            alone_s = read_run(alone, WARM_UP)["step_s"]
+            print(f"  one rank alone: {alone_s * 1e3:.0f} ms a step", flush=True)
+            rows.append({"way": "alone", "step_s": alone_s})
+            for way in ways:
+                rows.append(self._train(recipe, way, steps, alone_s))
+        return rows
+
+    def _train(self, recipe: Path, way: str, steps: int, alone_s: float) -> dict[str, Any]:
+        """Trains one way; prints its line and returns its row."""
         layout, *more = shlex.split(way)
-        run = folder / f"way-{number}"
+        run = self._folder / f"way-{self._port}"
         # A round of islands is as long as --outer.every says; its first is for warming up.
         every = int(more[more.index("--outer.every") + 1]) if "--outer.every" in more else 0
         count = 2 * every if every else WARM_UP + steps
-        words = ["train", str(recipe), "--layout", layout, *more, "--train.steps", str(count), "--run", str(run)]
-        run_nodes(names, words, folder, PORT + number)
+        self._run(["train", str(recipe), "--layout", layout, *more, "--train.steps", str(count), "--run", str(run)])
         row = {"way": way, **read_run(run, every or WARM_UP)}
-        row["efficiency"] = alone_s / (len(names) * row["step_s"])
-        rows.append(row)
+        row["efficiency"] = alone_s / (len(self._names) * row["step_s"])
         off = row["planned_s"] / row["median_s"] - 1
         if layout == "auto":
             print(f"  {way}: the plan is {row['layout']}")
@@ -124,25 +147,26 @@ def measure(names: list[str], ways: list[str], steps: int, folder: Path) -> list
             f"({off:+.0%})",
             flush=True,
         )
-    return rows
+        return row
 
-
-def run_nodes(names: list[str], words: list[str], folder: Path, port: int) -> None:
-    """Runs ``meshwright`` with some words in each network, on a core each; raises where one fails."""
-    cores = sorted(os.sched_getaffinity(0))
-    processes = []
-    for node, name in enumerate(names):
-        place = ["ip", "netns", "exec", name, "taskset", "-c", str(cores[node % len(cores)])]
-        command = [*place, sys.executable, "-m", "meshwright", *words]
-        if len(names) > 1:
-            command += ["--nodes", str(len(names)), "--node", str(node), "--slots", "1", "--meet", f"{HOST}:{port}"]
-        variables = {**os.environ, "XDG_CACHE_HOME": str(folder / f"cache-{node}")}
-        log = (folder / f"node-{node}.log").open("a")
-        processes.append(subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=log))
-    for node, process in enumerate(processes):
-        if process.wait(LIMIT_S):
-            log_lines = (folder / f"node-{node}.log").read_text().splitlines()
-            raise SystemExit(f"{shlex.join(words)}: node {node} ended with {process.returncode}: {log_lines[-3:]}")
+    def _run(self, words: list[str], nodes: int | None = None) -> None:
+        """Runs ``meshwright`` with some words on all nodes, or the first ``nodes``; raises where one fails."""
+        names = self._names[:nodes]
+        self._port += 1
+        processes = []
+        for node, name in enumerate(names):
+            command = ["ip", "netns", "exec", name, *self._cores.prefix(node), sys.executable, "-m", "meshwright"]
+            command += words
+            if len(names) > 1:
+                command += ["--nodes", str(len(names)), "--node", str(node), "--slots", "1"]
+                command += ["--meet", f"{FIRST_ADDRESS}:{self._port}"]
+            variables = {**os.environ, "XDG_CACHE_HOME": str(self._folder / f"cache-{node}")}
+            log = (self._folder / f"node-{node}.log").open("a")
+            processes.append(subprocess.Popen(command, cwd=self._folder, env=variables, stdout=log, stderr=log))
+        for node, process in enumerate(processes):
+            if process.wait(LIMIT_S):
+                log_lines = (self._folder / f"node-{node}.log").read_text().splitlines()
+                raise SystemExit(f"{shlex.join(words)}: node {node} ended with {process.returncode}: {log_lines[-3:]}")
 
 
 def read_run(run: Path, warm_up: int) -> dict[str, Any]:

@@ -147,3 +147,45 @@ class CpuWatch(threading.Thread):
         self.join()
         first, last = self._steps
         return (self._seen[1] - self._seen[0]) / (last - first) if len(self._seen) == 2 else 0.0
+
+
+class CoreShare:
+    """Cores of some nodes on this machine: one each, or equal shares of them by a cgroup's quota where there are more.
+
+    Args:
+        nodes: how many share the machine.
+    """
+
+    PERIOD_US = 10_000
+    """In which a quota is used up: short beside a step."""
+
+    def __init__(self, nodes: int) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._share = min(1.0, len(self._cores) / nodes)
+        second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
+        root = Path("/sys/fs/cgroup" if second else "/sys/fs/cgroup/cpu")
+        quota = str(round(self._share * self.PERIOD_US))
+        values = {"cpu.max": f"{quota} {self.PERIOD_US}"}
+        if not second:
+            values = {"cpu.cfs_period_us": str(self.PERIOD_US), "cpu.cfs_quota_us": quota}
+        self._values = values
+        self._groups = [root / f"nodes{os.getpid()}-{node}" for node in range(nodes)] if self._share < 1.0 else []
+
+    def __enter__(self) -> CoreShare:
+        for group in self._groups:
+            group.mkdir()
+            for name, value in self._values.items():
+                (group / name).write_text(value)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        kill_descendants()
+        for group in self._groups:
+            group.rmdir()
+
+    def prefix(self, node: int) -> list[str]:
+        """Returns the words before a command that runs as a node."""
+        pinned = ["taskset", "-c", str(self._cores[node % len(self._cores)])]
+        if not self._groups:
+            return pinned
+        return ["sh", "-c", f'echo $$ > {self._groups[node]}/cgroup.procs; exec "$@"', "sh", *pinned]

@@ -174,8 +174,8 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     calibration = cluster.calibration
     over_network = calibration is not None and calibration.nodes == cluster.nodes > 1
     overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
-    shares = {"dp_overlap": overlap, "gather_overlap": overlap, "cp_overlap": 0.0, "ep_overlap": 0.0}
-    options = {f"runtime__{name}": share for name, share in shares.items()}
+    shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
+    options = {f"runtime__{name}": share for name, share in (shares | {"cp_overlap": 0.0, "ep_overlap": 0.0}).items()}
     return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
 
 

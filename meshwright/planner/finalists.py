@@ -79,10 +79,14 @@ def consider_islands(question: Question, choice: Choice, show: int, measure: Mea
         except PlanError:  # rows that they don't divide, or no room for the outer weights
             continue
         found.append(best[0])
-    fastest_s = min((candidate.price.step_s for candidate in found), default=float("inf"))
-    without = choice.best[0]
-    if fastest_s * (1 + max(question.same, ISLANDS_SLACK)) >= without.price.step_s:
+    if not found:
         return choice
+    fastest, without = min(found, key=lambda candidate: candidate.price.step_s), choice.best[0]
+    fastest_s = fastest.price.step_s
+    if fastest_s * (1 + max(question.same, ISLANDS_SLACK)) >= without.price.step_s:
+        seconds, plan_s = format_seconds(fastest_s), format_seconds(without.price.step_s)
+        sentence = f"--allow islands changes nothing here: {fastest.layout} takes {seconds} a step, the plan {plan_s}"
+        return _with_notes(choice, sentence)
     plan = next(candidate for candidate in found if candidate.price.step_s <= fastest_s * (1 + ISLANDS_SLACK))
     best, ties = sort_candidates([plan, *choice.best], 0.0)
     sentence = (

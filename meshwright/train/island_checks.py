@@ -25,7 +25,9 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
         check_site(config, layout)
         return
     if layout.islands == 1:
-        if config.outer != OuterConfig() and not resumes:
+        # Islands that the planner may take come with settings for them, whether or not it takes some.
+        is_optional = config.layout == "auto" and "islands" in config.allow
+        if config.outer != OuterConfig() and not resumes and not is_optional:
             raise ConfigError(f"outer.* says how islands join, and {layout} has one; write islands=2, or leave it out")
         return
     exchange, outer = find_exchange(config.outer.topology), config.outer

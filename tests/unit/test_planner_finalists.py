@@ -19,7 +19,9 @@ from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import Devices
 from meshwright.models.config import ModelConfig
-from meshwright.train.config import TrainConfig
+from meshwright.spec.layout import Layout
+from meshwright.train.config import OuterConfig, TrainConfig
+from meshwright.train.island_checks import check_islands
 from meshwright.train.run_config import RunConfig
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
@@ -48,7 +50,18 @@ def test_islands_are_the_fewest_that_are_about_as_fast_as_any() -> None:
 
 def test_islands_are_not_chosen_where_they_win_little() -> None:
     fast = dataclasses.replace(SLOW, cluster="8xh100", batch=512)
-    assert planned(fast, allow=("islands",)).layout == planned(fast).layout
+    allowed = planned(fast, allow=("islands",))
+    assert allowed.layout == planned(fast).layout
+    (note,) = [note for note in allowed.choice.notes if "--allow islands" in note]
+    assert "changes nothing here: islands=" in note
+
+
+def test_settings_of_islands_that_the_planner_may_take_are_no_error_where_it_takes_none() -> None:
+    outer, plan = OuterConfig(every=5), Layout.parse("shard=2,zero=1")
+    check_islands(RunConfig(outer=outer, allow=("islands",)), plan)
+    for config in (RunConfig(outer=outer), RunConfig(outer=outer, layout="shard=2,zero=1", allow=("islands",))):
+        with pytest.raises(ConfigError, match="says how islands join"):
+            check_islands(config, plan)
 
 
 def test_what_islands_do_not_reach_is_said() -> None:

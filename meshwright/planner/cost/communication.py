@@ -146,11 +146,13 @@ class CommunicationTimes:
             # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
             cover_s = np.where(accumulates_on_host(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
         cover_s = self._remaining_cover_s(ranks, cover_s)
-        exposed = np.maximum(seconds - cover_s, 0.0) + runtime.slowed_s(np.minimum(seconds, cover_s))
+        exposed = np.maximum(seconds - cover_s, runtime.reduce_floor * seconds)
+        exposed += runtime.slowed_s(np.minimum(seconds, cover_s))
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
         late_gather_s = np.where((zero == 1) | (zero == 2), runtime.scattered_s(gather), 0.0)
         cover_s = sharded_overlap * ranks.forward_busy * window
-        return np.asarray(exposed * reductions + np.maximum(late_gather_s - cover_s, 0.0))
+        late_s = np.maximum(late_gather_s - cover_s, runtime.reduce_floor * late_gather_s)
+        return np.asarray(exposed * reductions + late_s)
 
     def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""

@@ -160,6 +160,8 @@ class RuntimeModel:
     """Share of ep's traffic that hides."""
     dp_overlap: float = 0.8
     """Share of the last backward (or of every one, where each reduces) under which gradients can go."""
+    reduce_floor: float = 0.0
+    """Least share of gradients' traffic that takes time from compute, as where the same cores carry both."""
     gather_overlap: float = 0.9
     """Share of compute under which ZeRO-3 gathers can go."""
     action_s: float = 0.0
