@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from meshwright.errors import PlanError
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.expert_load import ExpertMeter
-from meshwright.parallel.low_rank import LowRankCompressor
+from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.materialise import materialise
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_checkpointing import restore_first_run_in
@@ -119,9 +119,9 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
 
 
 def _error_feedback(program: Program) -> ErrorFeedback | None:
-    """Returns the state of sums in low rank, known to what sums; None under any other layout."""
+    """Returns the state of sums with error feedback, known to what sums; None under any other layout."""
     mesh = program.mesh
-    compressors = [item for item in mesh.compressors if isinstance(item, LowRankCompressor)] if mesh else []
+    compressors = [item for item in mesh.compressors if isinstance(item, FeedbackCompressor)] if mesh else []
     if mesh is None or not compressors:
         return None
     # What ranks of tp add up after the copies is no gradient yet when the copies do.
@@ -131,7 +131,7 @@ def _error_feedback(program: Program) -> ErrorFeedback | None:
     group = mesh.axis_groups.get(axis)
     feedback = ErrorFeedback(
         program.weights,
-        rank=mesh.layout.compress.rank,
+        compression=mesh.layout.compress,
         copies=compressors[0].copies.size,
         copy=compressors[0].copies.index,
         exact_names=partial_names,

@@ -12,8 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
+from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.secondary_shards import SecondaryShards
+from meshwright.parallel.top_k import TopKCompressor
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
@@ -46,7 +48,7 @@ class Mesh:
         self.island = self.world if layout.islands == 1 else self._island_group(shape)
         """The ranks that take each step together: over them losses, norms and counts are summed."""
         self._carved_groups: Mapping[str, list[list[int]]] = {}
-        self.compressors: list[GradientCompressor | LowRankCompressor | WeightCompressor] = []
+        self.compressors: list[GradientCompressor | FeedbackCompressor | WeightCompressor] = []
         """All that send less than exact values."""
         self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
         for name, axis in known_axes().items():
@@ -113,7 +115,7 @@ class Mesh:
 
     def compressor(
         self, copies: AxisGroup, key: RoundingKey, stage_index: int = 0
-    ) -> GradientCompressor | LowRankCompressor | None:
+    ) -> GradientCompressor | FeedbackCompressor | None:
         """Returns what sums gradients over copies with fewer bytes; None where the layout sums exactly.
 
         A collective call, since it may make groups.
@@ -127,9 +129,10 @@ class Mesh:
         compression = self.layout.compress
         if not compression or copies.size == 1:
             return None
-        if compression.is_low_rank:
-            self.compressors.append(low_rank := LowRankCompressor(compression, copies, key))
-            return low_rank
+        if compression.keeps_errors:
+            feedback_type = LowRankCompressor if compression.is_low_rank else TopKCompressor
+            self.compressors.append(feedback := feedback_type(compression, copies, key))
+            return feedback
         run = compression.exact_copies(copies.size)
         inside, across = None, copies
         if run > 1:

@@ -63,7 +63,7 @@ class Program:
         self.rounding_key = RoundingKey()
         """Of the random roundings of compressed sums; every step sets it."""
         self.error_feedback: ErrorFeedback | None = None
-        """What this copy owes under sums in low rank."""
+        """What this copy owes under sums with error feedback."""
         self.expert_counts: ExpertCounts | None = None
         """Counts the tokens of each expert, in a mixture."""
         self.term_counts: Callable[[RowBatch], torch.Tensor] | None = None

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
-from meshwright.planner.low_rank import LowRankElements, count_low_rank_elements
+from meshwright.planner.error_feedback import FeedbackBytes, count_feedback_bytes
 from meshwright.planner.model_parts import ModelParts, WeightPlacement
 from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.planner.rank_weights import StageWeights, Tensors, elements, shard_blocks, shard_elements
@@ -137,11 +137,6 @@ class StateTraffic:
         """Trained names of each stage of the rank."""
         return self._weights_by_rank.stages(self._pp_index)
 
-    @property
-    def master_bytes(self) -> int:
-        """Bytes of an element of reduced gradients."""
-        return self._width.master
-
     def add_to(self, collectives: Collectives) -> None:
         """Adds the collectives of a step."""
         for stage_index, names in enumerate(self._weights_by_rank.stages(self._pp_index)):
@@ -159,9 +154,10 @@ class StateTraffic:
     def _add_stage(self, collectives: Collectives, stage_index: int, names: Sequence[str]) -> None:
         """Adds a stage's gathers of weights and sums of gradients over the data axes."""
         stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
-        if self._layout.compress.is_low_rank:
-            size = self.low_rank_elements(names).sent * self._width.master
-            collectives.add(self._groups.across(gradient_axes(())), "all_reduce", size)
+        if self._layout.compress.keeps_errors:
+            sent = self.feedback_bytes(names)
+            collectives.add(self._groups.across(gradient_axes(())), "all_reduce", sent.summed)
+            collectives.add(self._groups.across(gradient_axes(())), "all_gather", sent.gathered)
         elif self.is_sharded:
             self._add_fsdp_units(collectives, stage, stage_index)
         elif self._layout.compress:
@@ -169,8 +165,8 @@ class StateTraffic:
         else:
             self._add_replica_gradients(collectives, stage)
 
-    def low_rank_elements(self, names: Sequence[str]) -> LowRankElements:
-        """Returns the elements of some weights' gradients, summed over copies in low rank."""
+    def feedback_bytes(self, names: Sequence[str]) -> FeedbackBytes:
+        """Returns the bytes of some weights' gradients, summed over copies with error feedback."""
         table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
         exact_names = set[str]()
         if degree > 1 and table is not None:
@@ -181,7 +177,18 @@ class StateTraffic:
             )
             exact_names = {*self._partial_names(names, set()), *repeated}
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
-        return count_low_rank_elements(names, self._model.shapes, shapes, exact_names, self._layout.compress.rank)
+        return count_feedback_bytes(
+            names, self._model.shapes, shapes, exact_names, self._layout.compress, self._width.master
+        )
+
+    def gradient_messages(self, names: Sequence[str]) -> list[list[str]]:
+        """Returns the names of a stage's weights by message of their sum, in the order of the runtime."""
+        if self.is_sharded:
+            # Of FSDP units, which are summed as backward ends them: the layers, and last what is outside of them.
+            return list(reversed(self._weights_by_rank.units(names)))
+        shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
+        sizes = [math.prod(shapes[name]) * self._width.master for name in names]
+        return [[names[position] for position in bucket] for bucket in assign_buckets(sizes)]
 
     def _add_fsdp_units(self, collectives: Collectives, stage: StageWeights, stage_index: int) -> None:
         """Adds those of a stage's FSDP units: the weights outside layers, every layer, every module of experts."""

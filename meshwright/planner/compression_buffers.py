@@ -1,6 +1,7 @@
 """Bytes of a rank's buffers for sums that aren't exact: the most that live at once.
 
-Of rounded numbers these are messages under way; of sums in low rank what a copy owes, and what it will owe.
+Of rounded numbers these are messages under way; of sums with error feedback also what a copy owes, and what it will
+owe.
 """
 
 from __future__ import annotations
@@ -89,19 +90,41 @@ def compression_buffer_bytes(layout: Layout, model: ModelParts) -> int:
 
 def _rank_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
     traffic = StateTraffic(model, layout, rank)
-    if layout.compress.is_low_rank:
-        return sum(traffic.low_rank_elements(names).kept for names in traffic.stages) * traffic.master_bytes
+    if layout.compress.keeps_errors:
+        return sum(_feedback_bytes(layout, traffic, names) for names in traffic.stages)
     gradients = gathers = 0
     for recorded in traffic.stage_collectives(_RecordedMessages):
         if traffic.is_sharded:
             # Backward ends with the weights outside layers. All units wait for each other: one order.
             messages = [message for group in recorded.sums.values() for message in reversed(group)]
-            peak = _peak_bytes(messages, starts_first=False, is_alone=_waits_at_once(layout))
+            peak = _steered_peak_bytes(layout, True, messages)
         else:
-            waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
-            peak = sum(_peak_bytes(group, starts_first=True, starts_all=not waits) for group in recorded.sums.values())
+            peak = sum(_steered_peak_bytes(layout, False, group) for group in recorded.sums.values())
         gradients, gathers = max(gradients, peak), max([gathers, *recorded.gathers])
     return gradients + gathers
+
+
+def _feedback_bytes(layout: Layout, traffic: StateTraffic, names: Sequence[str]) -> int:
+    """Returns the bytes of a stage's errors, and of what its sums with error feedback need at most."""
+    sizes = traffic.feedback_bytes(names)
+    gathered = [traffic.feedback_bytes(message).gathered for message in traffic.gradient_messages(names)]
+    # A copy's values and indices and those of all; then exact gradients, where a message has some, beside nothing.
+    messages = [_MessageBytes((size * (1 + layout.copies), 0), (size * layout.copies, 0)) for size in gathered]
+    return sizes.kept + sizes.selection + _steered_peak_bytes(layout, traffic.is_sharded, messages)
+
+
+def _steered_peak_bytes(layout: Layout, is_sharded: bool, messages: Sequence[_MessageBytes]) -> int:
+    """Returns the most bytes of messages under way, as the runtime steers them.
+
+    Args:
+        layout: of the messages.
+        is_sharded: whether they are of FSDP units.
+        messages: in the order in which they start.
+    """
+    if is_sharded:
+        return _peak_bytes(messages, starts_first=False, is_alone=_waits_at_once(layout))
+    waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
+    return _peak_bytes(messages, starts_first=True, starts_all=not waits)
 
 
 def _waits_at_once(layout: Layout) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -201,6 +201,13 @@ class WeightPlacement:
         """Returns the local sizes of a stage's weights on the ranks with these indices along ``tp`` and ``ep``."""
         return self._stage_weights(names, self._local_shapes(tp, ep))
 
+    def units(self, names: Sequence[str]) -> list[list[str]]:
+        """Returns the names of the weights outside a stage's layers, and of each of its layers."""
+        by_layer: dict[str | None, list[str]] = {None: []} | {layer: [] for layer in self._model.layers}
+        for name in names:
+            by_layer[_layer_of(name, by_layer)].append(name)
+        return [unit for unit in by_layer.values() if unit]
+
     def _names_by_stage(self) -> list[list[list[str]]]:
         """Returns the trained names of each stage, by index along ``pp``."""
         model, layout = self._model, self._layout
@@ -298,7 +305,7 @@ def _require_layer_graph(model: ModelParts, layout: Layout) -> LayerGraph:
     return model.layer_graph
 
 
-def _layer_of(name: str, layers: Mapping[str, object]) -> str | None:
+def _layer_of(name: str, layers: Container[object]) -> str | None:
     """Returns the layer of a weight; None outside of all layers."""
     path = name.rpartition(".")[0]
     while path and path not in layers:

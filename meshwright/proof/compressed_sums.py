@@ -21,11 +21,15 @@ from meshwright.parallel.program import Program
 from meshwright.proof.compare import EXACT, Deviation, worst_of
 from meshwright.proof.plain_low_rank import PlainPowerSgd
 from meshwright.proof.plain_rounding import compressed_sum, round_weight, sum_in_order
+from meshwright.proof.plain_top_k import PlainTopK
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
+from meshwright.spec.low_rank import POWER_SGD
+from meshwright.spec.top_k import TOP_K
 
-LOW_RANK_BOUND = 1e-3
-"""Largest distance of a sum in low rank from the plain one, in float32: a basis is as good as its least direction."""
+_FLOAT32_BOUNDS = {POWER_SGD: 1e-3, TOP_K: 1e-6}
+"""Largest distance of sums with error feedback from the plain ones, in float32: in low rank a basis is as good as its
+least direction, and vectors, which are summed exactly, are added up in another order."""
 
 
 class CompressedSums:
@@ -47,8 +51,12 @@ class CompressedSums:
         self._partial = {name for sync in syncs if isinstance(sync, PartialGradReducer) for name in sync.names}
         choice, is_double = layout.compress, layout.precision == "float64"
         epsilon = float(np.finfo(np.float64 if is_double else np.float32).eps)
-        self._power_sgd = PlainPowerSgd(choice.rank, choice.exact_steps, seed, epsilon)
-        self._bound = EXACT if is_double or not choice.is_low_rank else LOW_RANK_BOUND
+        self._feedback: PlainPowerSgd | PlainTopK = (
+            PlainPowerSgd(choice.rank, choice.exact_steps, seed, epsilon)
+            if choice.is_low_rank
+            else PlainTopK(choice.inverse_density, choice.exact_steps)
+        )
+        self._bound = EXACT if is_double else _FLOAT32_BOUNDS.get(choice.name, EXACT)
         """Numbers on the wire are equal to the bit; products of matrices within the rounding of their sums."""
         self._squared_error = self._squared_exact = 0.0
         # Weights of each stage by name; a tied one may be in two stages of this rank.
@@ -72,7 +80,7 @@ class CompressedSums:
 
     def finish_step(self, updates_weights: bool) -> None:
         """Announces the end of a step, and whether it changed the weights."""
-        self._power_sgd.finish_step(updates_weights)
+        self._feedback.finish_step(updates_weights)
 
     def _check_sum(self, transfer: LossyTransfer) -> None:
         """Compares a sum with the plain one, and puts the exact sum in its place."""
@@ -106,19 +114,19 @@ class CompressedSums:
     ) -> list[np.ndarray[Any, Any]]:
         """Returns the compressed sum of each weight, (n,), as the layout, the seed and the step ask for."""
         choice = self._layout.compress
-        if choice.is_low_rank:
-            return [self._low_rank_sum(terms, weight) for weight, terms in terms_by_name]
+        if choice.keeps_errors:
+            return [self._feedback_sum(terms, weight) for weight, terms in terms_by_name]
         name, run = choice.name, choice.node_copies
         # Experts may have fewer copies than the rest, which the runs need not divide.
         run = run if len(ranks) % run == 0 and len(ranks) > run else 1
         draw = f"{self._seed},{self._step},{self._first_without_tp(ranks[0])}.{stage}"
         return [compressed_sum(terms, name, run, draw, weight) for weight, terms in terms_by_name]
 
-    def _low_rank_sum(self, terms: Sequence[np.ndarray[Any, Any]], weight: str) -> np.ndarray[Any, Any]:
-        """Returns the sum of a weight's gradients, (n,), in low rank where it is for such a weight."""
+    def _feedback_sum(self, terms: Sequence[np.ndarray[Any, Any]], weight: str) -> np.ndarray[Any, Any]:
+        """Returns the sum of a weight's gradients, (n,), approximate where the layout's is for such a weight."""
         if weight in self._partial or weight not in self._shapes:
             return sum_in_order(terms)
-        return self._power_sgd.sum(weight, terms, self._step, *self._shapes[weight])
+        return self._feedback.sum(weight, terms, self._step, *self._shapes[weight])
 
     def _first_without_tp(self, rank: int) -> int:
         """Returns the rank at index 0 along ``tp`` that is like another along all other axes."""

@@ -32,7 +32,6 @@ from meshwright.proof.one_device import SEED, References, to_device
 from meshwright.proof.scope import expert_use, read_scope, split_shares
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.low_rank import sums_in_low_rank
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig, OuterConfig
 from meshwright.train.feed import MicroBatch
@@ -146,9 +145,9 @@ def _train_under_layout(
     for stage in program.stages:
         stage.module.train(case.training)
     is_lossy = layout.is_lossy
-    if layout.compress.is_low_rank:
+    if layout.compress.keeps_errors:
         # Of a clone no weight may be large enough.
-        is_lossy = any(sums_in_low_rank(weight.shape, layout.compress.rank) for weight in program.weights)
+        is_lossy = any(layout.compress.leaves_out(weight.shape) for weight in program.weights)
     assert program.mesh is not None or layout.world == 1
     sums = CompressedSums(program, layout, SEED)
     recipe = case.recipe

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Self
 
 from meshwright.errors import PlanError, nearest
-from meshwright.spec.low_rank import POWER_SGD
+from meshwright.spec.low_rank import POWER_SGD, sums_in_low_rank
+from meshwright.spec.top_k import TOP_K, sums_largest_values
 
 BLOCK_VALUES = 256
 """Values that share a scale."""
@@ -56,16 +57,19 @@ WEIGHT_FORMATS = ("none", "int8", "fp8")
 """Number formats of gathered weights."""
 
 
-METHODS = (*FORMATS, POWER_SGD)
-"""Ways to sum gradients over copies with fewer bytes: numbers of fewer bits, or matrices of low rank."""
+METHODS = (*FORMATS, POWER_SGD, TOP_K)
+"""Ways to sum gradients over copies with fewer bytes: numbers of fewer bits, matrices of low rank, fewer values."""
+_FEEDBACK_NUMBERS = {POWER_SGD: ("R", "rank R of 1 or more", 1), TOP_K: ("D", "one value in D, 2 or more", 2)}
+"""Letter of the number of each method with error feedback, what it says, and the least."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """Fewer bytes for the gradients' sum over copies: ``none``, ``int8``, ``int8:2``, ``powersgd:4``.
+    """Fewer bytes for the gradients' sum over copies: ``none``, ``int8``, ``int8:2``, ``powersgd:4``, ``topk:100``.
 
     With a number, runs of so many neighbouring copies sum exactly first, and rounded numbers travel between the runs.
-    That of ``powersgd`` is the rank; one more, as in ``powersgd:4:100``, says how many first steps sum exactly.
+    That of ``powersgd`` is the rank, that of ``topk`` says of how many values one travels; one more, as in
+    ``powersgd:4:100``, says how many first steps sum exactly.
     """
 
     name: str = "none"
@@ -73,29 +77,33 @@ class Compression:
     node_copies: int = 1
     """Neighbouring copies that sum exactly among themselves: those on one node."""
     rank: int = 0
-    """Of ``powersgd``; 0 for rounded numbers."""
+    """Of ``powersgd``; 0 for other methods."""
     exact_steps: int = 0
-    """First steps of the run that ``powersgd`` sums exactly."""
+    """First steps of the run that ``powersgd`` and ``topk`` sum exactly."""
+    inverse_density: int = 0
+    """Of ``topk``: of so many values one travels; 0 for other methods."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads the text form.
 
         Raises:
-            PlanError: for an unknown name, a number of copies that is no whole number of at least 2, or a rank that is
-                none of at least 1.
+            PlanError: for an unknown name, a number of copies that is no whole number of at least 2, or a rank or a
+                density that can't be.
         """
         name, colon, numbers = text.partition(":")
         if name not in ("none", *METHODS):
             raise PlanError(f"compress={name} is unknown{nearest(name, ('none', *METHODS))}")
-        if name == POWER_SGD:
-            rank, more, steps = numbers.partition(":")
-            if not rank.isdecimal() or int(rank) < 1 or not (steps.isdecimal() or not more):
+        if name in _FEEDBACK_NUMBERS:
+            letter, meaning, least = _FEEDBACK_NUMBERS[name]
+            number, more, steps = numbers.partition(":")
+            if not number.isdecimal() or int(number) < least or not (steps.isdecimal() or not more):
                 raise PlanError(
-                    f"compress={text}: write {POWER_SGD}:R, rank R of 1 or more, or {POWER_SGD}:R:S, the first S steps "
-                    "exact"
+                    f"compress={text}: write {name}:{letter}, {meaning}, or {name}:{letter}:S, the first S steps exact"
                 )
-            return cls(name, rank=int(rank), exact_steps=int(steps or 0))
+            if name == TOP_K:
+                return cls(name, exact_steps=int(steps or 0), inverse_density=int(number))
+            return cls(name, rank=int(number), exact_steps=int(steps or 0))
         if colon and (name == "none" or not numbers.isdigit() or int(numbers) < 2):
             example = name if name in FORMATS else "int8"
             raise PlanError(f"compress={text}: write {example}:K, K copies of a node, 2 or more")
@@ -103,8 +111,10 @@ class Compression:
 
     def __str__(self) -> str:
         """Returns the text form."""
-        if self.is_low_rank:
-            return f"{self.name}:{self.rank}" + (f":{self.exact_steps}" if self.exact_steps else "")
+        if self.keeps_errors:
+            return f"{self.name}:{self.rank or self.inverse_density}" + (
+                f":{self.exact_steps}" if self.exact_steps else ""
+            )
         return f"{self.name}:{self.node_copies}" if self.node_copies > 1 else self.name
 
     def __bool__(self) -> bool:
@@ -112,9 +122,24 @@ class Compression:
         return self.name != "none"
 
     @property
+    def keeps_errors(self) -> bool:
+        """Whether what a sum leaves out of a copy's gradients is kept for its next step."""
+        return self.name in _FEEDBACK_NUMBERS
+
+    @property
     def is_low_rank(self) -> bool:
-        """Whether matrices are summed in low rank, with the errors of each copy kept for its next step."""
+        """Whether matrices are summed in low rank."""
         return self.name == POWER_SGD
+
+    def leaves_out(self, shape: Sequence[int]) -> bool:
+        """Returns whether the sum of a weight's gradient leaves out what is owed to the next step.
+
+        Args:
+            shape: of the whole weight, before any axis splits it.
+        """
+        if self.is_low_rank:
+            return sums_in_low_rank(shape, self.rank)
+        return self.name == TOP_K and sums_largest_values(shape)
 
     def exact_copies(self, copies: int) -> int:
         """Returns how many neighbours of a group of copies sum exactly: 1 where runs don't divide it, or are all of it.
@@ -125,8 +150,11 @@ class Compression:
         return self.node_copies if divides else 1
 
     def over(self, copies: int) -> Self:
-        """Returns the same choice for another number of copies: without runs where they don't fit, ``none`` for one."""
-        if copies == 1:
+        """Returns the same choice for another number of copies: without runs where they don't fit, ``none`` for one.
+
+        Where indices and values of all copies would be more than the exact sum, that is taken.
+        """
+        if copies == 1 or 0 < self.inverse_density <= copies:
             return type(self)()
         return dataclasses.replace(self, node_copies=self.exact_copies(copies))
 
@@ -138,14 +166,19 @@ class Compression:
             axes: names of the axes of copies and of shards, and the degree of the latter, for the cure.
 
         Raises:
-            PlanError: there are no copies, or the runs don't divide them.
+            PlanError: there are no copies, the runs don't divide them, or values and indices would be more bytes.
         """
+        if copies > 1 and 0 < self.inverse_density <= copies:
+            raise PlanError(
+                f"compress={self}: {copies} copies that get 1/{self.inverse_density} of each other's values, with "
+                f"indices, get no fewer bytes than by an exact sum; write {self.name}:{copies + 1} or more"
+            )
         if not self or (copies > 1 and self.exact_copies(copies) == self.node_copies):
             return
         if copies == 1:
             copy_axis, shard_axis, shard_degree = axes
             halves = f"{copy_axis}=2,{shard_axis}={shard_degree // 2}"
-            verb = "approximates" if self.is_low_rank else "rounds"
+            verb = "approximates" if self.keeps_errors else "rounds"
             cure = halves if shard_degree % 2 == 0 and shard_degree > 2 else f"{copy_axis}=2"
             raise PlanError(
                 f"compress={self} {verb} the gradients' sum over copies, and this layout has none; write {cure}, or "

@@ -20,6 +20,7 @@ from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import WEIGHT_FORMATS, Compression
+from meshwright.spec.error_feedback import check_error_feedback, error_feedback_refusal
 from meshwright.spec.groups import (
     axis_with,
     describe_rank,
@@ -35,7 +36,6 @@ from meshwright.spec.groups import (
     world_size,
 )
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
-from meshwright.spec.low_rank import check_low_rank, low_rank_refusal
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
@@ -133,8 +133,8 @@ class Layout:
             cure = f"{copies[0]}={shard}, or zero=1, 2 or 3"
             raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
         self.compress.check(self.copies, (copies[0], shards[0], shard))
-        if self.compress.is_low_rank:
-            check_low_rank(str(self.compress), self.degrees, self.zero, self.offload)
+        if self.compress.keeps_errors:
+            check_error_feedback(str(self.compress), self.degrees, self.zero, self.offload)
         if self.compress_weights != "none" and not self.zero:
             raise PlanError(
                 f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
@@ -438,7 +438,7 @@ class Layout:
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
         changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
-        if self.compress.is_low_rank and low_rank_refusal(degrees, changes["zero"], self.offload):
+        if self.compress.keeps_errors and error_feedback_refusal(degrees, changes["zero"], self.offload):
             changes["compress"] = defaults["compress"]
         for name, mechanics in _CHOICES_OF.items():
             # A choice without its axis would be refused.

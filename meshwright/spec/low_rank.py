@@ -1,4 +1,4 @@
-"""Low-rank sums of gradients: which weights they are for, their sizes, and the layouts that can have them.
+"""Low-rank sums of gradients: which weights they are for, and their sizes.
 
 A weight of two dims or more is a matrix of its first dim times the product of the others. Of a matrix M of n x m, R
 columns of n and R of m travel instead of n m values: PowerSGD, rank R.
@@ -8,11 +8,7 @@ Source: Vogels et al., PowerSGD: Practical Low-Rank Gradient Compression (NeurIP
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-
-from meshwright.errors import PlanError
-from meshwright.spec.axis import Mechanics
-from meshwright.spec.groups import axis_with, gradient_axes, island_count, state_axes
+from collections.abc import Sequence
 
 POWER_SGD = "powersgd"
 """Name of the method in ``compress=``."""
@@ -44,42 +40,3 @@ def local_rank(shape: Sequence[int], rank: int) -> int:
         rank: of the layout.
     """
     return min(rank, *matrix_size(shape))
-
-
-def low_rank_refusal(degrees: Mapping[str, int], zero: int, offload: str) -> str:
-    """Returns why a layout can't sum gradients in low rank, with the nearest that works; empty where it can."""
-    copies = math.prod(degrees.get(name, 1) for name in gradient_axes(state_axes(zero)))
-    if zero:
-        total = copies * math.prod(degrees.get(name, 1) for name in state_axes(zero))
-        return (
-            f"zero={zero} sums flat shards, which are no matrices; nearest that works: replicate={total} without "
-            "shard, or compress=int8"
-        )
-    for mechanics, why in (
-        (Mechanics.EXPERTS, "an expert's weights have copies of their own"),
-        (Mechanics.STAGES, "a tied weight of two stages would owe twice"),
-    ):
-        axis = axis_with(mechanics, degrees)
-        if degrees.get(axis, 1) > 1:
-            return f"{why} under {axis}={degrees[axis]}; nearest that works: compress=int8, or drop {axis}"
-    if island_count(degrees) > 1:
-        return "islands keep no errors of copies; nearest that works: compress=int8"
-    if offload == "parameters":
-        return "offload=parameters has gradients in host memory; nearest that works: offload=optimizer"
-    return ""
-
-
-def check_low_rank(text: str, degrees: Mapping[str, int], zero: int, offload: str) -> None:
-    """Refuses layouts that can't sum gradients in low rank.
-
-    Args:
-        text: of the choice, for the message.
-        degrees: of the axes.
-        zero: level of ZeRO.
-        offload: of the layout.
-
-    Raises:
-        PlanError: with the rule and the nearest layout that works.
-    """
-    if refusal := low_rank_refusal(degrees, zero, offload):
-        raise PlanError(f"compress={text}: {refusal}")

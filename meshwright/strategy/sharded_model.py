@@ -46,7 +46,7 @@ class ShardedModel:
     ) -> None:
         if layout.rows:
             raise PlanError(f"rows={layout.rows}: your own loader shares the rows out here; drop it from the layout")
-        if layout.compress.is_low_rank:
+        if layout.compress.keeps_errors:
             raise PlanError(
                 f"compress={layout.compress}: train alone keeps what copies owe, and this loop is your own; nearest "
                 "that works: compress=int8"

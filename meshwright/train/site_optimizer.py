@@ -62,7 +62,7 @@ def check_site(config: RunConfig, layout: Layout) -> None:
             f"outer.meet = {outer.meet} makes this run one island, and {layout} has {layout.islands}; write replicate "
             "in place of islands"
         )
-    if layout.compress.is_low_rank:
+    if layout.compress.keeps_errors:
         raise ConfigError(
             f"compress={layout.compress}: sites begin rounds from weights that their copies' errors don't belong to; "
             "write compress=int8"

@@ -51,7 +51,8 @@ def state_tensors(program: Program, optimizer: LocalAdamW) -> dict[str, StateTen
     Names: ``weights/<weight>``, ``exp_avg/<weight>``, ``exp_avg_sq/<weight>``, ``buffers/<buffer>`` for buffers that
     the module itself saves. Sharded ones are DTensors or boxes. Under islands the weights and moments of island 2 have
     ``island2/`` in front, since those of other islands differ, and ``weights/<weight>`` are the outer weights.
-    Under sums in low rank copy 2 has ``copy2/errors/<weight>``, and all have ``bases/...`` (`parallel.error_feedback`).
+    Under sums with error feedback copy 2 has ``copy2/errors/<weight>``, and all may have ``bases/...``
+    (`parallel.error_feedback`).
     """
     outer = optimizer.outer
     prefix = island_prefix(outer.island) if outer is not None else ""
@@ -176,8 +177,8 @@ def load_state(
         partial(restore_targets, program, optimizer),
         expect=expect,
         required=False,
-        # Another number of islands reads the outer weights and leaves what single islands saved; a layout without sums
-        # in low rank leaves what copies owed.
+        # Another number of islands reads the outer weights and leaves what single islands saved; a layout without error
+        # feedback leaves what copies owed.
         may_remain=lambda name: (
             island_of_name(name) is not None
             or name.startswith((f"{OUTER_MOMENTUM}/", OUTER_TRANSFER))

@@ -46,6 +46,8 @@ ROUNDED = [
     "pp=2,replicate=2,microbatches=2,compress=int8",
     "replicate=2,compress=powersgd:3", "cp=2,compress=powersgd:2,precision=bf16",
     "replicate=2,tp=2,compress=powersgd:2",
+    "replicate=2,compress=topk:20", "replicate=2,microbatches=2,precision=bf16,compress=topk:20",
+    "cp=2,compress=topk:7", "replicate=4,compress=topk:5", "replicate=2,tp=2,compress=topk:20",
 ]  # fmt: skip
 """Buffers of rounded numbers come on top, but for the planner's own estimate of what is under way at once."""
 CASES = {

@@ -1,15 +1,15 @@
-"""Layouts that sum in low rank: proven against plain numpy over several steps, and every planted fault is noticed."""
+"""Sums with error feedback: proven against plain numpy over several steps, and every planted fault is noticed."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 
-from meshwright.parallel.error_feedback import ErrorFeedback, LowRankMatrix
+from meshwright.parallel.error_feedback import ErrorFeedback, LowRankMatrix, WeightError
+from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.proof.verify import random_batches, verify
 from meshwright.spec.layout import Layout
@@ -18,16 +18,23 @@ from tests.tiers import cases
 
 CASE = dataclasses.replace(case(), batches=random_batches(4, 8, SEQUENCE, VOCAB, documents=True))
 PROVEN = {
-    "two": ["replicate=2,microbatches=2,compress=powersgd:2:100", "cp=2,compress=powersgd:3"],
-    "four": ["replicate=2,tp=2,sequence=true,compress=powersgd:2", "replicate=4,compress=powersgd:1"],
-}
+    "two": [
+        "replicate=2,microbatches=2,compress=powersgd:2:100", "cp=2,compress=powersgd:3",
+        "replicate=2,microbatches=2,compress=topk:30:100", "cp=2,compress=topk:5",
+    ],
+    "four": [
+        "replicate=2,tp=2,sequence=true,compress=powersgd:2", "replicate=4,compress=powersgd:1",
+        "replicate=2,tp=2,sequence=true,compress=topk:30", "replicate=4,compress=topk:30",
+    ],
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", cases(list(PROVEN), (0,)))
 def test_sums_are_those_of_plain_numpy_and_the_rest_that_of_one_device(name: str) -> None:
     for verdict in verify(CASE, [Layout.parse(text + ",precision=float64") for text in PROVEN[name]]):
         assert verdict.passed and verdict.worst.error < 1e-9, (verdict.layout, verdict.wrong, verdict.refused)
-        assert 0 < verdict.method_error < 1e-11 and 0.1 < verdict.rounding_distance < 1.5, verdict.layout
+        # Top-k adds up the same numbers in the same order; vectors of four copies are summed as the network does.
+        assert verdict.method_error < 1e-11 and 0.1 < verdict.rounding_distance < 1.5, verdict.layout
 
 
 def test_in_low_precision_too() -> None:
@@ -36,30 +43,47 @@ def test_in_low_precision_too() -> None:
         assert verdict.passed and 0 < verdict.method_error < 1e-4 and verdict.rounding_distance > 0.1, verdict.wrong
 
 
+def test_the_largest_values_in_low_precision_too() -> None:
+    for text in ("replicate=2,compress=topk:30,precision=fp16", "replicate=2,compress=topk:30"):
+        (verdict,) = verify(CASE, [Layout.parse(text)])
+        assert verdict.passed and verdict.method_error == 0 and verdict.rounding_distance > 0.1, verdict.wrong
+
+
 def test_a_rank_too_high_for_a_model_is_no_fault() -> None:
     (verdict,) = verify(CASE, [Layout.parse("replicate=2,compress=powersgd:64,precision=float64")])
     assert verdict.passed and verdict.rounding_distance == 0, verdict.wrong
 
 
+def _one_value_fewer(patch: pytest.MonkeyPatch) -> None:
+    """One value fewer travels."""
+    counted = "meshwright.parallel.top_k.count_largest_values"
+    patch.setattr(counted, lambda elements, density: -(-elements // density) - 1 or 1)
+
+
+def _sent_and_owed(patch: pytest.MonkeyPatch) -> None:
+    """What was sent is owed again."""
+    patch.setattr(torch.Tensor, "index_fill_", lambda self, *_: self)
+
+
 def _nothing_is_owed(patch: pytest.MonkeyPatch) -> None:
     """One copy forgets what it left out."""
-    commit = LowRankMatrix.commit
+    commit = WeightError.commit
 
-    def forgetting(self: LowRankMatrix, is_valid: torch.Tensor, scale: float) -> None:
+    def forgetting(self: WeightError, is_valid: torch.Tensor, scale: float) -> None:
         commit(self, is_valid, scale)
         self.error.mul_(torch.distributed.get_rank() == 0)
 
-    patch.setattr(LowRankMatrix, "commit", forgetting)
+    patch.setattr(WeightError, "commit", forgetting)
 
 
 def _owed_twice(patch: pytest.MonkeyPatch) -> None:
     """The error takes what was sent, too: the step's whole matrix is added to the next one."""
     split = LowRankCompressor._split
 
-    def kept(self: LowRankCompressor, term: Any, factor: torch.Tensor) -> torch.Tensor:
-        before = term.left.clone()
-        basis = split(self, term, factor)
-        term.left.copy_(before)
+    def kept(self: LowRankCompressor, left: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        before = left.clone()
+        basis = split(self, left, factor)
+        left.copy_(before)
         return basis
 
     patch.setattr(LowRankCompressor, "_split", kept)
@@ -106,19 +130,22 @@ PLANTS = [
     _nothing_is_owed, _owed_twice, _never_committed, _cold_start, _seed_of_another_run, _not_orthonormal,
     _too_small_a_rank,
 ]  # fmt: skip
+TOP_K_PLANTS = [_nothing_is_owed, _one_value_fewer, _sent_and_owed, _never_committed]
+PLANTED = [(plant, "powersgd:2") for plant in PLANTS] + [(plant, "topk:30") for plant in TOP_K_PLANTS]
 
 
-@pytest.mark.parametrize("plant", cases(PLANTS, (0, 2, 3)))
+@pytest.mark.parametrize(("plant", "choice"), cases(PLANTED, (0, 2, 3, 8, 9)))
 def test_planted_faults_are_noticed(
-    plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    plant: Callable[[pytest.MonkeyPatch], None], choice: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    (verdict,) = verify(CASE, [Layout.parse("replicate=2,compress=powersgd:2,precision=float64")])
+    (verdict,) = verify(CASE, [Layout.parse(f"replicate=2,compress={choice},precision=float64")])
     assert not verdict.passed and not verdict.refused and verdict.method_error > 1e-3
     assert "rounded numbers are off" in verdict.wrong
 
 
-def test_a_program_that_sums_exactly_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LowRankCompressor, "is_exact", True)
-    (verdict,) = verify(CASE, [Layout.parse("replicate=2,compress=powersgd:2,precision=float64")])
+@pytest.mark.parametrize("choice", ["powersgd:2", "topk:30"])
+def test_a_program_that_sums_exactly_is_noticed(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FeedbackCompressor, "is_exact", True)
+    (verdict,) = verify(CASE, [Layout.parse(f"replicate=2,compress={choice},precision=float64")])
     assert not verdict.passed and verdict.wrong

@@ -1,4 +1,4 @@
-"""Sums in low rank among ranks: torch's hook is the peer, copies stay equal, runs resume, lose ranks, and overflow."""
+"""Sums with error feedback: torch's hook is low rank's peer, copies stay equal, runs resume, lose ranks, overflow."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ def beside_torch(rank: int) -> list[float]:
         LocalShard.unsharded("matrix", (ROW_COUNT, COLUMN_COUNT), 2),
     )
     group = AxisGroup("replicate", dist.group.WORLD, TrafficLog())
-    ours = LowRankCompressor(Compression.parse(f"powersgd:{RANK}"), group, RoundingKey(0, 0))
-    feedback = ours.error_feedback = ErrorFeedback([weight], RANK, 2, rank, (), "", LiveBytes())
+    choice = Compression.parse(f"powersgd:{RANK}")
+    ours = LowRankCompressor(choice, group, RoundingKey(0, 0))
+    feedback = ours.error_feedback = ErrorFeedback([weight], choice, 2, rank, (), "", LiveBytes())
     theirs = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     theirs.iter = 2
     # Both begin from one basis.
-    theirs.q_memory_dict[0] = feedback.matrices["matrix"].used_basis(0).clone().view(-1)
+    theirs.q_memory_dict[0] = feedback.errors["matrix"].used_basis(0).clone().view(-1)
     theirs.p_memory_dict[0] = torch.zeros(ROW_COUNT * RANK, dtype=torch.float64)
     theirs.error_dict[0] = torch.zeros(ROW_COUNT * COLUMN_COUNT, dtype=torch.float64)
     blocks, generator, apart = WeightBlocks(["matrix"], [ROW_COUNT * COLUMN_COUNT]), torch.Generator(), []
@@ -95,6 +96,7 @@ def test_sums_are_those_of_torchs_own_hook() -> None:
         assert len(apart) == 6 and max(apart) < 1e-9, apart
 
 
+METHODS = ("powersgd:2", "topk:40")
 LAYOUTS = {
     2: [
         "replicate=2", "replicate=2,microbatches=2", "cp=2", "replicate=2,precision=bf16,microbatches=2",
@@ -109,32 +111,37 @@ def test_copies_stay_equal_and_first_steps_exact(world: int) -> None:
     texts, table = LAYOUTS[world], sharding_table(model(False), 2)
     facts = {text: analyse_model(model(False), Layout.parse(text), ModelAnalysis(table=table)) for text in texts}
 
-    def work(rank: int) -> dict[str, Any]:
+    def work(rank: int) -> dict[tuple[str, str], Any]:
         torch.set_num_threads(1)
         results = {}
         for text in texts:
-            plain, rounded, again = (
-                gradients(Layout.parse(text + choice), facts[text], rank, False, steps=3)
-                for choice in ("", ",compress=powersgd:2", ",compress=powersgd:2")
-            )
-            exact = gradients(Layout.parse(f"{text},compress=powersgd:2:3"), facts[text], rank, False, steps=3)
-            results[text] = plain, rounded, again, exact
+            plain = gradients(Layout.parse(text), facts[text], rank, False, steps=3)
+            for method in METHODS:
+                rounded, again, exact = (
+                    gradients(Layout.parse(f"{text},compress={method}{first}"), facts[text], rank, False, steps=3)
+                    for first in ("", "", ":3")
+                )
+                results[text, method] = plain, rounded, again, exact
         return results
 
     ranks = run_ranks(world, work, timeout=500)
-    for text in texts:
+    for text, method in ((text, method) for text in texts for method in METHODS):
         for rank in range(world):
-            plain, rounded, again, exact = ranks[rank][text]
+            plain, rounded, again, exact = ranks[rank][text, method]
             for key in ("gradients", "weights"):
                 assert all(torch.equal(rounded[key][name], again[key][name]) for name in plain[key]), (text, rank)
                 assert all(torch.equal(exact[key][name], plain[key][name]) for name in plain[key]), (text, rank)
             (total,) = [item for item in rounded["comm"] if item.rounding_error]
-            (plain_total,) = [item for item in plain["comm"] if (item.axis, item.op) == (total.axis, total.op)]
             assert 0.3 < total.rounding_error < 1 and 4 * total.bytes < total.raw_bytes
-            assert abs(total.raw_bytes - plain_total.bytes) < 64
+            sums = ("all_reduce", "all_gather")
+            raw_bytes, plain_bytes = (
+                sum(item.raw_bytes for item in run["comm"] if item.axis == total.axis and item.op in sums)
+                for run in (rounded, plain)
+            )
+            assert abs(raw_bytes - plain_bytes) < 64, (text, method)
         for axis in ("replicate", "cp", "tp"):
             for rank, first in firsts_along(axis, Layout.parse(text)).items():
-                mine, theirs = ranks[rank][text][1], ranks[first][text][1]
+                mine, theirs = ranks[rank][text, method][1], ranks[first][text, method][1]
                 for key in ("gradients", "weights"):
                     names = mine["whole_over_tp"] if axis == "tp" else mine[key]
                     assert all(torch.equal(mine[key][name], theirs[key][name]) for name in names), (text, axis, rank)
@@ -150,8 +157,8 @@ def overflowed(rank: int, text: str, facts: ModelAnalysis) -> list[tuple[float, 
     assert program.error_feedback is not None
     found = []
     for step, batch in enumerate(random_batches(4, ROWS, TOKENS, VOCAB, documents=False)):
-        matrices = program.error_feedback.matrices.values()
-        before = [tensor.clone() for matrix in matrices for tensor in (matrix.error, matrix.basis)]
+        items = program.error_feedback.errors.values()
+        before = [tensor.clone() for item in items for tensor in (item.error, *item.shared_state().values())]
         scale = scaler.scale
         if step == 2 and rank == 1:
             scaler.scale = float("inf")
@@ -159,14 +166,15 @@ def overflowed(rank: int, text: str, facts: ModelAnalysis) -> list[tuple[float, 
         finite = stepper.run(step, micro, int((batch.targets != -100).sum()), 1e-3, 0.0).read()["finite"]
         scaler.scale = scale
         scaler.update(bool(finite))
-        after = [tensor for matrix in matrices for tensor in (matrix.error, matrix.basis)]
+        after = [tensor for item in items for tensor in (item.error, *item.shared_state().values())]
         changed = any(not torch.equal(old, new) for old, new in zip(before, after))
-        found.append((finite, changed, float(max(matrix.error.abs().max() for matrix in matrices))))
+        found.append((finite, changed, float(max(item.error.abs().max() for item in items))))
     return found
 
 
-def test_a_step_that_overflows_owes_nothing_and_the_scale_leaves_the_errors() -> None:
-    text = "replicate=2,precision=fp16,compress=powersgd:2"
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_that_overflows_owes_nothing_and_the_scale_leaves_the_errors(method: str) -> None:
+    text = f"replicate=2,precision=fp16,compress={method}"
     facts = analyse_model(model(False), Layout.parse(text), ModelAnalysis(table=sharding_table(model(False), 2)))
     for found in run_ranks(2, overflowed, text, facts):
         assert [item[:2] for item in found] == [(1.0, True), (1.0, True), (0.0, False), (1.0, True)]
@@ -185,12 +193,13 @@ def test_a_loop_of_ones_own_is_refused() -> None:
     assert all("compress=int8" in text for text in run_ranks(2, own_loop))
 
 
-CHOICE = "compress=powersgd:2:1,precision=float64"
+CHOICES = ("compress=powersgd:2:1,precision=float64", "compress=topk:20:1,precision=float64")
 OPTIONS = ("--train.steps", "8", "--train.batch", "12", "--checkpoint.every", "4")
 
 
 @pytest.mark.slow
-def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice: str, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
 
     def run(name: str, layout: str) -> dict[int, tuple[float, float]]:
@@ -199,13 +208,13 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(tmp_pat
         assert status == 0, text
         return curve(tmp_path / name)
 
-    whole, exact = run("whole", f"replicate=2,{CHOICE}"), run("exact", "replicate=2,precision=float64")
+    whole, exact = run("whole", f"replicate=2,{choice}"), run("exact", "replicate=2,precision=float64")
     assert whole[1] == exact[1] and whole[2][0] == exact[2][0]
     assert all(whole[step][0] != exact[step][0] for step in range(3, 9))
     resumed = {}
     layouts = {
-        "same": f"replicate=2,{CHOICE}",
-        "more": f"replicate=3,{CHOICE}",
+        "same": f"replicate=2,{choice}",
+        "more": f"replicate=3,{choice}",
         "none": "replicate=2,precision=float64",
     }
     for name, layout in layouts.items():
@@ -215,16 +224,28 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(tmp_pat
         assert events(tmp_path / name, "resumed")[0]["step"] == 4
     assert resumed["same"] == whole
     for step in range(5, 9):
-        # Each sum follows from what all copies owe together, so three copies go on as two would have.
-        assert resumed["more"][step] == pytest.approx(whole[step], rel=1e-12)
+        # Sums in low rank follow from what all copies owe together, so three copies go on as two would have.
+        if "powersgd" in choice:
+            assert resumed["more"][step] == pytest.approx(whole[step], rel=1e-12)
+        assert resumed["more"][step] == pytest.approx(whole[step], rel=0.05)
         assert resumed["none"][step] != pytest.approx(whole[step], rel=1e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "options"), cases([("replicate=2", ()), ("replicate=3", ("--recovery.on-death", "shrink"))])
+    ("layout", "choice", "options"),
+    cases(
+        [
+            ("replicate=2", CHOICES[0], ()),
+            ("replicate=3", CHOICES[0], ("--recovery.on-death", "shrink")),
+            ("replicate=2", CHOICES[1], ()),
+        ],
+        (0, 2),
+    ),
 )
-def test_a_run_that_loses_a_rank_owes_what_it_owed(layout: str, options: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_run_that_loses_a_rank_owes_what_it_owed(
+    layout: str, choice: str, options: tuple[str, ...], tmp_path: Path
+) -> None:
     write_corpus(tmp_path / "corpus.txt")
     count = Layout.parse(layout).world
     kill = ("--recovery.snapshot-every", "1", "--recovery.back-s", "10000", "--recovery.faults")
@@ -232,7 +253,7 @@ def test_a_run_that_loses_a_rank_owes_what_it_owed(layout: str, options: tuple[s
     common = ("--train.steps", "8", "--train.batch", "12", "--checkpoint.every", "0")
     curves = []
     for name, more in (("whole", ()), ("broken", (*options, *kill, fault))):
-        argv = words(tmp_path, name, *common, *more, layout=f"{layout},{CHOICE}", devices=count)
+        argv = words(tmp_path, name, *common, *more, layout=f"{layout},{choice}", devices=count)
         status, text = call(argv, tmp_path / f"{name}.log")
         assert status == 0, text
         curves.append(curve(tmp_path / name))

@@ -45,9 +45,10 @@ CASES = {
         "shard=4,zero=3,secondary=2,microbatches=2", "shard=2,cp=2,zero=3,secondary=2,precision=bf16",
         "shard=4,zero=3,secondary=2,compress_weights=int8",
         "replicate=2,tp=2,compress=int8", "replicate=2,pp=2,microbatches=2,compress=int8",
-        # Sums in low rank, of weights that lie plain, in FSDP units, and split.
+        # Sums in low rank and of the largest values, of weights that lie plain, in FSDP units, and split.
         "replicate=2,microbatches=2,compress=powersgd:2", "cp=2,compress=powersgd:3,precision=bf16",
         "replicate=2,tp=2,compress=powersgd:2", "replicate=2,tp=2,sequence=true,compress=powersgd:2",
+        "cp=2,compress=topk:30,precision=bf16", "replicate=2,tp=2,compress=topk:30",
     ],
     "mixtral": [
         "replicate=2", "shard=2,ep=2,zero=3,microbatches=2", "cp=2,ep=2", "tp=2,ep=2", "shard=2,cp=2,ep=2,zero=2",

@@ -13,8 +13,10 @@ from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.error_feedback import ErrorFeedback
+from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.low_rank import LowRankCompressor
+from meshwright.parallel.top_k import TopKCompressor
 from meshwright.parallel.weights import Weight
 from meshwright.spec.compression import Compression
 from meshwright.spec.layout import Layout
@@ -36,10 +38,28 @@ class _Loopback:
     def __init__(self, size: int, index: int) -> None:
         self.size, self.index, self.log = size, index, TrafficLog()
         self.sent: torch.Tensor | None = None
+        self.received: torch.Tensor | None = None
+        """Of an all-gather, (copies * n,); None where `sent` is summed."""
 
     def all_reduce(self, tensor: torch.Tensor, _of: str = "") -> _Pending:
-        self.sent = tensor
+        self.sent, self.received = tensor, None
         return _Pending()
+
+    def all_gather(self, output: torch.Tensor, shard: torch.Tensor, _of: str = "") -> _Pending:
+        self.sent, self.received = shard, output
+        return _Pending()
+
+
+def exchange(groups: Sequence[_Loopback]) -> None:
+    """Ends what all copies have started: an all-reduce or an all-gather."""
+    sent = [group.sent for group in groups if group.sent is not None]
+    assert len(sent) == len(groups) and len({group.received is None for group in groups}) == 1
+    total, gathered = (torch.stack(sent).sum(dim=0), None) if groups[0].received is None else (None, torch.cat(sent))
+    for group, tensor in zip(groups, sent):
+        if group.received is None:
+            tensor.copy_(total)
+        else:
+            group.received.copy_(gathered)
 
 
 class Copies:
@@ -49,13 +69,16 @@ class Copies:
         compression = Compression.parse(choice)
         self.keys = [RoundingKey(seed, 0) for _ in range(count)]
         self.groups = [_Loopback(count, index) for index in range(count)]
-        self.sums = [LowRankCompressor(compression, group, key) for group, key in zip(self.groups, self.keys)]
+        kind = LowRankCompressor if compression.is_low_rank else TopKCompressor
+        self.sums: list[FeedbackCompressor] = [
+            kind(compression, group, key) for group, key in zip(self.groups, self.keys)
+        ]
         for index, low_rank in enumerate(self.sums):
             weights = [
                 Weight(nn.Parameter(torch.zeros(shape, dtype=dtype)), LocalShard.unsharded(name, shape, count))
                 for name, shape in SHAPES.items()
             ]
-            low_rank.error_feedback = ErrorFeedback(weights, compression.rank, count, index, (), "", LiveBytes())
+            low_rank.error_feedback = ErrorFeedback(weights, compression, count, index, (), "", LiveBytes())
         self.feedback = [low_rank.error_feedback for low_rank in self.sums if low_rank.error_feedback is not None]
 
     def step(self, grads: Sequence[dict[str, torch.Tensor]], valid: bool = True, scale: float = 1.0) -> dict:
@@ -67,10 +90,7 @@ class Copies:
         runs = [low_rank._phases(blocks, list(copy.values()), "") for low_rank, copy in zip(self.sums, given)]
         # Every copy sends before any reads.
         while None not in [next(run, None) for run in runs]:
-            total = torch.stack([group.sent for group in self.groups if group.sent is not None]).sum(dim=0)
-            for group in self.groups:
-                assert group.sent is not None
-                group.sent.copy_(total)
+            exchange(self.groups)
         for feedback, key in zip(self.feedback, self.keys):
             feedback.commit(torch.tensor(valid))
             key.step = int(key.step) + 1
@@ -80,7 +100,7 @@ class Copies:
         return {name: grad / scale for name, grad in given[0].items()}
 
     def owed(self, name: str) -> torch.Tensor:
-        return torch.stack([feedback.matrices[name].error for feedback in self.feedback]).sum(dim=0)
+        return torch.stack([feedback.errors[name].error for feedback in self.feedback]).sum(dim=0)
 
 
 def random_gradients(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
@@ -106,7 +126,7 @@ def test_decoded_sums_and_what_is_owed_are_the_exact_sums(choice: str) -> None:
             decoded[name] += sums[name]
             exact[name] += added(grads, name)
         assert torch.allclose(sums["vector"], added(grads, "vector"), rtol=1e-14)
-    assert set(copies.feedback[0].matrices) == {"wide", "deep"}
+    assert set(copies.feedback[0].errors) == {"wide", "deep"}
     for name in ("wide", "deep"):
         owed = copies.owed(name)
         assert float(owed.norm()) > 0.1 * float(exact[name].norm())
@@ -127,9 +147,9 @@ def test_a_skipped_step_leaves_no_bit_behind_even_where_it_overflowed() -> None:
         for key in broken.keys:
             key.step = step + 1
     for one, two in zip(whole.feedback, broken.feedback):
-        for name, matrix in one.matrices.items():
-            assert torch.equal(matrix.error, two.matrices[name].error)
-            assert torch.equal(matrix.basis, two.matrices[name].basis)
+        for name, matrix in one.errors.items():
+            assert torch.equal(matrix.error, two.errors[name].error)
+            assert torch.equal(matrix.basis, two.errors[name].basis)
 
 
 def test_gradients_of_that_rank_are_summed_exactly_and_first_steps_to_the_bit() -> None:
@@ -204,16 +224,16 @@ def test_another_number_of_copies_owes_as_much_and_goes_on_alike(count: int) -> 
         for name in SHAPES:
             torch.testing.assert_close(others[name], sums[name], rtol=1e-10, atol=1e-11)
     if count == 3:
-        own = before.feedback[1].matrices["wide"].error
+        own = before.feedback[1].errors["wide"].error
         filled(after.feedback[1], {name: tensor for feedback in before.feedback for name, tensor in feedback.state()})
-        assert torch.equal(after.feedback[1].matrices["wide"].error, own)
+        assert torch.equal(after.feedback[1].errors["wide"].error, own)
 
 
 def test_a_state_without_errors_begins_anew() -> None:
     copies = Copies(2, "powersgd:2")
     copies.step(random_gradients(2, 0))
     filled(copies.feedback[0], {})
-    assert not copies.feedback[0].matrices["wide"].error.any() and not copies.feedback[0].matrices["deep"].basis.any()
+    assert not copies.feedback[0].errors["wide"].error.any() and not copies.feedback[0].errors["deep"].basis.any()
 
 
 def _other_seed() -> Copies:

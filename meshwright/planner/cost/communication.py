@@ -13,7 +13,7 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import accumulates_on_host
-from meshwright.spec.compression import BLOCK_VALUES, FORMATS
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS, METHODS
 
 CODEC_BYTES = 300.0
 """Bytes that a device's memory moves to round a value, add and decode it. Counted on `parallel.block_codec`: about 12
@@ -22,6 +22,15 @@ element-wise operations for the random number, 14 to encode and 12 for the rest,
 LOW_RANK_BYTES = 48.0
 """The same of a value that is summed in low rank: with the error to 3 x 4 bytes, two products read it, a third changes
 it, a fourth makes the sum, and the errors of the step take their place, 4 x 4 with the choice whether they do."""
+
+INDEX_BYTES = 4.0
+"""Bytes of the index that travels with a value of top-k."""
+
+TOP_K_BYTES = 100.0
+"""The same of a value of which the largest travel: with the error to 3 x 4 bytes, its magnitude made, searched and
+compared, 48, two squares, 8, and the errors of the step take their place, 7 x 4."""
+TOP_K_RECEIVED_BYTES = 80.0
+"""The same of a value that was received: it, its index, and a line of 64 bytes of the sum, which lies anywhere."""
 
 
 class CommunicationTimes:
@@ -147,8 +156,9 @@ class CommunicationTimes:
 
     def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
-        # The last is of sums in low rank, which round none.
-        by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values()), 0.0]
+        by_code = [0.0, *(number_format.block_bytes / BLOCK_VALUES for number_format in FORMATS.values())]
+        # The others are of sums with error feedback, which round none.
+        by_code += [0.0] * (len(METHODS) - len(FORMATS))
         return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
 
     def _copies_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
@@ -180,6 +190,9 @@ class CommunicationTimes:
         if layouts.low_rank.any():
             low_rank_s = self._low_rank_sum_s(elements, span, collectives)
             seconds = np.where(layouts.low_rank[:, None] > 0, low_rank_s, seconds)
+        if layouts.inverse_density.any():
+            top_k_s = self._top_k_sum_s(elements, span, collectives)
+            seconds = np.where(layouts.inverse_density[:, None] > 0, top_k_s, seconds)
         return np.asarray(np.where(compressed[:, None] & (span.ranks > 1)[:, None], seconds, exact_s))
 
     def _low_rank_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
@@ -196,6 +209,18 @@ class CommunicationTimes:
         # Four products of r columns: M Q, M^T P, P Q^T of this copy and of the sum.
         work_s = 8.0 * rank * elements / (device.peak("float32") * device.share("float32"))
         return np.asarray(seconds + work_s + move_s(LOW_RANK_BYTES * elements, device))
+
+    def _top_k_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
+        """Returns seconds to sum the largest values over copies, (N, P); the arguments are those of a sum.
+
+        Each copy gets a value and its index of every other one, and adds them up.
+        """
+        layouts, device = self._model.layouts, self._model.machine.device
+        sent = elements / np.maximum(1.0, layouts.inverse_density)[:, None]
+        received = sent * span.ranks[:, None]
+        received_bytes = received * (self._reduce_bytes + INDEX_BYTES)
+        seconds = self._collective_s(traffic.all_gather_s, received_bytes, span, collectives)
+        return np.asarray(seconds + move_s(TOP_K_BYTES * elements + TOP_K_RECEIVED_BYTES * received, device))
 
     def _overlap_microbatches(self) -> Array:
         """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.

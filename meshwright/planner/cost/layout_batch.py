@@ -143,7 +143,9 @@ class LayoutBatch:
     node_copies: Array
     """Neighbouring copies that sum exactly first; 1 for none."""
     low_rank: Array
-    """Rank in which they are summed; 0 for numbers."""
+    """Rank in which they are summed; 0 for other methods."""
+    inverse_density: Array
+    """Of so many of their values one travels; 0 for other methods."""
     compress_weights: Array
     """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
     secondary: Array
@@ -232,7 +234,7 @@ class LayoutBatch:
             files: schedules from files, whose codes follow those of the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary"}
-        zeros |= {"compress", "compress_weights", "low_rank"}
+        zeros |= {"compress", "compress_weights", "low_rank", "inverse_density"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -282,6 +284,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "compress": COMPRESSIONS.index(layout.compress.name),
         "node_copies": layout.compress.node_copies,
         "low_rank": layout.compress.rank,
+        "inverse_density": layout.compress.inverse_density,
         "compress_weights": COMPRESSIONS.index(layout.compress_weights),
         "secondary": layout.secondary,
     }
