@@ -83,7 +83,7 @@ class WeightError:
         self.error.copy_(torch.where(is_valid, error, self.error))
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """Returns the tensors that all copies have alike, by name in a checkpoint."""
+        """Returns the tensors, of any shapes, that all copies have alike, by name in a checkpoint."""
         return {}
 
 
@@ -139,7 +139,7 @@ class LowRankMatrix(WeightError):
             self._pending_basis = None
 
     def shared_state(self) -> dict[str, torch.Tensor]:
-        """Returns the basis by its name in a checkpoint."""
+        """Returns the basis, (columns, rank), by its name in a checkpoint."""
         return {self._basis_name: self.basis}
 
 

@@ -282,7 +282,7 @@ class OuterServer:
         valid = commit.session == link.session and 0 <= commit.tokens < float("inf") and commit.base >= SEED_ROUND
         try:
             if not valid or (commit.round == SEED_ROUND) != (link is self._seeder) or commit.round < SEED_ROUND:
-                raise OrderRefusedError(f"round {commit.round} isn't one of this session")
+                raise OrderRefusedError(f"round {commit.round} isn't one of this connection's")
             self._shards.order(CommitStaged(site=link.site, session=link.session, round=commit.round))
         except OrderRefusedError as error:
             self._refuse(link, str(error), final=False)

@@ -224,10 +224,11 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice:
         assert events(tmp_path / name, "resumed")[0]["step"] == 4
     assert resumed["same"] == whole
     for step in range(5, 9):
-        # Sums in low rank follow from what all copies owe together, so three copies go on as two would have.
+        # Sums in low rank follow from what all copies owe together, so three copies go on as two would have. Of the
+        # largest values three copies send others, whose norm is another.
         if "powersgd" in choice:
             assert resumed["more"][step] == pytest.approx(whole[step], rel=1e-12)
-        assert resumed["more"][step] == pytest.approx(whole[step], rel=0.05)
+        assert resumed["more"][step][0] == pytest.approx(whole[step][0], rel=1e-12 if step == 5 else 0.02)
         assert resumed["none"][step] != pytest.approx(whole[step], rel=1e-6)
 
 

@@ -165,6 +165,22 @@ def test_a_named_lossy_layout_is_compared() -> None:
     assert rounded < exact
 
 
+def test_the_largest_values_cost_their_bytes_by_copies() -> None:
+    wire = Cluster.parse("4x1xa100-40@ethernet-1g")
+    exact, top, sparse = (
+        price(JOB, Layout.parse(f"replicate=4,precision=float32{choice}"), wire)
+        for choice in ("", ",compress=topk:40", ",compress=topk:80")
+    )
+    # A fortieth of the values, twice as long with their indices, from each of 4 copies; an exact sum sends each twice.
+    assert top.parts["reduce"] / exact.parts["reduce"] == pytest.approx(4 / 40, rel=0.2)
+    assert sparse.parts["reduce"] / exact.parts["reduce"] == pytest.approx(4 / 80, rel=0.3)
+    assert top.memory["buffers"] == pytest.approx(8 * exact.memory["gradients"] / 4, rel=0.01)
+    layouts = [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=topk:40", ",compress=powersgd:4")]
+    together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(SLOW)).step_s
+    alone = [price(JOB, layout, Cluster.parse(SLOW)).step_s for layout in layouts]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
 def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
     exact, low = (
         price(JOB, Layout.parse(f"replicate=4,precision=float32{choice}"), Cluster.parse("4x1xa100-40@ethernet-1g"))
