@@ -127,7 +127,7 @@ def document_attention(
     # (B, heads, S, E) to (T, heads, E); models transpose what their linears give, so that this is a view mostly.
     flat_query, flat_key, flat_value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     starts, longest, window = unpack_mask(mask)
-    if query.device.type != "cuda":
+    if not _on_kernel_device(query):
         output = reference_attention(flat_query, flat_key, flat_value, starts, window, scale)
         return output.unflatten(0, (rows, tokens))
     value_size = value.shape[-1]
@@ -141,6 +141,10 @@ def document_attention(
     if value_size != kernel_size:
         output = output[..., :value_size]
     return output.unflatten(0, (rows, tokens))
+
+
+def _on_kernel_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == "cuda"
 
 
 @torch.library.custom_op("meshwright::reference_attention", mutates_args=())
