@@ -13,26 +13,16 @@ from pathlib import Path
 from meshwright.cli.arguments import print_result, take_flag, take_value
 from meshwright.errors import ConfigError, RankError
 from meshwright.events import Event
+from meshwright.jobs.fault_injection import RunWatch, inject_faults, read_events, read_story, recovery_events
 from meshwright.jobs.progress import to_stderr as say
-from meshwright.jobs.random_faults import (
-    RANDOM_KINDS,
-    Draw,
-    RunWatch,
-    World,
-    draw_faults,
-    inject_faults,
-    read_events,
-    read_story,
-    read_world,
-    recovery_events,
-    run_ended,
-)
+from meshwright.jobs.random_faults import RANDOM_KINDS, Draw, World, draw_faults, read_world, run_ended
 from meshwright.monitor.display import event_line
 from meshwright.monitor.progress import read_run_progress
 from meshwright.train.faults import KINDS, Fault, ask
 
 USAGE = """usage: meshwright chaos RUN --KIND rank=N [--at step=N[,phase=P]] [--seconds S] [--wait S] [--json]
-       meshwright chaos RUN --random [--every 30s] [--seed N] [--for 10m] [--count N] [--kinds A,B] [--dry-run] [--json]
+       meshwright chaos RUN --random [--every 30s|40steps] [--seed N] [--for 10m] [--count N] [--kinds A,B]
+                        [--dry-run] [--json]
 
 Breaks a rank of a run that is under way in the directory RUN, and waits for the story of its recovery.
 
@@ -45,8 +35,9 @@ Breaks a rank of a run that is under way in the directory RUN, and waits for the
   --json                print the events as JSON
 
 With --random faults are drawn, the same for the same seed and the same ranks, until a bound or the end of the run:
-  --every T, --seed N   mean time between faults, as 30s or 2m (30s), and the seed of the draws (0)
-  --for T, --count N    bounds: no later fault, no more faults
+  --every T, --seed N   mean time between faults, as 30s or 2m (30s), and the seed of the draws (0); 40steps draws the
+                        steps of the run instead, so that the same seed breaks the same ranks in the same steps
+  --for T, --count N    bounds: no later fault (10m, 400steps), no more faults
   --kinds A,B           of: kill, exit, raise, nan, slow, pause, node (by default these; node with several nodes), and
                         stop, hang, gil, flip; pause stops a rank for 2 s, node kills all ranks of a node
   --ranks N             with --dry-run: ranks, where no run is under way yet
@@ -57,6 +48,7 @@ Exit status: 0 the run went on, 1 it ended or did not go on, 2 for a fault or a 
 _PREVIEW = 10
 """Faults of a dry run without a bound."""
 _TIME = re.compile(r"(\d+(?:\.\d*)?)(s|m|h|)")
+_STEPS = re.compile(r"(\d+) ?steps?")
 
 
 def run(argv: Sequence[str]) -> int:
@@ -103,24 +95,26 @@ def run(argv: Sequence[str]) -> int:
 def _run_random(args: list[str], run_dir: Path, as_json: bool, wait_s: float) -> int:
     """Injects random faults, or lists them."""
     dry_run, ranks = take_flag(args, "--dry-run"), take_value(args, "--ranks")
-    every_s, for_s = _parse_time(args, "--every", "30s"), _parse_time(args, "--for", "inf")
+    (every, by_steps), (until, until_steps) = _parse_turn(args, "--every", "30s"), _parse_turn(args, "--for", "inf")
     seed, count = _parse_number(args, "--seed", "0"), _parse_number(args, "--count", "0")
     kinds = [kind for kind in (take_value(args, "--kinds") or "").split(",") if kind]
     if args:
         raise ConfigError(f"'{args[0]}' is not known here; meshwright chaos --help lists what is")
     if ranks is not None and (not dry_run or not ranks.isdigit() or int(ranks) < 1):
         raise ConfigError(f"--ranks {ranks}: give a number above 0, with --dry-run; a run under way has its own")
+    if until < math.inf and by_steps != until_steps:
+        raise ConfigError("--every and --for differ in their units: give both as a time, or both as 40steps")
     world = World(ranks=int(ranks)) if ranks is not None else read_world(run_dir)
-    draws = draw_faults(world, seed, every_s, kinds)
+    draws = draw_faults(world, seed, every, kinds, by_steps=by_steps)
     if dry_run:
-        bound = count or (_PREVIEW if for_s == math.inf else 10**6)
-        listed = list(islice(takewhile(lambda draw: draw.at_s <= for_s, draws), bound))
+        bound = count or (_PREVIEW if until == math.inf else 10**6)
+        listed = list(islice(takewhile(lambda draw: draw.turn <= until, draws), bound))
         _show_draws(listed, as_json)
         return 0
     bound = count or 10**6
     if not as_json:
-        say(f"random faults every {every_s:g} s, seed {seed}, in {world.ranks} ranks")
-    answers = inject_faults(run_dir, draws, world, for_s=for_s, count=bound, wait_s=wait_s, say=say)
+        say(f"random faults every {every:g} {'steps' if by_steps else 's'}, seed {seed}, in {world.ranks} ranks")
+    answers = inject_faults(run_dir, draws, world, until=until, count=bound, wait_s=wait_s, say=say)
     if as_json:
         print_result(json.dumps([asdict(answer) for answer in answers], indent=2))
     return 1 if any(answer.answer == "run ended" for answer in answers) else 0
@@ -134,16 +128,18 @@ def _show_draws(draws: Sequence[Draw], as_json: bool) -> None:
         print_result(f"{draw}: {RANDOM_KINDS[draw.kind]}")
 
 
-def _parse_time(args: list[str], flag: str, default: str) -> float:
-    """Removes ``flag T`` and returns T in seconds: 90, 90s, 1.5m, 2h."""
+def _parse_turn(args: list[str], flag: str, default: str) -> tuple[float, bool]:
+    """Removes ``flag T``; returns T in seconds (90, 90s, 1.5m, 2h) or steps (40steps), and whether it is in steps."""
     text = take_value(args, flag)
     if text is None and default == "inf":
-        return math.inf
+        return math.inf, False
+    if (steps := _STEPS.fullmatch(text or default)) and int(steps[1]) > 0:
+        return float(steps[1]), True
     match = _TIME.fullmatch(text or default)
     seconds = float(match[1]) * {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}[match[2]] if match else 0.0
     if not seconds > 0:
-        raise ConfigError(f"{flag} {text}: give a time above 0, as 30s, 5m or 1h")
-    return seconds
+        raise ConfigError(f"{flag} {text}: give a time above 0, as 30s, 5m or 1h, or 40steps")
+    return seconds, False
 
 
 def _parse_number(args: list[str], flag: str, default: str) -> int:

@@ -163,12 +163,12 @@ class Faults:
         self._faults += requested
         if self._faults:
             self._pending = [
-                (fault, self._mark_path(fault))
+                (fault, mark)
                 for fault in self._faults
                 if fault.rank == self._rank
                 and fault.step == step
                 and fault.generation in (-1, self._generation)
-                and not self._mark_path(fault).exists()
+                and not (mark := mark_path(self._folder, fault)).exists()
             ]
             self.reach("")
         if self._slow:
@@ -194,9 +194,6 @@ class Faults:
                 # Before the fault: after it this process may not exist any more.
                 mark.touch()
                 self._execute(fault)
-
-    def _mark_path(self, fault: Fault) -> Path:
-        return self._folder / str(fault).replace(":", "-").replace(",", "-")
 
     def _read_requests(self) -> list[Fault]:
         """Returns the faults that were requested since the last call."""
@@ -236,6 +233,16 @@ class Faults:
             self._waiting_for_gradients.append(fault)
 
 
+def mark_path(folder: Path, fault: Fault) -> Path:
+    """Returns the file that a rank creates once a fault happens.
+
+    Args:
+        folder: `FOLDER` of the run directory.
+        fault: which one.
+    """
+    return folder / str(fault).replace(":", "-").replace(",", "-")
+
+
 def ask(run_dir: Path, fault: Fault) -> Path:
     """Requests a fault of a running job; returns the path of the mark that appears once it happens.
 
@@ -246,9 +253,9 @@ def ask(run_dir: Path, fault: Fault) -> Path:
         raise ConfigError(f"{run_dir} is no run directory")
     folder = run_dir / FOLDER
     folder.mkdir(exist_ok=True)
-    name = str(fault).replace(":", "-").replace(",", "-")
-    temporary = folder / f".{name}.new"
+    mark = mark_path(folder, fault)
+    temporary = folder / f".{mark.name}.new"
     temporary.write_text(str(fault), encoding="utf-8")
     # Renamed into place, so that the run never reads half a request.
-    temporary.replace(folder / f"{name}.ask")
-    return folder / name
+    temporary.replace(folder / f"{mark.name}.ask")
+    return mark

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import threading
 import time
 from itertools import islice, pairwise
@@ -12,6 +13,7 @@ import pytest
 
 from meshwright.cli.main import main
 from meshwright.errors import ConfigError
+from meshwright.jobs.fault_injection import inject_faults
 from meshwright.jobs.random_faults import DEFAULT_KINDS, World, draw_faults
 from meshwright.monitor.progress import PROGRESS, ProgressWriter, node_progress, reset_progress
 from tests.runs import wait_until
@@ -37,6 +39,38 @@ def test_the_first_draws_of_a_seed_stay_as_they_are() -> None:
 
 
 FIRST_OF_SEED_7 = [(27.357, "exit", 3), (62.264, "kill", 0), (87.985, "kill", 1)]
+
+
+def test_draws_by_steps_are_steps_of_the_run() -> None:
+    draws = list(islice(draw_faults(World(ranks=4), 7, 40, by_steps=True), 3))
+    # Turns of the times above, times 40 / 30.
+    assert [(draw.at_step, draw.kind, draw.target) for draw in draws] == [
+        (36, "exit", 3),
+        (83, "kill", 0),
+        (117, "kill", 1),
+    ]
+    steps = [draw.at_step for draw in islice(draw_faults(World(ranks=4), 7, 1, by_steps=True), 200)]
+    assert all(later > earlier >= 1 for earlier, later in pairwise(steps))
+
+
+def test_a_step_that_is_over_and_an_absent_rank_are_said(tmp_path: Path) -> None:
+    """The run stands in step 50 of rank 0 alone: earlier draws can't strike, and nobody waits for them."""
+    reset_progress(tmp_path / PROGRESS, 1)
+    writer = ProgressWriter(tmp_path / PROGRESS, 0)
+    writer.stamp("forward", 50)
+    world = World(ranks=2)
+    draws = [draw for draw in islice(draw_faults(world, 0, 10, ["kill"], by_steps=True), 4) if draw.at_step < 50]
+    lines: list[str] = []
+    answers = inject_faults(tmp_path, iter(draws), world, until=math.inf, count=9, wait_s=5.0, say=lines.append)
+    assert [answer.answer for answer in answers] == [("missed", "absent")[draw.target] for draw in draws]
+    assert {draw.target for draw in draws} == {0, 1} and len(lines) == len(draws)
+    assert not list((tmp_path / "chaos").iterdir()), "requests that nobody answered are withdrawn"
+    writer.close()
+
+
+def test_every_and_for_have_one_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", "none", "--random", "--every", "40steps", "--for", "10m", "--dry-run", "--ranks", "2"]) == 2
+    assert "differ in their units" in capsys.readouterr().err
 
 
 def test_nodes_are_targets_where_there_are_several() -> None:
