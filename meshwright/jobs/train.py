@@ -13,6 +13,7 @@ from meshwright.checkpoint.mirror import check_mirror
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
+from meshwright.jobs.attention_choice import choose_attention
 from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
@@ -154,15 +155,17 @@ def _make_job(
 ) -> TrainJob:
     """Returns the job that every rank receives under a plan."""
     plan, analysis = offer
+    documents, kind = config.data.mask_documents and len(token_set.train.ends) > 1, found_devices(None).kind
+    built, attention = choose_attention(model.built, plan.layout, analysis, kind, documents, config.data.sequence)
     return TrainJob(
         config=config,
         plan=plan,
-        model=model.built,
+        model=built,
         analysis=analysis,
         run_dir=Path(config.run),
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
-        header=_make_header(config, model, offer, token_set),
+        header=_make_header(config, model, offer, token_set) | ({"attention": attention} if attention else {}),
         hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )

@@ -16,6 +16,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.models.attention import VARLEN
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import (
     Box,
@@ -176,7 +177,9 @@ def _transformers_factory(config: ModelConfig, vocab: int | None, context: int |
     config_of = directory_config if config.kind == "directory" else family_config
     hf_config = config_of(config, vocab, context)
     check_kernels(config.name, hf_config)
-    attention_option = {} if config.attention == "auto" else {"attn_implementation": config.attention}
+    # Attention by documents is switched on where a layout is made true; until then the model runs as its author's.
+    named = config.attention not in ("auto", VARLEN)
+    attention_option = {"attn_implementation": config.attention} if named else {}
 
     def make_model() -> nn.Module:
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32, **attention_option)

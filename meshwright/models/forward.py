@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.attention import announce_rows, is_varlen, rows_announced
 from meshwright.models.structure import ModelStructure
+from meshwright.parallel.document_attention import DocumentBounds, document_bounds
 from meshwright.parallel.model_checkpointing import restoring_first_run
 
 IGNORED = -100
@@ -76,6 +79,7 @@ def model_output(
     positions: torch.Tensor | None = None,
     mask_documents: bool = False,
     token_parts: int = 1,
+    bounds: DocumentBounds | None = None,
 ) -> ModelOutput:
     """Computes logits, or the loss of a model that returns nothing else.
 
@@ -92,6 +96,7 @@ def model_output(
         positions: (B, S) int64, as `model_forward`.
         mask_documents: whether tokens see only their own document.
         token_parts: number of shards into which an axis splits the rows' tokens inside the module; logits are of one.
+        bounds: of the documents of ``positions``, for attention by documents; computed from them where not given.
 
     Returns:
         Logits (B, S / token_parts, V), or a scalar loss.
@@ -104,7 +109,7 @@ def model_output(
         labels = {}
     else:
         labels = {structure.target_argument: targets}
-    result = _call_module(module, structure, tokens, labels, positions, mask_documents)
+    result = _call_module(module, structure, tokens, labels, positions, mask_documents, bounds)
     return ModelOutput(result.logits, None) if structure.transformers else _read_output(result, tokens, token_parts)
 
 
@@ -116,6 +121,7 @@ def author_output(
     labels: str,
     positions: torch.Tensor | None = None,
     mask_documents: bool = False,
+    bounds: DocumentBounds | None = None,
 ) -> ModelOutput:
     """Calls a model with its targets, as its author does, and reads its loss beside the logits.
 
@@ -127,6 +133,7 @@ def author_output(
         labels: one of `LABELS`; "" for a forward without targets.
         positions: (B, S) int64, as `model_forward`.
         mask_documents: whether tokens see only their own document.
+        bounds: of the documents, as `model_output`.
 
     Raises:
         ConfigError: for an output with neither logits nor a loss, or with several scalars that could be the loss.
@@ -140,7 +147,8 @@ def author_output(
         elif labels == "shifted":
             # the model shifts: hand it the tokens so that its shift restores the targets
             labels_by_argument[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
-    return _read_loss(_call_module(module, structure, tokens, labels_by_argument, positions, mask_documents), tokens)
+    result = _call_module(module, structure, tokens, labels_by_argument, positions, mask_documents, bounds)
+    return _read_loss(result, tokens)
 
 
 def _call_module(
@@ -150,6 +158,7 @@ def _call_module(
     labels: Mapping[str, torch.Tensor],
     positions: torch.Tensor | None,
     mask_documents: bool,
+    bounds: DocumentBounds | None,
 ) -> Any:
     """Calls forward with the arguments that it has.
 
@@ -160,6 +169,7 @@ def _call_module(
         labels: (B, S) int64 by argument name.
         positions: (B, S) int64 or None.
         mask_documents: whether positions are passed.
+        bounds: of the documents; None to compute them where they are needed.
     """
     arguments: dict[str, Any] = {structure.token_argument: tokens, **labels}
     if mask_documents and positions is not None:
@@ -169,7 +179,11 @@ def _call_module(
     # a cache of keys is of no use to training
     if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
-    with restoring_first_run():
+    with contextlib.ExitStack() as stack:
+        if is_varlen(module) and not rows_announced():
+            has_documents = mask_documents and positions is not None
+            stack.enter_context(announce_rows(bounds or document_bounds(positions) if has_documents else None))
+        stack.enter_context(restoring_first_run())
         return module(**arguments)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from meshwright.errors import PlanError
+from meshwright.parallel.document_attention import is_packed_mask
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
+from meshwright.torch_compat.varlen import mark_dynamic_sizes
 
 
 def check(layout: Layout, layers: int) -> None:
@@ -28,7 +30,16 @@ def _apply(context: TransformContext) -> None:
 
 
 def _compiled(plain: Forward) -> Forward:
-    return torch.compile(plain)
+    compiled: Forward = torch.compile(plain)
+
+    def forward(*args: object, **kwargs: object) -> object:
+        # The number of documents and the longest one's tokens differ from batch to batch: one graph serves all.
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, torch.Tensor) and is_packed_mask(value):
+                mark_dynamic_sizes(value, 0, 1)
+        return compiled(*args, **kwargs)
+
+    return forward
 
 
 TRANSFORM = Transform(

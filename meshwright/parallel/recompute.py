@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from meshwright.parallel.document_attention import REFERENCE_OPERATOR
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
 from meshwright.torch_compat.tensors import FUSED_ATTENTION
+from meshwright.torch_compat.varlen import VARLEN_OPERATOR
 
 KEPT = tuple(
     operator.default
@@ -29,6 +31,8 @@ KEPT = tuple(
         torch.ops.aten.bmm,
         torch.ops.aten.baddbmm,
         *FUSED_ATTENTION,
+        VARLEN_OPERATOR,
+        REFERENCE_OPERATOR,
     )
 )
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""

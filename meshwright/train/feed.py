@@ -12,6 +12,7 @@ import torch
 from meshwright.data.loader import IGNORED, Batch, Loader, evaluation_batches
 from meshwright.data.prefetch import Prefetcher, tensors
 from meshwright.data.tokens import TokenSet
+from meshwright.parallel.document_attention import DocumentBounds, document_bounds
 
 AHEAD = 2
 """Steps whose rows are read ahead."""
@@ -27,6 +28,8 @@ class MicroBatch:
     """(B, S) int64, -100 where nothing is predicted."""
     positions: torch.Tensor | None
     """(B, S) int64 where a document begins inside a row; None where every row counts from 0 without a break."""
+    bounds: DocumentBounds | None = None
+    """Of the documents, on the model's device; None where it is cheap to compute them from the positions."""
 
 
 class Feed(Protocol):
@@ -119,10 +122,25 @@ class TokenFeed:
         moved = tensors(batch, self._device)
         fields = (moved.tokens, moved.targets, moved.positions)
         chunks = zip(*(tensor.chunk(self._micro) for tensor in fields))
+        if has_document_breaks and self._device.type != "cpu":
+            host_chunks = torch.from_numpy(batch.positions).chunk(self._micro)
+            return [
+                self._with_bounds(tokens, targets, positions, document_bounds(host_positions))
+                for (tokens, targets, positions), host_positions in zip(chunks, host_chunks)
+            ]
         return [
             MicroBatch(tokens, targets, positions if has_document_breaks else None)
             for tokens, targets, positions in chunks
         ]
+
+    def _with_bounds(
+        self, tokens: torch.Tensor, targets: torch.Tensor, positions: torch.Tensor, bounds: DocumentBounds
+    ) -> MicroBatch:
+        """Returns a micro-batch of (B, S) int64 tensors on an accelerator, whose documents the host has counted."""
+        if len(bounds.starts) == len(tokens) + 1:
+            # One document a row: the causal kernel is faster than any mask.
+            return MicroBatch(tokens, targets, None)
+        return MicroBatch(tokens, targets, positions, bounds.to(self._device))
 
     def micro_batches(self, step: int) -> Sequence[MicroBatch]:
         """Returns this rank's micro-batches of a step; steps must be asked for in order."""

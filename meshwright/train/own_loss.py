@@ -29,7 +29,14 @@ def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute
     ) -> tuple[torch.Tensor, torch.Tensor]:
         has_documents = batch.positions is not None
         output = author_output(
-            module, structure, batch.tokens, batch.targets, objective.labels, batch.positions, has_documents
+            module,
+            structure,
+            batch.tokens,
+            batch.targets,
+            objective.labels,
+            batch.positions,
+            has_documents,
+            batch.bounds,
         )
         assert output.loss is not None
         weights = objective.weights(batch.targets)

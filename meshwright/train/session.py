@@ -24,6 +24,7 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.objective_trial import ForwardTrial
+from meshwright.models.attention import VARLEN, use_varlen
 from meshwright.models.build import BuiltModel, use_float64
 from meshwright.models.forward import model_output
 from meshwright.models.random_draws import may_draw
@@ -114,6 +115,7 @@ def model_compute(model: BuiltModel, objective: Objective | None = None) -> Comp
             batch.positions,
             batch.positions is not None,
             token_parts=batch.tokens.shape[1] // targets.shape[1],
+            bounds=batch.bounds,
         )
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
@@ -165,6 +167,9 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
     trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
+    # Gathering looks for attention where every kernel is called, with a mask to cut: it keeps the model's own.
+    if model.config.attention == VARLEN and facts.attention != "gather":
+        use_varlen(model.module)
     return ModelSource(
         module=model.module,
         layers=model.structure.layers,

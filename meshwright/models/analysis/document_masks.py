@@ -6,10 +6,14 @@ import torch
 
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import realise_model
-from meshwright.models.analysis.small_config import shrink_config
+from meshwright.models.analysis.objective import nothing_dropped
+from meshwright.models.analysis.small_config import shrink_config, with_every_kind
+from meshwright.models.attention import announce_rows, use_varlen
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_forward
+from meshwright.parallel.document_attention import DocumentBounds, document_bounds
+from meshwright.parallel.float64_ops import Float64Ops
 
 _VOCAB, _ROW, _WALL = 64, 24, 11
 
@@ -57,3 +61,47 @@ def document_leak(config: ModelConfig) -> float:
 def _refusal(name: str, reason: str) -> str:
     """Words the refusal."""
     return f"the model '{name}' can't keep the documents of a row apart: {reason}; set data.mask_documents = false"
+
+
+def varlen_refusal(built: BuiltModel) -> str:
+    """Returns why a model can't attend by documents (`models.attention`); "" when it can.
+
+    A clone's masks are compared element by element with those that the kernel would apply, and its logits, in float64
+    with the reference of the kernel, with those of the model's own attention: with documents, and with whole rows.
+
+    Args:
+        built: the model, on meta.
+    """
+    if built.hf_config is None:
+        return "its attention is its own code, not transformers'"
+    own_attention = getattr(built.hf_config.get_text_config(decoder=True), "_attn_implementation", "")
+    if own_attention != "sdpa":
+        return f"its attention is transformers' '{own_attention}'"
+    small = with_every_kind(built, shrink_config(built.config))
+    clone = build_meta(small, _VOCAB, 2 * _ROW)
+    module = realise_model(clone, lambda name, _: clone.tensor(name))
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(_VOCAB, (2, _ROW), generator=generator)
+    first_row = torch.cat([torch.arange(size) for size in (1, _WALL + 2, _ROW - _WALL - 3)])
+    second_row = torch.cat([torch.arange(size) for size in (_WALL, _ROW - _WALL)])
+    documents = torch.stack([first_row, second_row]) if built.structure.takes_positions else None
+    # Training, since a model may drop attention weights there; what else it drops isn't dropped here.
+    module.train()
+
+    def logits(positions: torch.Tensor | None) -> torch.Tensor:
+        with torch.no_grad(), nothing_dropped(), Float64Ops():
+            return model_forward(module, clone.structure, tokens, positions, positions is not None)
+
+    own_logits = [logits(positions) for positions in (documents, None)]
+    use_varlen(module)
+    refusals: list[str] = []
+    for positions, own in zip((documents, None), own_logits):
+        bounds: DocumentBounds | None = None if positions is None else document_bounds(positions)
+        try:
+            with announce_rows(bounds, refusals):
+                difference = float((logits(positions) - own).abs().max())
+        except Exception as error:  # code of any family, which gets a mask of another form
+            return f"its code takes no other mask than its own ({str(error)[:100]})"
+        if not difference <= 1e-9 * float(own.abs().max()):
+            refusals.append(f"its logits differ by {difference:.1e} from those of its own attention")
+    return refusals[0] if refusals else ""

@@ -238,7 +238,34 @@ cudaError_t cudaEventElapsedTime_v2(float *ms, cudaEvent_t start, cudaEvent_t en
 void **__cudaRegisterFatBinary(void *binary) { static void *handle; return &handle; }
 void __cudaRegisterFatBinaryEnd(void **handle) {}
 void __cudaUnregisterFatBinary(void **handle) {}
-void __cudaRegisterFunction(void) {}
+
+/* Names of kernels, as the wheel registers them: a table by address. GHOST_KERNELS names a file of what was launched. */
+#define NAMES (1 << 20)
+static struct { const void *function; const char *name; } names[NAMES];
+static long slot_of(const void *function) {
+    long slot = ((unsigned long)function >> 4) * 0x9E3779B97F4A7C15ul >> 44;
+    while (names[slot].function && names[slot].function != function) slot = (slot + 1) % NAMES;
+    return slot;
+}
+void __cudaRegisterFunction(void **handle, const char *function, char *device_function, const char *name) {
+    long slot = slot_of(function);
+    names[slot].name = name;
+    names[slot].function = function;
+}
+static void launched(const void *function) {
+    count(GHOST_LAUNCHES);
+    const char *path = getenv("GHOST_KERNELS");
+    if (!path) return;
+    const char *name = names[slot_of(function)].name;
+    char line[512];
+    int length = snprintf(line, sizeof line - 1, "%d %s", getpid(), name ? name : "unknown");
+    if (length > (int)sizeof line - 2) length = sizeof line - 2;
+    line[length++] = '\n';
+    int file = open(path, O_CREAT | O_WRONLY | O_APPEND | O_CLOEXEC, 0600);
+    if (file < 0) return;
+    if (write(file, line, length) != length) fprintf(stderr, "[ghost] a line of the kernels was lost\n");
+    close(file);
+}
 void __cudaRegisterVar(void) {}
 
 static __thread struct { dim3 grid, block; size_t shared; void *stream; } configuration;
@@ -258,15 +285,15 @@ cudaError_t __cudaPopCallConfiguration(dim3 *grid, dim3 *block, size_t *shared, 
 }
 cudaError_t __cudaGetKernel(void **kernel, const void *function) { *kernel = (void *)function; return cudaSuccess; }
 cudaError_t __cudaLaunchKernel(void *k, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
-    count(GHOST_LAUNCHES);
+    launched(k);
     return cudaSuccess;
 }
 cudaError_t cudaLaunchKernel(const void *k, dim3 grid, dim3 block, void **args, size_t shared, cudaStream_t stream) {
-    count(GHOST_LAUNCHES);
+    launched(k);
     return cudaSuccess;
 }
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *function, void **args) {
-    count(GHOST_LAUNCHES);
+    launched(function);
     return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {

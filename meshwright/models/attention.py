@@ -1,0 +1,174 @@
+"""Attention of transformers' models by documents: registered with its attention and mask interfaces, for any family.
+
+A model built with ``attention="varlen"`` runs as "sdpa" does until a call announces rows (`announce_rows`). Then the
+masks that the model's own code asks for are document masks (`parallel.document_attention`), and its attention takes
+the kernel for variable lengths. Whether a family's masks are causal within documents and windows, and nothing more, is
+tried on a small clone (`varlen_refusal`), where the masks are compared element by element.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from meshwright.parallel.document_attention import (
+    DocumentBounds,
+    dense_mask,
+    document_attention,
+    is_packed_mask,
+    pack_mask,
+    row_bounds,
+)
+
+VARLEN: Final = "varlen"
+"""Value of ``model.attention`` for attention by documents."""
+_NAME = "meshwright_varlen"
+"""The implementation's name in transformers; without "flash" in it, which transformers looks for."""
+
+
+@dataclass(slots=True)
+class _Rows:
+    """The micro-batch whose forward runs."""
+
+    bounds: DocumentBounds | None
+    """Of its documents; None where each row is one."""
+    refusals: list[str] | None = field(default=None)
+    """What a trial finds that the kernel can't do; None outside of trials."""
+
+
+_ROWS: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+
+
+@contextlib.contextmanager
+def announce_rows(bounds: DocumentBounds | None, refusals: list[str] | None = None) -> Iterator[None]:
+    """Makes forwards inside of it attend by documents.
+
+    Args:
+        bounds: of the micro-batch's documents; None where each row is one.
+        refusals: filled by a trial with what the kernel can't do.
+    """
+    token = _ROWS.set(_Rows(bounds, refusals))
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
+
+
+def rows_announced() -> bool:
+    """Returns whether `announce_rows` is entered."""
+    return _ROWS.get() is not None
+
+
+def is_varlen(module: nn.Module) -> bool:
+    """Returns whether a module's attention is by documents."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", "") == _NAME
+
+
+def use_varlen(module: nn.Module) -> None:
+    """Makes a transformers model attend by documents where it used "sdpa", in place."""
+    attention: Any = importlib.import_module("transformers.modeling_utils")
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    attention.AttentionInterface.register(_NAME, _attend)
+    masks.AttentionMaskInterface.register(_NAME, _make_mask)
+    # composite models have a config for each submodel
+    for config in {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}.values():
+        if getattr(config, "_attn_implementation", "") == "sdpa":
+            config._attn_implementation = _NAME
+
+
+def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, **options: Any) -> torch.Tensor | None:
+    """Returns the mask of one kind of layers, in place of ``sdpa_mask``.
+
+    Args:
+        q_length: S, tokens that ask.
+        kv_length: tokens that are looked at; others than S under a cache.
+        local_size: window in tokens.
+        options: ``sdpa_mask``'s other arguments.
+    """
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    rows = _ROWS.get()
+    own_masks = options.get("use_vmap") or options.get("attention_mask") is not None
+    if rows is None or own_masks or q_length != kv_length:
+        if rows is not None and rows.refusals is not None:
+            rows.refusals.append("its code adds something of its own to the causal mask")
+        return _plain_mask(masks, q_length, kv_length, local_size, options)
+    window = local_size if local_size and local_size < q_length else 0
+    if rows.bounds is None and not window:
+        # the causal kernel, which needs no mask
+        return _plain_mask(masks, q_length, kv_length, local_size, options)
+    batch, device = options["batch_size"], options["device"]
+    mask = pack_mask(rows.bounds or row_bounds(batch, q_length, device), window)
+    if rows.refusals is not None:
+        options["allow_is_causal_skip"] = False
+        plain = _plain_mask(masks, q_length, kv_length, local_size, options)
+        if plain is None or not torch.equal(plain.expand(batch, 1, -1, -1), dense_mask(mask, batch, q_length)):
+            rows.refusals.append("its mask isn't causal within documents and windows alone")
+    return mask
+
+
+def _plain_mask(
+    masks: Any, q_length: int, kv_length: int, local_size: int | None, options: dict[str, Any]
+) -> torch.Tensor | None:
+    local = {} if local_size is None else {"local_size": local_size}
+    plain: torch.Tensor | None = masks.sdpa_mask(q_length=q_length, kv_length=kv_length, **local, **options)
+    return plain
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Computes attention, in place of ``sdpa_attention_forward``.
+
+    Args:
+        module: the attention module.
+        query: (B, H, S, E).
+        key: (B, K, S, E).
+        value: (B, K, S, E').
+        attention_mask: a document mask, or what "sdpa" takes.
+        dropout: of the attention weights.
+        scaling: factor on the scores.
+        options: of some families.
+
+    Returns:
+        (B, S, H, E'), and no attention weights.
+    """
+    if not is_packed_mask(attention_mask):
+        plain: Any = importlib.import_module("transformers.integrations.sdpa_attention")
+        return plain.sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )  # type: ignore[no-any-return]
+    assert attention_mask is not None
+    if (rows := _ROWS.get()) is not None and rows.refusals is not None:
+        rows.refusals += _kernel_refusals(query, value, dropout, options)
+    return document_attention(query, key, value, attention_mask, scaling), None
+
+
+_UNSUPPORTED = {
+    "softcap": "it caps its attention scores",
+    "position_bias": "it adds a bias to its attention scores",
+    "s_aux": "its softmax has attention sinks",
+}
+
+
+def _kernel_refusals(query: torch.Tensor, value: torch.Tensor, dropout: float, options: dict[str, Any]) -> list[str]:
+    """Returns what one call of a trial asks for that the kernel can't do."""
+    refusals = [reason for key, reason in _UNSUPPORTED.items() if options.get(key) is not None]
+    if dropout:
+        refusals.append(f"it drops attention weights (p = {dropout:g})")
+    if options.get("is_causal") is False:
+        refusals.append("some of its attention isn't causal")
+    return refusals

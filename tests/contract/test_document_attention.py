@@ -1,0 +1,133 @@
+"""Attention by documents is the model's own: operator against SDPA with a dense mask, families, layouts in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from meshwright.jobs.verify import verify
+from meshwright.models.analysis.document_masks import varlen_refusal
+from meshwright.models.attention import announce_rows, use_varlen
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.parallel import document_attention as documents
+
+POSITIONS = torch.stack(
+    [
+        torch.cat([torch.arange(size) for size in (1, 13, 10)]),
+        torch.cat([torch.arange(size) for size in (24,)]),
+    ]
+)
+
+
+def test_bounds_are_where_positions_begin_anew() -> None:
+    bounds = documents.document_bounds(POSITIONS)
+    assert bounds.starts.tolist() == [0, 1, 14, 24, 48] and bounds.longest == 24
+    assert documents.row_bounds(2, 24, torch.device("cpu")).starts.tolist() == [0, 24, 48]
+    mask = documents.pack_mask(bounds, 5)
+    assert documents.is_packed_mask(mask) and not documents.is_packed_mask(torch.ones(2, 1, 24, 24, dtype=torch.bool))
+    starts, longest, window = documents.unpack_mask(mask)
+    assert (starts.tolist(), longest, window) == (bounds.starts.tolist(), 24, 5)
+    assert mask.untyped_storage().nbytes() == 5 * 4
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_reference_is_sdpa_with_a_dense_mask(window: int) -> None:
+    """Values and gradients in float64, with grouped key heads and values of another size."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((2, 4, 24, 8), (2, 2, 24, 8), (2, 2, 24, 6))
+    inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    row, column = torch.arange(24)[:, None], torch.arange(24)
+    document = (POSITIONS == 0).cumsum(1)
+    visible = (row >= column) & (row - column < (window or 24)) & (document[:, :, None] == document[:, None, :])
+    mask = documents.pack_mask(documents.document_bounds(POSITIONS), window)
+    assert torch.equal(documents.dense_mask(mask, 2, 24), visible[:, None])
+    own = documents.document_attention(*inputs, mask, 0.3)
+    key, value = (x.repeat_interleave(2, dim=1) for x in inputs[1:])
+    plain = functional.scaled_dot_product_attention(inputs[0], key, value, visible[:, None], scale=0.3)
+    upstream = torch.randn(own.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(own, plain.transpose(1, 2), rtol=1e-12, atol=1e-12)
+    for grad, expected in zip(
+        torch.autograd.grad(own, inputs, upstream), torch.autograd.grad(plain, inputs, upstream.transpose(1, 2))
+    ):
+        torch.testing.assert_close(grad, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_kernel_gets_the_documents_padded_heads_and_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window counts its own token, the kernel's does not; heads of 12 are padded to 16."""
+    calls: list[Any] = []
+
+    def kernel(query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        calls.append((query, *arguments))
+        return query
+
+    monkeypatch.setattr(documents, "varlen_kernel", kernel)
+    monkeypatch.setattr(documents, "_on_kernel_device", lambda _tensor: True)
+    query, key = torch.randn(2, 4, 24, 12), torch.randn(2, 2, 24, 12)
+    for window, left in ((0, -1), (5, 4)):
+        mask = documents.pack_mask(documents.document_bounds(POSITIONS), window)
+        output = documents.document_attention(query, key, key, mask)
+        got_query, got_key, _, starts, longest, got_left, scale = calls.pop()
+        assert output.shape == (2, 24, 4, 12) and torch.equal(output.transpose(1, 2), query)
+        assert got_query.shape == (48, 4, 16) and got_key.shape == (48, 2, 16)
+        assert starts.dtype == torch.int32 and starts.tolist() == [0, 1, 14, 24, 48]
+        assert (longest, got_left) == (24, left) and scale == pytest.approx(12**-0.5)
+
+
+@pytest.mark.parametrize(
+    ("family", "refusal"),
+    [
+        ("llama", ""),
+        ("qwen3", ""),
+        ("gemma3_text", ""),
+        ("mixtral", ""),
+        ("gpt2", ""),
+        ("gemma2", "'eager'"),
+        ("llama4_text", "its mask isn't causal"),
+        ("falcon", "takes no other mask"),
+    ],
+)
+def test_families_are_tried(family: str, refusal: str) -> None:
+    reason = varlen_refusal(build_meta(ModelConfig(name=family), 128, 64))
+    assert (refusal in reason) if refusal else not reason
+
+
+def test_dropped_attention_weights_are_refused() -> None:
+    assert "drops attention weights" in varlen_refusal(build_meta(ModelConfig(name="gpt2", dropout=0.1), 128, 64))
+
+
+def test_no_dense_mask_is_made() -> None:
+    """Every mask of a model with windows is a document mask, also for rows without a boundary."""
+    config = ModelConfig(name="gemma3_text", layers=6, width=32, heads=4, overrides={"sliding_window": 5})
+    built = build_meta(config, 32, 24)
+    module = built.module.to_empty(device="cpu")
+    built.fill_buffers(module, "cpu")
+    use_varlen(module)
+    masks: list[torch.Tensor | None] = []
+    for name in built.structure.layers:
+        module.get_submodule(name).register_forward_pre_hook(
+            lambda _m, _a, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+        )
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    for positions in (POSITIONS, None):
+        masks.clear()
+        bounds = None if positions is None else documents.document_bounds(positions)
+        with torch.no_grad(), announce_rows(bounds):
+            module(tokens, position_ids=positions, use_cache=False)
+        assert {mask.shape[-1] - 1 for mask in masks if mask is not None} == ({0, 5} if bounds else {5})
+        assert all(mask is None or documents.is_packed_mask(mask) for mask in masks)
+
+
+@pytest.mark.parametrize(
+    ("family", "layouts"),
+    [
+        ("llama", ["tp=2,sequence=true", "cp=2,attention=heads", "pp=2,microbatches=2,schedule=zbv"]),
+        ("gemma3_text", ["shard=2,zero=3,recompute=selective"]),
+    ],
+)
+def test_layouts_equal_one_device_whose_mask_is_dense(family: str, layouts: list[str]) -> None:
+    report = verify(model=ModelConfig(name=family, attention="varlen"), layout=layouts, steps=2)
+    assert all(verdict.passed for verdict in report.verdicts), report.verdicts
