@@ -13,7 +13,7 @@ from meshwright.checkpoint.mirror import check_mirror
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
-from meshwright.jobs.attention_choice import choose_attention
+from meshwright.jobs.attention_checks import attention_header_row, check_attention
 from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
@@ -43,6 +43,7 @@ from meshwright.launch.devices import Devices, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.torchrun import TorchrunLauncher
 from meshwright.models.analysis.document_masks import check_documents
+from meshwright.models.build import BuiltModel
 from meshwright.models.measure import measure_shape
 from meshwright.monitor.trackers.registry import check_trackers
 from meshwright.resilience.agent import Agent, NodeEndpoint
@@ -155,17 +156,15 @@ def _make_job(
 ) -> TrainJob:
     """Returns the job that every rank receives under a plan."""
     plan, analysis = offer
-    documents, kind = config.data.mask_documents and len(token_set.train.ends) > 1, found_devices(None).kind
-    built, attention = choose_attention(model.built, plan.layout, analysis, kind, documents, config.data.sequence)
     return TrainJob(
         config=config,
         plan=plan,
-        model=built,
+        model=model.built,
         analysis=analysis,
         run_dir=Path(config.run),
         data_dir=token_set.path,
         fingerprint=model.fingerprint,
-        header=_make_header(config, model, offer, token_set) | ({"attention": attention} if attention else {}),
+        header=_make_header(config, model, offer, token_set),
         hooks=hooks,
         flops_per_token=float(measure_shape(model.built).train_flops_per_token(config.data.sequence)),
     )
@@ -194,6 +193,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)
     offers = make_plans(config, model, machines, max(1, trial_count), say)
+    check_attention(model.built, offers[0][0].layout.precision, offers[0][1], machines.devices)
     _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
     watched = config.recovery.enabled and context is None
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
@@ -298,7 +298,7 @@ def _make_planning(
         if analysis is None:
             analysis = analyse_layout(config, model, plan.layout, devices)
         kept_rows = {title: text for title, text in job.header.items() if title != _WHOLE}
-        header = kept_rows | _layout_header_rows(plan, analysis, devices.kind)
+        header = kept_rows | _layout_header_rows(model.built, plan, analysis, devices.kind)
         return dataclasses.replace(job, plan=plan, analysis=analysis, header=header)
 
     def announce_plan(plan: Plan) -> None:
@@ -338,12 +338,12 @@ def _make_header(
         "model": f"{config.model.name}, {format_count(model.sizes.total)} parameters, "
         f"{len(model.built.structure.layers)} layers",
         "data": f"{format_count(len(token_set.train.tokens))} tokens, vocabulary {token_set.vocab_size}",
-        **_layout_header_rows(*offer, found_devices(None).kind),
+        **_layout_header_rows(model.built, *offer, found_devices(None).kind),
         "run": config.run,
     }
 
 
-def _layout_header_rows(plan: Plan, analysis: ModelAnalysis, kind: str) -> dict[str, str]:
+def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, kind: str) -> dict[str, str]:
     """Returns the rows of the header that follow from the plan."""
     memory = ", ".join(f"{category} {format_bytes(size)}" for category, size in plan.prediction.memory.items())
     return {
@@ -351,6 +351,7 @@ def _layout_header_rows(plan: Plan, analysis: ModelAnalysis, kind: str) -> dict[
         "layout": f"{plan.layout} ({plan.reason})",
         "state": f"{memory} a rank",
         **unsplit_header_row(plan.layout, analysis),
+        **attention_header_row(built, analysis, kind),
     }
 
 

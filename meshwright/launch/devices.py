@@ -130,6 +130,16 @@ def device_memory_bytes(devices: Devices, local_world: int) -> int:
         ) from error
 
 
+def least_compute_capability() -> float | None:
+    """Returns the lowest compute capability of this node's GPUs, as 8.0, without touching CUDA; None where unknown."""
+    command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)
+        return min(float(line) for line in listed.stdout.split())
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+
+
 def _torch_is_cpu_build() -> bool:
     try:
         return importlib.metadata.version("torch").endswith("+cpu")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional
 
+from meshwright.errors import ConfigError
+from meshwright.jobs import attention_checks
 from meshwright.jobs.verify import verify
+from meshwright.launch.devices import Devices
 from meshwright.models.analysis.document_masks import varlen_refusal
 from meshwright.models.attention import announce_rows, use_varlen
 from meshwright.models.build import build_meta
@@ -97,6 +102,37 @@ def test_families_are_tried(family: str, refusal: str) -> None:
 
 def test_dropped_attention_weights_are_refused() -> None:
     assert "drops attention weights" in varlen_refusal(build_meta(ModelConfig(name="gpt2", dropout=0.1), 128, 64))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "float32"}, "computes in bf16 and fp16"),
+        ({"capability": 7.5}, "compute capability 8.0"),
+        ({"capability": None}, ""),
+        ({"head_dim": 264}, "up to 256 elements, and here are 264"),
+        ({"cp": "gather"}, "attention=gather cuts the mask"),
+        ({"kind": "cpu", "precision": "float32", "capability": 7.5}, ""),
+    ],
+)
+def test_what_the_kernel_cant_do_is_refused_before_ranks_start(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {"precision": "bf16", "capability": 9.0, "head_dim": 16, "cp": "", "kind": "cuda"} | changes
+    monkeypatch.setattr(attention_checks, "least_compute_capability", lambda: facts["capability"])
+    config = ModelConfig(name="llama", attention="varlen", overrides={"head_dim": facts["head_dim"]})
+    built, analysis = build_meta(config, 128, 64), SimpleNamespace(attention=facts["cp"])
+    devices = Devices(kind=facts["kind"], count=2, found=2, cores=2)
+    expected = pytest.raises(ConfigError, match=reason) if reason else contextlib.nullcontext()
+    with expected:
+        attention_checks.check_attention(built, facts["precision"], analysis, devices)  # type: ignore[arg-type]
+    # Who doesn't ask for it gets what the author wrote.
+    plain = build_meta(ModelConfig(name="llama"), 128, 64)
+    attention_checks.check_attention(plain, "float32", analysis, devices)  # type: ignore[arg-type]
+    assert attention_checks.attention_header_row(plain, analysis, "cuda") == {}  # type: ignore[arg-type]
+    assert ("with a mask" in attention_checks.attention_header_row(built, analysis, "cuda")["attention"]) == bool(  # type: ignore[arg-type]
+        facts["cp"]
+    )
 
 
 def test_no_dense_mask_is_made() -> None:

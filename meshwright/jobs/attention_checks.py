@@ -1,0 +1,83 @@
+"""Checks attention by documents with a kernel of variable lengths, where a run asks for it."""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.launch.devices import Devices, least_compute_capability
+from meshwright.models.analysis.document_masks import varlen_refusal
+from meshwright.models.attention import VARLEN
+from meshwright.models.build import BuiltModel
+from meshwright.train.model_analysis import ModelAnalysis
+
+_GATHER = "gather"
+"""Context parallelism that gathers keys and values."""
+_KERNEL_PRECISIONS = ("bf16", "fp16")
+_LEAST_CAPABILITY = 8.0
+"""Ampere. Source: FlashAttention-2, README, "CUDA support"."""
+_LARGEST_HEAD = 256
+"""Elements of a head that the kernel takes at most. Source: the same."""
+_HEAD_SIZES = ("head_dim", "global_head_dim", "swa_head_dim", "v_head_dim")
+"""Fields of transformers' configs."""
+
+
+def check_attention(built: BuiltModel, precision: str, analysis: ModelAnalysis, devices: Devices) -> None:
+    """Refuses attention by documents where a run asks for it and it can't be.
+
+    Args:
+        built: the model, on meta.
+        precision: of the layout.
+        analysis: of the model for the layout.
+        devices: of this node.
+
+    Raises:
+        ConfigError: with what works instead.
+    """
+    if built.config.attention != VARLEN:
+        return
+    refusal = _kernel_refusal(built, precision) if devices.kind == "cuda" else ""
+    if analysis.attention == _GATHER:
+        refusal = "attention=gather cuts the mask for each rank's tokens"
+    refusal = refusal or varlen_refusal(built)
+    if refusal:
+        raise ConfigError(f"model.attention = varlen: {refusal}; set model.attention = auto")
+
+
+def attention_header_row(built: BuiltModel, analysis: ModelAnalysis, kind: str) -> dict[str, str]:
+    """Returns the header's row of a run that attends by documents, under the layout that it has now.
+
+    Args:
+        built: the model.
+        analysis: of it for the layout.
+        kind: of the devices, ``cpu`` or ``cuda``.
+    """
+    if built.config.attention != VARLEN:
+        return {}
+    # A layout for fewer ranks may gather keys though the run's own didn't.
+    if analysis.attention == _GATHER:
+        return {"attention": "with a mask (B, 1, S, S): attention=gather cuts it for each rank's tokens"}
+    kernel = "torch's kernel for variable lengths" if kind == "cuda" else "the kernel's reference, which is slow"
+    return {"attention": f"by documents and windows, without a mask: {kernel}"}
+
+
+def _kernel_refusal(built: BuiltModel, precision: str) -> str:
+    """Returns why torch's kernel can't serve a model; "" where it can."""
+    if precision not in _KERNEL_PRECISIONS:
+        return f"the kernel computes in {' and '.join(_KERNEL_PRECISIONS)}, not in {precision}"
+    capability = least_compute_capability()
+    if capability is not None and capability < _LEAST_CAPABILITY:
+        return f"the kernel needs GPUs of compute capability {_LEAST_CAPABILITY} (Ampere), here is one of {capability}"
+    size = _largest_head(built)
+    return f"the kernel takes heads of up to {_LARGEST_HEAD} elements, and here are {size}" * (size > _LARGEST_HEAD)
+
+
+def _largest_head(built: BuiltModel) -> int:
+    """Returns the elements of the largest head that a transformers config names; 0 where it names none."""
+    if built.hf_config is None:
+        return 0
+    fields = built.hf_config.get_text_config(decoder=True).to_dict()
+    numbers = {name: value for name, value in fields.items() if isinstance(value, int) and not isinstance(value, bool)}
+    sizes = [numbers[name] for name in _HEAD_SIZES if name in numbers]
+    if "hidden_size" in numbers and numbers.get("num_attention_heads") and "head_dim" not in numbers:
+        sizes.append(numbers["hidden_size"] // numbers["num_attention_heads"])
+    sizes.append(numbers.get("qk_nope_head_dim", 0) + numbers.get("qk_rope_head_dim", 0))
+    return max(sizes)
