@@ -87,7 +87,7 @@ def is_packed_mask(mask: object) -> bool:
 
 
 def unpack_mask(mask: torch.Tensor) -> PackedMask:
-    """Returns what `pack_mask` put into a mask."""
+    """Returns what `pack_mask` put into a mask, (n + 1, longest, window + 1) int32."""
     return PackedMask(mask[:, 0, 0], mask.shape[1], mask.shape[2] - 1)
 
 
