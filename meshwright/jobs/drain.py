@@ -54,6 +54,11 @@ def drain(run_dir: Path, request: DrainRequest, back: bool, limit_s: float) -> D
         LaunchError: when the run refuses, or doesn't answer in time. A refused request is withdrawn.
     """
     state = run_status(run_dir).state
+    recovery = read_run(run_dir).config.get("recovery")
+    if isinstance(recovery, dict) and recovery.get("enabled") is False:
+        raise ConfigError(
+            f"{run_dir} runs with recovery.enabled = false: nobody would start its ranks again; cancel it"
+        )
     before = time.time()
     if back:
         if not withdraw_request(run_dir, request):

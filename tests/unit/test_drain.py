@@ -22,6 +22,7 @@ from meshwright.resilience.messages import Order
 from meshwright.train.outcome import TrainOutcome
 from tests.faults.test_doctor import FAKE_NVML, build
 from tests.runs import Running, curve, events, rows, wait_until, words, write_corpus
+from tests.unit.test_monitor_report import make_run
 from tests.unit.test_resilience_generation import OVER, Script, controller_of, end
 
 LIMIT_S = 60.0
@@ -174,6 +175,15 @@ def test_numbers_of_torch_as_numbers_of_the_driver(
 def test_a_policy_without_samples_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words(tmp_path, "run", "--recovery.on-device-error", "drain")) == 2
     assert "needs monitor.health_s" in capsys.readouterr().err
+
+
+def test_a_run_that_nobody_would_start_again_is_not_drained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", 3)
+    assert main(["drain", str(tmp_path), "--device", "1"]) == 2 and "not a run directory" in capsys.readouterr().err
+    assert main(["drain", str(run), "--device", "1"]) == 0 and "from its next start on" in capsys.readouterr().out
+    text = (run / "config.toml").read_text()
+    (run / "config.toml").write_text(f"{text}\n[recovery]\nenabled = false\n")
+    assert main(["drain", str(run), "--device", "2"]) == 2 and "recovery.enabled" in capsys.readouterr().err
 
 
 @pytest.fixture
