@@ -1,7 +1,7 @@
 """One controller leads one node as the supervisor of one node did: the same faults give the same events in their order.
 
-`stories.json` was recorded before there was one controller; how, `stories.py` says. Since then the last line of `always`
-changed: an exception that comes again in the same step ends the run with a sentence of its own.
+`stories.json` was recorded before there was one controller; how, `stories.py` says. Since then the last line of
+`always` changed: an exception that comes again in the same step ends the run with a sentence of its own.
 """
 
 from __future__ import annotations
