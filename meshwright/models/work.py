@@ -76,7 +76,14 @@ def measure_model(
     except Exception as error:
         raise ConfigError(f"model '{built.config.name}' can't be run on fake tensors: {str(error)[:200]}") from error
     outside_layers.sent = list(axis_group.sent)
-    return ModelWork(rows=rows, layers=tuple(kinds.works), counts=tuple(kinds.counts), rest=outside_layers)
+    return ModelWork(
+        rows=rows,
+        layers=tuple(kinds.works),
+        counts=tuple(kinds.counts),
+        rest=outside_layers,
+        # wrap_model has split the weights of tp already.
+        gradients=tuple(weight.numel() for weight in module.parameters() if weight.requires_grad),
+    )
 
 
 @contextlib.contextmanager

@@ -25,11 +25,15 @@ from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.timeline import price_send, schedule_of, simulated_s, stage_costs
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.compression import assign_buckets
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import LayerShape, ModelWork, ModuleWork
 
 FLOAT32_BYTES = 4
 """Bytes of an element of what FSDP2 copies in and out of its buffers, and of the update that is measured."""
+GLOO_MESSAGES = 2
+"""Collectives of a group that gloo carries at once. Source: torch 2.13, ProcessGroupGloo's options, 2 threads; NCCL
+carries one."""
 ADDED_TENSORS = 6
 """Weights of a layer, taken as equal, whose gradients are added to the sum one by one."""
 
@@ -63,10 +67,39 @@ class MeasuredTimes:
         shares = layout.reader_shares()
         self._share *= question.job.rows * max(shares) / (sum(shares) * layout.microbatches) / work.rows
         engine = question.runtime.for_layout(layout)
+        engine = engine.with_options(runtime__reduce_rounds=self._reduce_rounds())
         if self._serial:
             engine = engine.with_options(runtime__host_runs_ahead=False)
         batch = LayoutBatch.from_layouts([layout], len(question.job.shape.blocks))
         self._closed_costs = LayerCosts.of(question.job, batch, question.machine, engine)
+
+    def _reduce_rounds(self) -> float:
+        """Returns in how many messages, one after the other, a sum of gradients over copies takes what it was measured.
+
+        Each message costs its latency: on a wire with delay that is most of a short one's time.
+        """
+        layout, calibration = self._layout, self._calibration
+        sizes = [count * master_bytes(self._question.job.precision) for count in self._work.gradients]
+        messages = [sum(sizes[position] for position in bucket) for bucket in assign_buckets(sizes)]
+        count, at_once = len(messages) / layout.degree(Mechanics.STAGES), GLOO_MESSAGES if self._serial else 1
+        # The closed form's group of copies lies outside of tp.
+        degree, rank_stride = layout.reader(0)[1] * layout.degree(Mechanics.TOKENS), layout.degree(Mechanics.MATRICES)
+        inside, nodes, sharing = self._group_span(degree, rank_stride)
+        if count <= 1 or degree == 1 or not calibration.covers("all_reduce", degree, nodes):
+            return max(1.0, count / at_once)
+
+        def closed_s(pieces: float) -> float:
+            size = sum(messages) / layout.degree(Mechanics.STAGES) / pieces
+            return pieces * float(self._question.cluster.seconds("all_reduce", size, inside, nodes, sharing))
+
+        measured_s = sum(
+            float(calibration.collective_s("all_reduce", size, degree, nodes, rank_stride)) for size in messages
+        ) / (layout.degree(Mechanics.STAGES) * at_once)
+        # The closed form is linear in the pieces: latency times pieces, and bytes over the rate.
+        least_s, most_s = closed_s(1.0), closed_s(count)
+        if most_s <= least_s:
+            return 1.0
+        return 1.0 + (count - 1.0) * min(1.0, max(0.0, (measured_s - least_s) / (most_s - least_s)))
 
     def price(self) -> Price:
         """Returns the layout's price."""

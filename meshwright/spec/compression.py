@@ -216,20 +216,19 @@ def assign_buckets(sizes: Sequence[int], kinds: Sequence[object] = ()) -> Iterat
         Positions in ``sizes``, one list for each message.
     """
     alone_bytes = min(ALONE_BYTES, max(1, sum(sizes) // ALONE_SHARE))
-    buckets: list[list[int]] = []
     open_buckets: dict[object, tuple[list[int], int]] = {}
     for position in reversed(range(len(sizes))):
         kind, size = kinds[position] if kinds else None, sizes[position]
         if size >= alone_bytes:
-            buckets.append([position])
-            # Collectives leave in this order: an older bucket that still waits for gradients would hold this one back.
-            open_buckets.pop(kind, None)
+            yield [position]
             continue
-        if kind not in open_buckets:
-            open_buckets[kind] = ([], 0)
-            buckets.append(open_buckets[kind][0])
-        bucket, filled = open_buckets.pop(kind)
+        bucket, filled = open_buckets.pop(kind, ([], 0))
         bucket.append(position)
-        if filled + size < alone_bytes:
+        # A bucket takes its place when it is full: collectives leave in this order, and one that still waits for
+        # gradients would hold back those after it.
+        if filled + size >= alone_bytes:
+            yield bucket
+        else:
             open_buckets[kind] = (bucket, filled + size)
-    yield from buckets
+    for bucket, _ in open_buckets.values():
+        yield bucket

@@ -239,6 +239,8 @@ class ModelWork:
     """Layers of each kind."""
     rest: ModuleWork
     """What lies outside of the layers: embedding, masks, final norm, head."""
+    gradients: tuple[int, ...] = ()
+    """Elements of each trained weight on a rank, in the order of definition; empty where they aren't known."""
 
     def operators(self, backward: bool = False) -> list[tuple[int, Operator]]:
         """Returns every operator with how often it runs."""

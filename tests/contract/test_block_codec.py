@@ -108,14 +108,24 @@ def test_a_block_is_rounded_alike_wherever_it_travels() -> None:
 
 
 def test_buckets_hold_every_gradient_once_back_to_front() -> None:
-    for sizes in ([], [5], [1 << 21, 8, 8, 1 << 19, 1 << 19, 4, 1 << 20], [100] * 40):
+    for sizes in ([], [5], [1 << 21, 8, 8, 1 << 19, 1 << 19, 4, 1 << 20], [100] * 40, [100, 1 << 20] * 40):
         buckets = list(assign_buckets(sizes, ["a" if size % 3 else "b" for size in sizes]))
         assert sorted(position for bucket in buckets for position in bucket) == list(range(len(sizes)))
-        assert [bucket[0] for bucket in buckets] == sorted((bucket[0] for bucket in buckets), reverse=True)
-        assert all(len(bucket) == 1 for bucket in buckets if sizes[bucket[0]] >= 1 << 20)
-        # Messages leave in this order, so none may wait for a gradient that backward makes after a later message's.
-        alike = [position for bucket in assign_buckets(sizes) for position in bucket]
-        assert alike == sorted(alike, reverse=True)
+        assert all(bucket == sorted(bucket, reverse=True) for bucket in buckets)
+        assert all(len(bucket) == 1 for bucket in buckets if max(sizes[position] for position in bucket) >= 1 << 20)
+        # Messages leave in this order, so none may wait for a gradient that backward makes after those of a later one.
+        *full, _ = [bucket[-1] for bucket in assign_buckets(sizes)] or [0]
+        assert full == sorted(full, reverse=True)
+
+
+def test_small_gradients_between_large_ones_share_messages() -> None:
+    """Vectors of a layer wait for others: each message costs a round trip, however short it is."""
+    layer = [256, 768 * 256, 768, 256 * 256, 256, 256, 1024 * 256, 1024, 1024 * 256, 256]
+    sizes = [4 * count for count in [2048 * 256, *layer * 6]]
+    messages = [sum(sizes[position] for position in bucket) for bucket in assign_buckets(sizes)]
+    # Two products of a layer travel alone, the others and its vectors together; the embedding alone.
+    assert len(messages) in (6 * 3 + 1, 6 * 3 + 2) and sum(messages) == sum(sizes)
+    assert sum(size < 1 << 20 for size in messages) <= 1
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
 from meshwright.planner.predict import named_plan
 from meshwright.planner.rates import MeasuredTimes
+from meshwright.spec.compression import assign_buckets
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator
 from meshwright.train.model_analysis import analyse_model
@@ -246,3 +247,37 @@ def test_a_run_s_plan_says_that_its_backward_is_whole() -> None:
     )
     assert split.prediction.step_s < unsplit.prediction.step_s == pytest.approx(plain.prediction.step_s)
     assert split.reason == plain.reason == "named by the user"
+
+
+def test_every_message_of_gradients_costs_its_latency() -> None:
+    """The messages that the runtime sends, two at a time over gloo, held against the reducer's own list."""
+    work = MEASURE(Layout(), 1)
+    assert work is not None
+    trained = [weight.numel() for weight in BUILT.module.parameters()]
+    assert sorted(work.gradients) == sorted(trained)
+    messages = len(list(assign_buckets([4 * count for count in work.gradients])))
+    assert messages > 2
+    sums = [("all_reduce", 2, 1, 1, size, 1.0) for size in (1000, 10_000_000)]
+    calibrated = dataclasses.replace(calibration(2, 2), collectives=tuple(sums))
+    question = Question(job=JOB, cluster=Cluster.detected(2, "cpu", cores=2).calibrated(calibrated))
+    closed = price_candidate(question, Layout.parse("replicate=2"))
+    rest_s = closed.price.parts["reduce"]
+    price = correct_price(question, closed, MEASURE).price
+    # A message takes a second whatever its size: the closed form has one, the runtime a line of them two wide.
+    assert rest_s == pytest.approx(1.0, rel=0.2)
+    assert price.parts["reduce"] == pytest.approx(messages / 2, rel=0.2)
+    # Messages that cost their bytes alone cost the same in any number.
+    sums = [("all_reduce", 2, 1, 1, size, size * 1e-6) for size in (1000, 10_000_000)]
+    calibrated = dataclasses.replace(calibrated, collectives=tuple(sums))
+    question = Question(job=JOB, cluster=Cluster.detected(2, "cpu", cores=2).calibrated(calibrated))
+    closed = price_candidate(question, Layout.parse("replicate=2"))
+    price = correct_price(question, closed, MEASURE).price
+    assert price.parts["reduce"] == pytest.approx(closed.price.parts["reduce"], rel=0.05)
+
+
+def test_a_rank_of_tp_sums_its_part_of_a_split_weight() -> None:
+    whole, part = MEASURE(Layout(), 1), MEASURE(Layout.parse("tp=2"), 1)
+    assert whole is not None and part is not None
+    # Norms stay whole; the llama's other weights are split in two.
+    norms = (2 * 4 + 1) * MODEL.width
+    assert sum(part.gradients) == (sum(whole.gradients) - norms) // 2 + norms

@@ -166,6 +166,8 @@ class RuntimeModel:
     """Share of compute under which ZeRO-3 gathers can go."""
     action_s: float = 0.0
     """What a pipeline engine spends on each forward or backward of a stage beside computing and sending."""
+    reduce_rounds: float = 1.0
+    """Messages of a summed gradient that follow on each other, of those that ZeRO doesn't scatter."""
     reduce_bytes: float = 4.0
     """Bytes per element of a gradient on the wire."""
     gather_bytes: float = 2.0
@@ -265,7 +267,7 @@ class RuntimeModel:
             layers: number of layers of each rank, (N or 1, P).
             size: bytes of its gradients, (N, P).
         """
-        return 1.0, 1.0
+        return 1.0, self.reduce_rounds
 
     def gather_count(self, layers: Array) -> Values:
         """Returns in how many collectives ZeRO-1 and 2 gather parameters, (N or 1, P) or a scalar."""
