@@ -372,17 +372,19 @@ def _planner_plans(
 def _make_question(
     config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
 ) -> Question:
+    base = Layout(precision=precision)
     job = PricedJob(
         shape=measure_shape(model.built),
         sequence=config.data.sequence,
         rows=config.train.batch,
-        precision=precision,
+        precision=base.compute_precision,
+        products=base.product_precision,
         splits_backward=splits_backward,
     )
     return Question(
         job=job,
         cluster=cluster_of_machines(machines),
-        base=Layout(precision=precision),
+        base=base,
         rounds=make_rounds(config.outer),
         history=learn(*run_history_file(machines)),
     )

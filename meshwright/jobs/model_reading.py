@@ -73,7 +73,7 @@ def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
         sequence: tokens a row.
         precision: of compute.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}.get(precision, torch.float32)
+    dtype = DTYPES[precision]
 
     @functools.cache
     def table(degree: int) -> ShardingTable:

@@ -13,7 +13,7 @@ from typing import Any
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.errors import ConfigError, MeshwrightError, PlanError, nearest
 from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
@@ -21,6 +21,7 @@ from meshwright.launch.devices import found_devices
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.device_limits import check_float8
 from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
@@ -218,10 +219,24 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     # bf16 is the request's default; layouts of CPU cores are planned in float32.
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
+    base = Layout(precision=precision, compile=config.compile)
+    if base.product_precision and cluster.device.name.startswith("cpu"):
+        raise PlanError(
+            f"precision={precision}: processor cores emulate float8, which is slower than any other precision; plan in "
+            "float32"
+        )
+    check_float8(base, cluster)
+    job = PricedJob(
+        shape=model.shape,
+        sequence=config.sequence,
+        rows=config.batch,
+        precision=base.compute_precision,
+        products=base.product_precision,
+    )
     question = Question(
-        job=PricedJob(shape=model.shape, sequence=config.sequence, rows=config.batch, precision=precision),
+        job=job,
         cluster=cluster,
-        base=Layout(precision=precision, compile=config.compile),
+        base=base,
         objective=config.objective,
         usable=config.usable,
         limits=_parse_limits(config),

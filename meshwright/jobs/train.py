@@ -14,6 +14,7 @@ from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, check_attention
+from meshwright.jobs.float8_checks import check_float8, float8_header_row
 from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
@@ -194,6 +195,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     machines = _find_machines(config, launcher)
     offers = make_plans(config, model, machines, max(1, trial_count), say)
     check_attention(model.built, offers[0][0].layout.precision, offers[0][1], machines.devices)
+    check_float8(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
     watched = config.recovery.enabled and context is None
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
@@ -352,6 +354,7 @@ def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, 
         "state": f"{memory} a rank",
         **unsplit_header_row(plan.layout, analysis),
         **attention_header_row(built, analysis, kind),
+        **float8_header_row(built, plan.layout, analysis, kind),
     }
 
 

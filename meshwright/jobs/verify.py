@@ -45,7 +45,7 @@ def verify(
     layout: Layouts | None = None,
     devices: int | None = None,
     steps: int | None = None,
-    dtype: Literal["float64", "float32", "bf16", "fp16"] | None = None,
+    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
     full: bool | None = None,
     on_start: Callable[[str, Sequence[Layout]], None] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,

@@ -37,7 +37,7 @@ def _apply(context: TransformContext) -> None:
             shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
             options = fsdp.ShardOptions(
                 zero=layout.zero,
-                compute=DTYPES[layout.precision] if layout.is_mixed_precision else None,
+                compute=DTYPES[layout.compute_precision] if layout.is_mixed_precision else None,
                 offload=layout.offload == "parameters",
                 first_layer=stage.first_layer,
                 secondary=mesh.secondary_shards(shard_group),

@@ -19,13 +19,11 @@ from meshwright.parallel.schedule_run import PipelineGroup, ScheduleRun, chain
 from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageModule, Stamp
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import evaluation_mode
-from meshwright.parallel.transform import Transform, TransformContext, uses_axis
+from meshwright.parallel.transform import DTYPES, Transform, TransformContext, uses_axis
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-
-_COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 
 
 class _SharedWeight:
@@ -94,7 +92,7 @@ class PipelineProgram(Program):
         for stage in self._pipeline_stages:
             assert stage.cut is not None
             # Only now: the weights are real, and the data axes' hooks are attached.
-            stage.cut.arm(_COMPUTE.get(layout.precision, torch.float32), device)
+            stage.cut.arm(DTYPES[layout.compute_precision], device)
             _disable_reshard(stage.module)
         self._current_run: tuple[Any, ScheduleRun] | None = None
         self._batches: Sequence[RowBatch] = ()

@@ -20,7 +20,7 @@ from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
-from meshwright.torch_compat.tensors import FUSED_ATTENTION
+from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION
 from meshwright.torch_compat.varlen import VARLEN_OPERATOR
 
 KEPT = tuple(
@@ -30,6 +30,7 @@ KEPT = tuple(
         torch.ops.aten.addmm,
         torch.ops.aten.bmm,
         torch.ops.aten.baddbmm,
+        FLOAT8_PRODUCT,
         *FUSED_ATTENTION,
         VARLEN_OPERATOR,
         REFERENCE_OPERATOR,

@@ -15,6 +15,8 @@ HookResult: TypeAlias = "tuple[tuple[object, ...], dict[str, torch.Tensor]]"
 """Arguments that replace those of the module's call."""
 Move = Callable[[torch.Tensor], torch.Tensor]
 """A movement of one tensor, with its gradient."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(x, weight) to their product, in the weight's own orientation."""
 
 
 class Once:
@@ -107,6 +109,19 @@ def is_hidden(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 3
 
 
+_PRODUCT = "_meshwright_product"
+
+
+def set_product(module: nn.Module, product: Product) -> None:
+    """Replaces the product x W^T of a linear module where its output is summed over ranks (`sum_output`).
+
+    Args:
+        module: an `nn.Linear`.
+        product: (x (..., K), weight (N, K)) to (..., N).
+    """
+    module.__dict__[_PRODUCT] = product
+
+
 def is_plain_product(module: nn.Module) -> bool:
     """Returns whether a module is x W + b and nothing else, so that b can be added after a sum."""
     conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
@@ -123,16 +138,11 @@ def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names
         unsplit_names: names of its parameters that aren't split.
     """
     if is_plain_product(module):
-        linear = isinstance(module, nn.Linear)
-
-        def product(x: torch.Tensor) -> torch.Tensor:
-            weight = module.weight
-            # y = sum over ranks of x W, plus b once: inside the sum every rank would add b.
-            y = move(nn.functional.linear(x, weight) if linear else x @ weight)
-            return y if module.bias is None else y + module.bias
-
         wrap_forward(
-            module, ForwardLayer.TENSOR, "its product is summed over ranks, then the bias added", lambda _: product
+            module,
+            ForwardLayer.TENSOR,
+            "its product is summed over ranks, then the bias added",
+            lambda _plain: _summed_product(module, move),
         )
     # No unsplit weight is added, or this is the rank that adds it.
     elif is_first_rank or not unsplit_names:
@@ -144,6 +154,20 @@ def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names
             "its output is summed over ranks; weights that aren't split count on the first rank alone",
             partial(_zero_unsplit_weights, module, unsplit_names, move),
         )
+
+
+def _summed_product(module: nn.Module, move: Move) -> Forward:
+    """Returns the forward of a linear module that adds its bias after the sum over ranks."""
+    default: Product = nn.functional.linear if isinstance(module, nn.Linear) else torch.matmul
+    multiply: Product = module.__dict__.get(_PRODUCT, default)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        weight = module.weight
+        # y = sum over ranks of x W, plus b once: inside the sum every rank would add b.
+        y = move(multiply(x, weight))
+        return y if module.bias is None else y + module.bias
+
+    return product
 
 
 def _apply_after(move: Move, plain: Forward) -> Forward:

@@ -23,15 +23,16 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import LossView, StageModule
 from meshwright.parallel.step_timer import StepTimer
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
+    **dict.fromkeys(FLOAT8_RECIPES, torch.bfloat16),
 }
-"""Compute dtype by a layout's precision."""
+"""Dtype of gathered weights and activations by a layout's precision."""
 
 
 @dataclass(slots=True)

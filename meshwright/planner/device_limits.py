@@ -24,18 +24,32 @@ UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_by
 
 
 def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
-    """Returns the job in the precision of a layout: float64 where the layout has it, else the job's own.
+    """Returns the job in the precision of a layout: float64 or products in float8 where it has them, else the job's own.
 
     Raises:
-        PlanError: when the devices have no rate for float64.
+        PlanError: when the devices have no rate for it.
     """
-    if layout.precision != "float64" or job.products:
+    check_float8(layout, cluster)
+    if job.products or (layout.precision != "float64" and not layout.product_precision):
         return job
     try:
-        cluster.device.peak("float64")
+        cluster.device.peak(layout.product_precision or layout.precision)
     except ClusterError as error:
-        raise PlanError(f"precision=float64: {error}") from error
-    return dataclasses.replace(job, precision="float64")
+        raise PlanError(f"precision={layout.precision}: {error}") from error
+    return dataclasses.replace(job, precision=layout.compute_precision, products=layout.product_precision)
+
+
+def check_float8(layout: Layout, cluster: Cluster) -> None:
+    """Refuses products in float8 on GPUs without them; processor cores emulate them.
+
+    Raises:
+        PlanError: with the nearest layout that works.
+    """
+    dtype, device = layout.product_precision, cluster.device
+    if dtype and device.units and dtype not in device.peak_flops:
+        raise PlanError(
+            f"precision={layout.precision}: {device.name} has no products in {dtype}; nearest that works: precision=bf16"
+        )
 
 
 def host_shortage(job: PricedJob, layout: Layout, cluster: Cluster, engine: FrameworkProfile) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
+from meshwright.parallel.float8 import import_torchao
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -28,15 +30,17 @@ from meshwright.proof.masks import Masks
 from meshwright.proof.plain_islands import train_islands_plainly
 from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 from meshwright.train.feed import MicroBatch
 
 Span = tuple[int, int]
 """First row, and one more than the last."""
 SEED = 0
 """Of the random numbers in forward: dropout's."""
-COMPUTE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Type of forward and backward by precision."""
+COMPUTE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(
+    FLOAT8_RECIPES, torch.bfloat16
+)
+"""Type of forward and backward by precision, outside of products in float8."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
 """Loss scales of fp16, tried in turn as a scaler halves them; the first is that of `train.scaler`."""
 
@@ -142,6 +146,8 @@ def _add_rounding_errors(
         # The first draw is that of any device; the others round other numbers, as near to the weights.
         shake = (UNITS[precision] / 2 if draw else 0.0, draw)
         module, low = device.start(wide=False), (COMPUTE[precision], scale, shake)
+        if precision in FLOAT8_RECIPES:
+            device.convert_to_float8(module, FLOAT8_RECIPES[precision])
         traces = device.train_islands(module, calls, *low) if len(calls) > 1 else [device.train(module, *low)]
         if fault := _nonfinite_reason(traces):
             return fault
@@ -198,6 +204,19 @@ class _OneDevice:
         if wide:
             MovingBuffers([module], [buffer.name for buffer in self._trial.moving]).widen()
         return module
+
+    def convert_to_float8(self, module: nn.Module, recipe: str) -> None:
+        """Converts the linear modules of the layers as a user of torchao does, by a call of its own."""
+        torchao = import_torchao("torchao.float8")
+        layers = tuple(f"{layer}." for layer in self._built.structure.layers)
+        config = torchao.Float8LinearConfig.from_recipe_name(recipe)
+        config = dataclasses.replace(config, emulate=self._device.type == "cpu", pad_inner_dim=True)
+
+        def is_converted(child: nn.Module, name: str) -> bool:
+            sizes = child.weight.shape if isinstance(child, nn.Linear) else (1,)
+            return name.startswith(layers) and all(size % 16 == 0 for size in sizes)
+
+        torchao.convert_to_float8_training(module, config=config, module_filter_fn=is_converted)
 
     def train(
         self,

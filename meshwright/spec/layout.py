@@ -37,7 +37,9 @@ from meshwright.spec.groups import (
 )
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
 
-PRECISIONS = ("float32", "float64", "bf16", "fp16")
+FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
+"""Precisions whose products of matrices are in float8, the rest in bf16, with what shares a scale: torchao's recipes."""
+PRECISIONS = ("float32", "float64", "bf16", "fp16", *FLOAT8_RECIPES)
 OFFLOADS = ("none", "optimizer", "parameters")
 ATTENTIONS = ("heads", "gather")
 DEFAULT_SCHEDULE = "1f1b"
@@ -75,7 +77,8 @@ class Layout:
     """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
     ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced."""
     precision: str = "float32"
-    """``float32``, ``float64``; ``bf16`` or ``fp16``: compute in it over float32 master weights and reductions."""
+    """``float32``, ``float64``; ``bf16`` or ``fp16``: compute in it over float32 master weights and reductions; ``fp8``
+    or ``fp8_rowwise``: as ``bf16``, with the layers' products of matrices in float8, scaled by tensor or by row."""
     offload: str = "none"
     """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
     compile: bool = False
@@ -259,7 +262,17 @@ class Layout:
     @property
     def is_mixed_precision(self) -> bool:
         """Whether compute runs in a lower precision than the master weights."""
-        return self.precision in ("bf16", "fp16")
+        return self.compute_precision in ("bf16", "fp16")
+
+    @property
+    def compute_precision(self) -> str:
+        """Data type of gathered weights and activations."""
+        return "bf16" if self.precision in FLOAT8_RECIPES else self.precision
+
+    @property
+    def product_precision(self) -> str:
+        """Data type of the layers' products of matrices where it differs from `compute_precision`; else empty."""
+        return "fp8" if self.precision in FLOAT8_RECIPES else ""
 
     def degree(self, axis: str | Mechanics) -> int:
         """Returns the size of an axis, or of the one that has some mechanics; 1 when it isn't used."""

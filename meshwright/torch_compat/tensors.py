@@ -32,6 +32,7 @@ from torch.utils._pytree import (
 from meshwright.torch_compat import PrivateName
 
 __all__ = [
+    "FLOAT8_PRODUCT",
     "FUSED_ATTENTION",
     "PRIVATE_NAMES",
     "BatchNormBase",
@@ -179,6 +180,8 @@ FUSED_ATTENTION: tuple[TorchFunction, ...] = (
     torch.ops.aten._scaled_dot_product_cudnn_attention,
 )
 """Operators behind `scaled_dot_product_attention`."""
+FLOAT8_PRODUCT: TorchFunction = torch.ops.aten._scaled_mm
+"""Operator of a product of two float8 matrices with scales."""
 BatchNormBase = _BatchNorm
 storage_layout: Callable[[str], torch.layout] = _get_layout
 foreach_norm: TorchFunction = torch._foreach_norm

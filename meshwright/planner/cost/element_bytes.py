@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from meshwright.spec.layout import FLOAT8_RECIPES
+
 ELEMENT_BYTES = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 """Bytes of an element by data type; tf32 is stored as float32."""
 
@@ -12,5 +14,5 @@ def master_bytes(precision: str) -> int:
 
 
 def compute_bytes(precision: str) -> int:
-    """Returns the bytes of an activation or a gathered parameter."""
-    return int(ELEMENT_BYTES[precision])
+    """Returns the bytes of an activation or a gathered parameter; with products in float8 these are in bf16."""
+    return int(ELEMENT_BYTES["bf16" if precision in FLOAT8_RECIPES else precision])
