@@ -46,7 +46,9 @@ def float8_header_row(built: BuiltModel, layout: Layout, analysis: ModelAnalysis
     used, left_out = count_float8_linears(built, layout, analysis)
     row = f"in {used} of {used + len(left_out)} linear modules of the layers"
     if left_out:
-        row += f"; in bf16, since a rank's part has dims that are no multiples of {ALIGNMENT}: {', '.join(left_out[:3])}"
+        row += (
+            f"; in bf16, since a rank's part has dims that are no multiples of {ALIGNMENT}: {', '.join(left_out[:3])}"
+        )
         row += ", ..." if len(left_out) > 3 else ""
     if kind == "cpu":
         row += "; emulated on processor cores, which is slower than bf16"

@@ -7,13 +7,12 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-import torch
-
 from meshwright.errors import MeshwrightError
 from meshwright.models.analysis.experts import routes_wide
 from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.work import measure_model
+from meshwright.parallel.transform import DTYPES
 from meshwright.planner.measured_price import Measure
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.spec.axis import Mechanics

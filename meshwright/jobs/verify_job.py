@@ -145,7 +145,7 @@ def case_of(
     build()
     case = JobCase(config=scaled, build=build, data=token_set.path, timeout_s=limit_s)
     subject = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
-    narrow = sorted({layout.precision for layout in layouts} & {"bf16", "fp16"})
+    narrow = sorted({layout.precision for layout in layouts if layout.is_mixed_precision})
     precision_note = (
         f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""
     )

@@ -109,7 +109,9 @@ def check(layout: Layout, layers: int) -> None:
 def _apply(context: TransformContext) -> None:
     recipe = FLOAT8_RECIPES[context.layout.precision]
     emulate = context.required_mesh.device_type == "cpu"
-    linears = [linear for stage in context.stages for layer in stage.layers for linear in float8_linears(layer).values()]
+    linears = [
+        linear for stage in context.stages for layer in stage.layers for linear in float8_linears(layer).values()
+    ]
     if not linears:
         raise PlanError(
             f"{context.layout}: products in float8 need linear modules in the layers whose weights have dims that are "

@@ -116,7 +116,7 @@ def test_a_model_without_such_modules_is_refused() -> None:
 
 
 def test_without_torchao_it_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "PACKAGE", "torchao_that_is_not_here")
+    monkeypatch.setattr(float8, "PACKAGE", "torchao_that_is_absent")
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[fp8\]'"):
         float8.check(Layout(precision="fp8"), 2)
 
