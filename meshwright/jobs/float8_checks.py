@@ -27,8 +27,8 @@ def check_float8(layout: Layout, devices: Devices) -> None:
     least, capability = _LEAST_CAPABILITY[layout.precision], least_compute_capability()
     if capability is not None and capability < least:
         raise ConfigError(
-            f"precision={layout.precision} needs GPUs of compute capability {least}, here is one of {capability}; nearest "
-            "that works: precision=bf16"
+            f"precision={layout.precision} needs GPUs of compute capability {least}, here is one of {capability}; "
+            "nearest that works: precision=bf16"
         )
 
 

@@ -1,7 +1,7 @@
 """`precision=fp8`: products of the layers' linear modules in float8, the rest of the compute in bf16.
 
-Each product of forward and backward casts its two operands to 8 bits, with a scale for each tensor (``fp8``) or each row
-(``fp8_rowwise``), and sums in float32. Weights, their gradients, what travels between ranks and what is saved for
+Each product of forward and backward casts its two operands to 8 bits, with a scale for each tensor (``fp8``) or each
+row (``fp8_rowwise``), and sums in float32. Weights, their gradients, what travels between ranks and what is saved for
 backward stay as under ``bf16``. The casts, scales and kernels are torchao's, called at the module's own product, so
 that a weight may be gathered, split by ``tp`` or tied as under any other precision.
 Source: Micikevicius et al., FP8 Formats for Deep Learning (2022), section 3; torchao, float8/README.md.
@@ -28,8 +28,8 @@ from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 
 PACKAGE = "torchao"
 ALIGNMENT = 16
-"""Both dims of a rank's part of a weight are multiples of it, else its module computes in bf16. Source: cuBLAS, "Using the
-cublasLt API": dims of float8 matrices divide by 16 bytes."""
+"""Both dims of a rank's part of a weight are multiples of it, else its module computes in bf16. Source: cuBLAS, "Using
+the cublasLt API": dims of float8 matrices divide by 16 bytes."""
 
 
 class Float8Product:
@@ -77,7 +77,7 @@ def make_config(recipe: str, emulate: bool) -> Any:
 
 
 def import_torchao(name: str) -> ModuleType:
-    """Imports a module of torchao, an optional package, by its full name; it may look at GPUs, so ranks alone call it."""
+    """Imports a module of torchao, an optional package, by its full name; ranks alone do, since it looks at GPUs."""
     # It logs a warning for each of its kernels that are for other devices and versions; none of them is used here.
     logging.disable(logging.WARNING)
     try:
@@ -96,13 +96,13 @@ def check(layout: Layout, layers: int) -> None:
         return
     if layers == 0:
         raise PlanError(
-            f"precision={layout.precision} computes the linear modules of repeated layers in float8, but none were found "
-            "in the model; nearest that works: precision=bf16"
+            f"precision={layout.precision} computes the linear modules of repeated layers in float8, but none were "
+            "found in the model; nearest that works: precision=bf16"
         )
     if importlib.util.find_spec(PACKAGE) is None:
         raise PlanError(
-            f"precision={layout.precision} computes by {PACKAGE}, which isn't installed: pip install 'meshwright[fp8]'; "
-            "nearest that works without it: precision=bf16"
+            f"precision={layout.precision} computes by {PACKAGE}, which isn't installed: pip install 'meshwright[fp8]' "
+            "installs it; nearest that works without it: precision=bf16"
         )
 
 

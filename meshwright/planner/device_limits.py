@@ -24,7 +24,7 @@ UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_by
 
 
 def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
-    """Returns the job in the precision of a layout: float64 or products in float8 where it has them, else the job's own.
+    """Returns the job in a layout's precision where that is float64 or has products in float8; else as it is.
 
     Raises:
         PlanError: when the devices have no rate for it.
@@ -48,7 +48,8 @@ def check_float8(layout: Layout, cluster: Cluster) -> None:
     dtype, device = layout.product_precision, cluster.device
     if dtype and device.units and dtype not in device.peak_flops:
         raise PlanError(
-            f"precision={layout.precision}: {device.name} has no products in {dtype}; nearest that works: precision=bf16"
+            f"precision={layout.precision}: {device.name} has no products in {dtype}; nearest that works: "
+            "precision=bf16"
         )
 
 

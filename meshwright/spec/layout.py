@@ -38,7 +38,7 @@ from meshwright.spec.groups import (
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
 
 FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
-"""Precisions whose products of matrices are in float8, the rest in bf16, with what shares a scale: torchao's recipes."""
+"""Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
 PRECISIONS = ("float32", "float64", "bf16", "fp16", *FLOAT8_RECIPES)
 OFFLOADS = ("none", "optimizer", "parameters")
 ATTENTIONS = ("heads", "gather")
