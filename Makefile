@@ -85,7 +85,7 @@ $(ENDS:%=%/.ready): INSTALL = $(@D)/bin/python -m pip install -qq --no-compile -
 $(ENDS:%=%/.ready): pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	@echo "installing into $(@D) (once, some minutes, 4 GB): $(PACKAGES), as pyproject.toml allows"
-	@$(INSTALL) --editable . $(PACKAGES) pytest pytest-timeout pytest-xdist
+	@$(INSTALL) --editable ".[fp8]" $(PACKAGES) pytest pytest-timeout pytest-xdist
 	@$(INSTALL) "$$($(@D)/bin/python -c '$(CRT_OF_RUNTIME)')"
 	@touch $@
 

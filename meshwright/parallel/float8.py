@@ -10,11 +10,7 @@ Source: Micikevicius et al., FP8 Formats for Deep Learning (2022), section 3; to
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import importlib.util
-import logging
 from functools import cache
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -25,8 +21,8 @@ from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forwar
 from meshwright.parallel.tensor_hooks import is_plain_product, set_product
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.torch_compat.torchao_import import has_torchao, import_torchao
 
-PACKAGE = "torchao"
 ALIGNMENT = 16
 """Both dims of a rank's part of a weight are multiples of it, else its module computes in bf16. Source: cuBLAS, "Using
 the cublasLt API": dims of float8 matrices divide by 16 bytes."""
@@ -76,16 +72,6 @@ def make_config(recipe: str, emulate: bool) -> Any:
     return dataclasses.replace(made, emulate=emulate, pad_inner_dim=True)
 
 
-def import_torchao(name: str) -> ModuleType:
-    """Imports a module of torchao, an optional package, by its full name; ranks alone do, since it looks at GPUs."""
-    # It logs a warning for each of its kernels that are for other devices and versions; none of them is used here.
-    logging.disable(logging.WARNING)
-    try:
-        return importlib.import_module(name)
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def check(layout: Layout, layers: int) -> None:
     """Refuses products in float8 without torchao, or without repeated layers, whose linear modules compute in it.
 
@@ -99,9 +85,9 @@ def check(layout: Layout, layers: int) -> None:
             f"precision={layout.precision} computes the linear modules of repeated layers in float8, but none were "
             "found in the model; nearest that works: precision=bf16"
         )
-    if importlib.util.find_spec(PACKAGE) is None:
+    if not has_torchao():
         raise PlanError(
-            f"precision={layout.precision} computes by {PACKAGE}, which isn't installed: pip install 'meshwright[fp8]' "
+            f"precision={layout.precision} computes by torchao, which isn't installed: pip install 'meshwright[fp8]' "
             "installs it; nearest that works without it: precision=bf16"
         )
 

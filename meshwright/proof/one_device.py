@@ -20,7 +20,6 @@ from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
-from meshwright.parallel.float8 import import_torchao
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -31,6 +30,7 @@ from meshwright.proof.plain_islands import train_islands_plainly
 from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.torch_compat.torchao_import import import_torchao
 from meshwright.train.feed import MicroBatch
 
 Span = tuple[int, int]

@@ -23,6 +23,9 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 1, "precision=bf16"),
     ("llama", 1, "precision=fp16"),
     ("llama", 1, "precision=float64"),
+    ("llama", 1, "precision=fp8"),
+    ("llama", 1, "precision=fp8,compile=true"),
+    ("llama", 2, "tp=2,sequence=true,precision=fp8_rowwise,recompute=selective"),
     ("llama", 1, "microbatches=4"),
     ("llama", 1, "recompute=full"),
     ("llama", 1, "recompute=selective,precision=bf16"),
@@ -58,7 +61,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("mixtral", 2, "tp=2"),
 )
 
-SOON = (2, 9, 11, 13, 14, 18, 20, 26, 31, 34)
+SOON = (2, 4, 12, 14, 16, 17, 21, 23, 29, 34, 37)
 """WeightPlacement in `LAYOUTS` of what is tried with the newest torch too."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,15 +15,16 @@ from meshwright.errors import PlanError
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import float8
-from meshwright.parallel.float8 import Float8Product, float8_linears, import_torchao
+from meshwright.parallel.float8 import Float8Product, float8_linears
 from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.torch_compat.torchao_import import import_torchao
 from tests.contract.test_low_precision import prove
 from tests.tiers import cases
 
-pytest.importorskip("torchao", reason="products in float8 are computed by torchao: pip install 'meshwright[fp8]'")
+pytestmark = pytest.mark.skipif(find_spec("torchao") is None, reason="pip install 'meshwright[fp8]'")
 
 LLAMA = shrink_config(ModelConfig(name="llama"), layers=2, width=64)
 LLAMA_8B = shape_from_sizes(
@@ -116,7 +118,7 @@ def test_a_model_without_such_modules_is_refused() -> None:
 
 
 def test_without_torchao_it_is_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(float8, "PACKAGE", "torchao_that_is_absent")
+    monkeypatch.setattr(float8, "has_torchao", lambda: False)
     with pytest.raises(PlanError, match=r"pip install 'meshwright\[fp8\]'"):
         float8.check(Layout(precision="fp8"), 2)
 
