@@ -16,7 +16,16 @@ from contextlib import contextmanager
 from types import ModuleType
 
 import torch
+import torch.utils._triton as triton_support
 
+from meshwright.torch_compat import PrivateName
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch.utils._triton:has_triton.cache_clear",
+        "torchao asks for Triton while no GPU is to be seen, and torch keeps the answer for good",
+    ),
+)
 TORCHAO = "torchao"
 _IMPORTED_BY_TRANSFORMERS = ("torchao.quantization", "torchao.prototype.safetensors.safetensors_support")
 """Source: transformers 5.17 to 5.23, `quantizers/quantizer_torchao.py`."""
@@ -58,6 +67,10 @@ def _no_gpus() -> Iterator[None]:
         yield
     finally:
         torch.cuda.is_available = is_available
+        # Inductor asks the same functions later, in the ranks, where there are GPUs.
+        for function in vars(triton_support).values():
+            if hasattr(function, "cache_clear"):
+                function.cache_clear()
 
 
 @contextmanager

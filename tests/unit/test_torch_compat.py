@@ -15,10 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.overrides import TorchFunctionMode
+from torch.utils import _triton as triton_support
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import torch_compat
-from meshwright.torch_compat import PrivateName, fsdp2, pipelining, tensors
+from meshwright.torch_compat import PrivateName, fsdp2, pipelining, tensors, torchao_import
 from tests.ranks.group import run_ranks
 
 MODULES = [
@@ -199,3 +200,18 @@ def test_many_tensors_in_one_kernel_are_the_same_as_one_by_one() -> None:
 
 def test_actions_can_be_run() -> None:
     assert pipelining.unsupported() == ""
+
+
+def test_torchao_is_imported_without_a_look_at_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that asks for GPUs and for Triton at its import, as torchao's do: neither answer is kept."""
+    asked = []
+
+    def look(_name: str) -> object:
+        asked.append((torch.cuda.is_available(), triton_support.has_triton()))
+        return torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torchao_import.importlib, "import_module", look)
+    torchao_import.import_torchao("torchao.anything")
+    assert asked == [(False, False)]
+    assert torch.cuda.is_available() and triton_support.has_triton.cache_info().currsize == 0
