@@ -29,6 +29,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["px"] = "{:.1f}".format
+    environment.filters["percent"] = "{:.2%}".format
     return environment
 
 
@@ -74,6 +75,11 @@ def page(page_title: str, sections: Sequence[Section], live: Sequence[tuple[str,
 def login_page() -> str:
     """Renders a document that asks for the token of a live page; it shows nothing of the run."""
     return _environment().get_template("login.html").render()
+
+
+def breakable(text: str) -> Markup:
+    """Returns a text that may be broken behind its commas; what is copied from the page is the text as it was."""
+    return Markup(",<wbr>").join(text.split(","))
 
 
 def section_id(heading: str) -> str:
