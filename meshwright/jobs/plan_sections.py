@@ -86,8 +86,8 @@ def _headline(result: PlanResult) -> list[Markup]:
     shape, job = question.job.shape, question.job
     # Of sizes alone there is no name to show.
     model = f"{format_count(shape.parameters)} parameters" if shape.name == "sizes" else shape.name
-    facts = f"{format_count(shape.parameters)} parameters, {job.rows} rows of {job.sequence} tokens"
-    return [title(f"{model} on {question.cluster}", f"{facts}: {result.layout}"), note(f"It is {result.reason}.")]
+    facts = f"{format_count(shape.parameters)} parameters, {job.rows} rows of {job.sequence} tokens: {result.layout}"
+    return [title(f"{model} on {question.cluster}", breakable(facts)), note(f"It is {result.reason}.")]
 
 
 def _summary_tiles(result: PlanResult, best: JsonObject) -> Markup:
@@ -96,11 +96,12 @@ def _summary_tiles(result: PlanResult, best: JsonObject) -> Markup:
     interval = step_interval(best)
     expected = f"{' to '.join(map(format_seconds, interval))}" if interval else "predicted"
     peak_tflops = best["tflops_per_device"] / best["mfu"]
-    precision = result.layout.precision
+    # A device without units for a precision computes it in another one.
+    dtype = question.cluster.device.computes_in(result.layout.precision)
     entries = [
         ("a step", format_seconds(best["price"]["step_s"]), expected),
         ("tokens a second", format_count(best["tokens_per_s"]), f"on {question.cluster.devices} devices"),
-        ("MFU", f"{best['mfu']:.1%}", f"model FLOP/s over {peak_tflops:.0f} TFLOP/s, dense {precision}"),
+        ("MFU", f"{best['mfu']:.1%}", f"model FLOP/s over {peak_tflops:.0f} TFLOP/s, dense {dtype}"),
         ("a device", f"{best['tflops_per_device']:.1f} TFLOP/s", "of the model; recomputed work doesn't count"),
         ("fullest rank", format_bytes(result.peak_bytes), f"{format_bytes(free)} free"),
     ]

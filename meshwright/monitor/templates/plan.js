@@ -52,8 +52,13 @@
       body: JSON.stringify({ kind, page, number: mine, question: asked }),
     });
     if (mine !== number) return null;
-    if (!answer.ok) throw new Error(answer.status === 401 ? "The token is missing; open the address that was printed." : await answer.text());
-    return answer.json();
+    if (answer.ok) return answer.json();
+    const reason = answer.status === 401 ? "The token is missing; open the address that was printed." : await answer.text();
+    throw Object.assign(new Error(reason), { status: answer.status });
+  };
+
+  const show = (news) => {
+    for (const [id, html] of Object.entries(news?.sections ?? {})) replace(id, html);
   };
 
   const plan = async () => {
@@ -67,18 +72,20 @@
     try {
       const news = await ask("plan", asked, mine);
       if (!news) return;
-      for (const [id, html] of Object.entries(news.sections)) replace(id, html);
+      show(news);
       document.body.classList.remove("stale");
       const seconds = ((performance.now() - started) / 1000).toFixed(1);
       say(`${news.state} in ${seconds} s; the curve over devices follows …`);
       const curve = await ask("curve", asked, mine);
       if (!curve) return;
-      for (const [id, html] of Object.entries(curve.sections)) replace(id, html);
+      show(curve);
       say(`${news.state} in ${seconds} s`);
     } catch (error) {
       if (mine !== number) return;
       document.body.classList.add("stale");
       say(error instanceof TypeError ? "no answer: meshwright plan --serve has ended, or can't be reached" : error.message, true);
+      // Where nothing fits, the curve still says how many devices would do.
+      if (error.status === 422) show(await ask("curve", asked, mine).catch(() => null));
     } finally {
       if (mine === number) form.removeAttribute("aria-busy");
     }
