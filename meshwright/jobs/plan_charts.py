@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from meshwright.monitor.charts import COLOURS, tick_text, ticks
 from meshwright.monitor.page import breakable, macro
-from meshwright.planner.cost.prices import MEMORY
+from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
 from meshwright.planner.explain import NAMES
 from meshwright.schedules.action import ActionKind
 from meshwright.schedules.simulate import Simulation
@@ -53,9 +53,7 @@ STEP_KINDS = {
     "attention": Kind(6),
     "elementwise": Kind(2),
     "recompute": Kind(4),
-    "tp": Kind(1, "hatched"),
-    "cp": Kind(3, "hatched"),
-    "ep": Kind(4, "hatched"),
+    **{name: Kind(colour, "hatched") for name, colour in zip(LAYER_TRAFFIC, (1, 3, 4), strict=True)},
     "host": Kind(5, "dotted"),
     "engine": Kind(2, "dotted"),
     "send": Kind(6, "hatched"),
