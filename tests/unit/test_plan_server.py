@@ -382,6 +382,23 @@ def test_unanswered_is_no_refusal_of_the_planner() -> None:
     assert issubclass(Superseded, Unanswered) and not issubclass(Unanswered, ConfigError)
 
 
+def test_the_search_needs_numpy_and_jinja_alone() -> None:
+    """It starts in well under a second of a core, since it loads none of the large packages."""
+    question = {"kind": "plan", "question": SMALL | {"nodes": 1, "per_node": 2}}
+    code = (
+        "import sys, json\n"
+        "for name in ('torch', 'transformers', 'rich', 'tyro', 'yaml', 'tokenizers', 'pyarrow', 'tensorboard'):\n"
+        "    sys.modules[name] = None\n"
+        "from meshwright.jobs.plan_worker import answer_line\n"
+        f"answer = answer_line({json.dumps(question)!r})\n"
+        "ours = {'meshwright', 'numpy', 'jinja2', 'markupsafe', '__main__'}\n"
+        "others = {n.split('.')[0] for n, m in sys.modules.items() if m} - set(sys.stdlib_module_names) - ours\n"
+        "print(json.dumps([sorted(answer), sorted(n for n in others if not n.startswith('_'))]))\n"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True).stdout
+    assert json.loads(said) == [["sections", "state"], []]
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_a_link_shows_its_plan_in_a_browser(real: Site, tmp_path: Path) -> None:
     fields = {
