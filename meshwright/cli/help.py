@@ -80,7 +80,11 @@ PAGES = RUN_PAGES | {
     "plan": HelpPage(
         usage="plan [RECIPE.toml] [--SETTING VALUE ...]",
         purpose="Chooses the fastest layout that fits some machines, says what it takes and why the others lose.",
-        options=((_RECIPE[0], "settings of plan from a file; flags go over it"), JSON),
+        options=(
+            (_RECIPE[0], "settings of plan from a file; flags go over it"),
+            JSON,
+            ("--serve [PORT]", "the planner as a page on this machine, until Ctrl-C; begins with these settings"),
+        ),
         settings=(
             ("--model NAME", "a Hugging Face type, its directory, or module:function"),
             ("--sizes TEXT", "layers=32,width=4096,heads=32,vocab=32000 instead of a model"),

@@ -12,6 +12,8 @@ from meshwright.jobs.requests import PlanConfig
 def run(argv: Sequence[str]) -> int:
     """Plans; exit status 0 when something fits."""
     args = list(argv)
+    if "--serve" in args:
+        return int(load_file("plan_serve").serve(args))
     as_json = take_flag(args, "--json")
     config = read_config(PlanConfig, args, "plan")
     return int(load_file("plan_output").answer_plan(config, as_json))

@@ -28,6 +28,7 @@ from meshwright.planner.islands import candidate_join
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
 from meshwright.planner.unequal import why_unequal
+from meshwright.planner.utilisation import utilisation
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
@@ -91,7 +92,7 @@ class PlanResult:
             "objective": question.objective,
             "reason": self.reason,
             "plan": str(self.layout),
-            "best": [_candidate_json(candidate) | self._join_json(candidate) for candidate in choice.shown],
+            "best": [_candidate_json(question, candidate) | self._join_json(candidate) for candidate in choice.shown],
             "ties": choice.ties,
             "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
             "search": {
@@ -130,7 +131,7 @@ class ScalingResult:
         rows = [
             {
                 "devices": point.devices,
-                "best": _candidate_json(point.best) if point.best else None,
+                "best": _candidate_json(self._question_on(point.devices), point.best) if point.best else None,
                 "why": point.why,
                 "efficiency": point.efficiency,
             }
@@ -138,15 +139,21 @@ class ScalingResult:
         ]
         return {"points": rows, "knee": self.knee}
 
+    def _question_on(self, devices: int) -> Question:
+        return replace(self.question, cluster=self.question.cluster.restricted(devices))
 
-def _candidate_json(candidate: Candidate) -> dict[str, object]:
+
+def _candidate_json(question: Question, candidate: Candidate) -> dict[str, object]:
     """Returns a layout and its price as plain values."""
+    used = utilisation(question.job, question.cluster, candidate)
     return {
         "layout": candidate.layout.to_json(),
         "price": dataclasses.asdict(candidate.price),
         "tokens_per_s": candidate.tokens_per_s,
         "cost_per_mtoken": candidate.cost_per_mtoken,
         "joules_per_token": candidate.joules_per_token,
+        "tflops_per_device": used.flops_per_s / 1e12,
+        "mfu": used.mfu,
     }
 
 

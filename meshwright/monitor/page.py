@@ -29,6 +29,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["px"] = "{:.1f}".format
+    environment.filters["percent"] = "{:.2%}".format
     return environment
 
 
@@ -59,21 +60,37 @@ two_columns = macro("elements.html", "two_columns")
 _section_contents = macro("elements.html", "section_contents")
 
 
-def page(page_title: str, sections: Sequence[Section], live: Sequence[tuple[str, str]] | None = None) -> str:
+def page(
+    page_title: str,
+    sections: Sequence[Section],
+    live: Sequence[tuple[str, str]] | None = None,
+    script: str = "live.js",
+) -> str:
     """Renders an HTML document.
 
     Args:
         page_title: of the document.
         sections: its contents; a section without elements is left out, on a live page it is hidden.
         live: action and label of each button of a page that a server keeps up to date; None for one without a script.
+        script: file beside the templates that keeps the page up to date.
     """
     keyed = [(section_id(heading), heading, elements) for heading, elements in sections]
-    return _environment().get_template("page.html").render(title=page_title, sections=keyed, live=live)
+    return _environment().get_template("page.html").render(title=page_title, sections=keyed, live=live, script=script)
 
 
-def login_page() -> str:
-    """Renders a document that asks for the token of a live page; it shows nothing of the run."""
-    return _environment().get_template("login.html").render()
+def login_page(name: str, token_place: str) -> str:
+    """Renders a document that asks for the token of a served page; it shows nothing of what that page shows.
+
+    Args:
+        name: of the page.
+        token_place: where its token is, in words.
+    """
+    return _environment().get_template("login.html").render(name=name, token_place=token_place)
+
+
+def breakable(text: str) -> Markup:
+    """Returns a text that may be broken behind its commas; what is copied from the page is the text as it was."""
+    return Markup(",<wbr>").join(text.split(","))
 
 
 def section_id(heading: str) -> str:

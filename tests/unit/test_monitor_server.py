@@ -19,7 +19,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.watch import make_server
-from meshwright.monitor import live_page, server
+from meshwright.monitor import guarded_server, live_page
 from meshwright.monitor.server import PageServer
 from meshwright.train.hooks import Request
 from meshwright.train.page_requests import PageRequests, split_stop_count
@@ -77,7 +77,7 @@ def small(tmp_path: Path) -> Iterator[Site]:
 
 
 def test_a_stranger_on_this_machine_reads_nothing_and_asks_nothing(small, monkeypatch, capfd):
-    monkeypatch.setattr(server, "_owner_of", lambda *_: 12345)
+    monkeypatch.setattr(guarded_server, "_owner_of", lambda *_: 12345)
     token = small.server.token
     wrong = token[:-1] + ("1" if token.endswith("0") else "0")
     for path in ("/api/sections", "/api/steps", "/metrics", "/api/sections?since=0"):
@@ -280,7 +280,7 @@ def test_hostile_strings_are_text_in_a_browser_and_a_grown_run_is_shown(tmp_path
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 def test_the_token_behind_the_hash_opens_the_page_and_leaves_the_address(tmp_path, monkeypatch):
-    monkeypatch.setattr(server, "_owner_of", lambda *_: 12345)
+    monkeypatch.setattr(guarded_server, "_owner_of", lambda *_: 12345)
     run = simulated_run.write(tmp_path / "run", 20, ranks=2, every=10)
     with site(run) as running:
         locked = dump(f"http://{running.address}/", tmp_path / "profile")

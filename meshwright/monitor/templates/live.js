@@ -20,8 +20,8 @@
 
   const login = async (token) => {
     const answer = await post("/api/session", {}, token);
-    if (answer.ok) location.replace(location.pathname);
-    else say("That is not the token of this run.", true);
+    if (answer.ok) location.replace(location.pathname + location.search);
+    else say("That is not the token of this page.", true);
   };
 
   // The server's markup is rendered from escaped values; a section is replaced as a whole.
@@ -72,7 +72,7 @@
   const form = document.getElementById("login");
   const token = new URLSearchParams(location.hash.slice(1)).get("token");
   if (token) {
-    history.replaceState(null, "", location.pathname);
+    history.replaceState(null, "", location.pathname + location.search);
     login(token);
   } else if (!form) {
     setTimeout(update, 500);
