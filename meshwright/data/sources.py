@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import itertools
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ def list_sources(paths: Sequence[str]) -> list[CorpusFile]:
             continue
         for file in _expand_path(path):
             # A file reached by two paths, or through a link, is read once.
-            files_by_real_path.setdefault(os.path.realpath(file), _corpus_file(file, _kind_of(file) or "text"))
+            files_by_real_path.setdefault(os.path.realpath(file), _corpus_file(file, _kind_here(file) or "text"))
     return list(files_by_real_path.values())
 
 
@@ -101,7 +100,7 @@ def _expand_path(path: str) -> list[str]:
     """Lists the files of a path, directory or glob."""
     full = os.path.expanduser(path)
     if os.path.isdir(full):
-        files = _text_files(full)
+        files = [file for file in _walk_files(full) if _kind_here(file)]
         if not files:
             raise DataError(
                 f"directory {path} holds no text files; known are {', '.join(_KINDS)} (text and jsonl also with "
@@ -118,15 +117,8 @@ def _expand_path(path: str) -> list[str]:
     raise DataError(f"no such file: {path} (looked from {os.getcwd()}); check the path given to --data")
 
 
-def _text_files(directory: str) -> list[str]:
-    """Lists the files below a directory that are known to hold text."""
-    return [
-        file
-        for folder, files in itertools.groupby(_walk_files(directory), os.path.dirname)
-        for committed in (os.path.exists(os.path.join(folder, _COMMITTED)),)
-        for file in files
-        if _kind_of(file, committed)
-    ]
+def _kind_here(path: str) -> Kind | None:
+    return _kind_of(path, os.path.exists(os.path.join(os.path.dirname(path), _COMMITTED)))
 
 
 def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
