@@ -157,9 +157,7 @@ def share_of_batch(batch: Path, index: int, shares: int) -> list[int]:
         raise DataError(f"{batch} is no batch of tasks; meshwright prepare --engine slurm writes one")
     numbers = sorted(int(path.stem.removeprefix("task-")) for path in batch.glob("task-[0-9]*.json"))
     return [
-        number
-        for number in numbers
-        if number % shares == index and not (batch / f"answer-{number:06d}.json").exists()
+        number for number in numbers if number % shares == index and not (batch / f"answer-{number:06d}.json").exists()
     ]
 
 

@@ -119,7 +119,9 @@ class ClusterTask:
 
         with _output(self.directory, "cluster", 0) as folder:
             pairs = str(_folder(self.directory, "bucket"))
-            MinhashDedupCluster(pairs, folder, config=_minhash_config(), save_cluster_id=True).run(None, 0, world_size=1)
+            MinhashDedupCluster(pairs, folder, config=_minhash_config(), save_cluster_id=True).run(
+                None, 0, world_size=1
+            )
         return Counts(bytes=0)
 
 

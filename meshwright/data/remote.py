@@ -18,7 +18,7 @@ from meshwright.errors import DataError
 
 CONTENT_FIELDS = ("ETag", "etag", "md5Hash", "crc32c", "Content-MD5", "Digest", "checksum", "blob_id", "lfs")
 """Names under which stores give a hash of a file's bytes. Source: ``info()`` of s3fs, gcsfs, HTTPFileSystem, hf."""
-TIME_FIELDS = ("mtime", "LastModified", "last_modified", "modification_time", "updated")
+TIME_FIELDS = ("mtime", "LastModified", "Last-Modified", "last_modified", "modification_time", "updated")
 """Names under which stores give the time of a file's last write, where they give no hash: hdfs, sftp."""
 _BLOCK_BYTES = 8 << 20
 
@@ -87,7 +87,9 @@ def remote_digest(url: str) -> str:
         if not known and (known := {name: facts[name] for name in TIME_FIELDS if facts.get(name)}):
             known["name"] = url
         if known:
-            return hashlib.sha256(json.dumps(known | {"size": facts["size"]}, sort_keys=True, default=str).encode()).hexdigest()
+            return hashlib.sha256(
+                json.dumps(known | {"size": facts["size"]}, sort_keys=True, default=str).encode()
+            ).hexdigest()
         digest = hashlib.sha256()
         with store.open(path, "rb") as file:
             while block := file.read(_BLOCK_BYTES):

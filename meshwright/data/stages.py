@@ -280,9 +280,7 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
         return
     if job.config.tokenizer == "chars":
         # As bytes: reading text would turn a carriage return into a line feed.
-        character_sets = (
-            shard_characters(job.beside, shard).read_bytes().decode("utf-8") for shard in range(shards)
-        )
+        character_sets = (shard_characters(job.beside, shard).read_bytes().decode("utf-8") for shard in range(shards))
         files = character_tokenizer(sorted(set().union(*character_sets)), with_end_token=len(documents) > 1)
     else:
         files = given_tokenizer(job.config.tokenizer)

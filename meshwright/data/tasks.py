@@ -72,9 +72,7 @@ class ReadTask:
         """Reads the files; see `Task.run`."""
         document_rows, characters = [], set[str]()
         filters = DocumentFilters(self.filters)
-        texts = (
-            text for source in self.sources for text in read_documents(source, self.text_field, self.normalise)
-        )
+        texts = (text for source in self.sources for text in read_documents(source, self.text_field, self.normalise))
         with whole_file(shard_text(self.directory, self.shard)) as file:
             for text in filters.apply(texts):
                 data = text.encode("utf-8")

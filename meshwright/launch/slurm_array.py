@@ -105,5 +105,7 @@ class SlurmArray:
         deadline = time.monotonic() + _CANCEL_S
         while self._list_jobs() != "":
             if time.monotonic() > deadline:
-                raise LaunchError(f"the jobs named {self.name} didn't end within {_CANCEL_S:g} s of scancel; see squeue")
+                raise LaunchError(
+                    f"the jobs named {self.name} didn't end within {_CANCEL_S:g} s of scancel; see squeue"
+                )
             time.sleep(_ASK_S / 4)

@@ -126,7 +126,9 @@ def test_datatroves_executor_gives_the_same_bytes_after_two_kills(tmp_path: Path
     counts: dict[str, int] = {}
 
     def count_files(progress: stages.Progress) -> None:
-        counts.update({name: len(list((tmp_path / "own.partial").glob(name))) for name in ("read-*.index", "unit-*.bin")})
+        counts.update(
+            {name: len(list((tmp_path / "own.partial").glob(name))) for name in ("read-*.index", "unit-*.bin")}
+        )
 
     own = prepare(config, tmp_path / "own", count_files, workers=1)
     finished = FinishedFiles(tmp_path / "set.partial")
@@ -139,7 +141,10 @@ def test_datatroves_executor_gives_the_same_bytes_after_two_kills(tmp_path: Path
         assert 2 <= len(finished.list(pattern)) < counts[pattern], "in the middle"
         finished.remember(pattern)
     made = prepare(
-        config, tmp_path / "set", finished.check_at_end_of("encode"), engine=lambda folder, processes, key: LocalExecutor(2)
+        config,
+        tmp_path / "set",
+        finished.check_at_end_of("encode"),
+        engine=lambda folder, processes, key: LocalExecutor(2),
     )
     assert finished.checks == 1 and contents(made.path) == contents(own.path)
 

@@ -15,7 +15,6 @@ import pytest
 
 from meshwright.data import stages
 from meshwright.data.config import DataConfig
-from meshwright.data.filters import FilterConfig
 from meshwright.data.prepare import prepare
 from tests import ray_cluster, slurm_cluster
 from tests.prepare_runs import FinishedFiles, contents, write_texts
@@ -39,10 +38,9 @@ UNITS, GROUP = (1 << 16, 1 << 16), 1 << 16
 class Case:
     """A text, its set by the own pipeline, and the command that prepares it by an engine."""
 
-    def __init__(self, root: Path, engine: dict[str, object], near_duplicates: bool) -> None:
+    def __init__(self, root: Path, engine: dict[str, object]) -> None:
         text = write_texts(root / "text", most_lines=4000)
-        filters = FilterConfig(near_duplicates=near_duplicates)
-        self.config = DataConfig(paths=(text,), vocab_size=400, validation_share=0.2, filters=filters)
+        self.config = DataConfig(paths=(text,), vocab_size=400, validation_share=0.2)
         self.out, self.root = root / "set", root
         self.units = self.shards = 0
         self.own = prepare(self.config, root / "own", self._count, workers=2)
@@ -105,20 +103,25 @@ def kill_twice_and_finish(case: Case, lose_a_node: Callable[[], None]) -> None:
     assert contents(case.out) == contents(case.own.path)
 
 
+def lose_and_start(cluster: SlurmCluster) -> None:
+    cluster.kill_node(1)
+    cluster.start_node(1)
+
+
 @pytest.mark.skipif(bool(slurm_cluster.missing()), reason=slurm_cluster.missing() or "-")
 def test_slurm_gives_the_same_bytes_after_two_kills_and_a_lost_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with SlurmCluster(tmp_path / "slurm") as cluster:
         monkeypatch.setenv("SLURM_CONF", cluster.environment["SLURM_CONF"])
-        case = Case(tmp_path, {"engine": "slurm", "slurm": {"jobs": 6, "time": "30"}}, near_duplicates=False)
+        case = Case(tmp_path, {"engine": "slurm", "slurm": {"jobs": 6, "time": "30"}})
         refused = subprocess.run(
             [sys.executable, "-m", "meshwright", "prepare", case.config.paths[0], "--engine", "slurm", "--to",
              str(tmp_path / "no"), "--slurm.partition", "none"],
             capture_output=True, text=True, timeout=STARTED_S,
         )  # fmt: skip
         assert refused.returncode == 1 and "Slurm refuses the job" in refused.stderr, refused.stderr
-        kill_twice_and_finish(case, lambda: (cluster.kill_node(1), cluster.start_node(1))[0])
+        kill_twice_and_finish(case, lambda: lose_and_start(cluster))
         assert cluster.call("squeue", "-h") == ""
 
         # SIGTERM ends the jobs with the command.
@@ -135,5 +138,5 @@ def test_ray_gives_the_same_bytes_after_two_kills_and_a_lost_node(
 ) -> None:
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     with RayTestCluster(tmp_path / "ray") as cluster:
-        case = Case(tmp_path, {"engine": "ray", "ray": {"address": cluster.address}}, near_duplicates=False)
+        case = Case(tmp_path, {"engine": "ray", "ray": {"address": cluster.address}})
         kill_twice_and_finish(case, lambda: cluster.kill_node(1))

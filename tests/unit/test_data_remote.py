@@ -27,7 +27,9 @@ TEXTS = [f"Document {i}: {'the cat sat on the mat. ' * (1 + i % 7)}na\u00efve" f
 
 def spark_folder(folder: Path) -> Path:
     """Writes a table as Spark does: parts, their checksums, an empty part, a partition's folder, and the mark."""
-    for number, name in enumerate(("lang=de/part-00000-a1b2.c000.snappy.parquet", "lang=en/part-00000-a1b2.c000.snappy.parquet")):
+    for number, name in enumerate(
+        ("lang=de/part-00000-a1b2.c000.snappy.parquet", "lang=en/part-00000-a1b2.c000.snappy.parquet")
+    ):
         path = folder / name
         path.parent.mkdir(parents=True)
         texts = TEXTS[20 * number : 20 * number + 20]
