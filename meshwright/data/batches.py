@@ -16,7 +16,7 @@ from typing import Protocol, Self
 
 from meshwright.data.files import whole_file
 from meshwright.data.shards import Counts
-from meshwright.data.tasks import CODEC, Task, TaskError, answer_of
+from meshwright.data.tasks import CODEC, KINDS, Task, TaskError, answer_of
 from meshwright.errors import DataError
 from meshwright.records import RecordError
 
@@ -135,7 +135,7 @@ def run_batch_task(batch: str, number: int) -> None:
     """
     folder = Path(batch)
     task = _read_record(folder / f"task-{number:06d}.json")
-    if isinstance(task, (Counts, TaskError)) or not hasattr(task, "is_finished"):
+    if not isinstance(task, KINDS):
         raise DataError(f"{folder}/task-{number:06d}.json holds no task; run meshwright prepare again")
     answer = Counts(bytes=task.bytes) if task.is_finished() else answer_of(task)
     with whole_file(folder / f"answer-{number:06d}.json") as file:

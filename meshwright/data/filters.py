@@ -1,4 +1,4 @@
-"""Filters of documents: language, quality and personal data, by datatrove's blocks; an optional package (``[text]``)."""
+"""Filters of documents: language, quality and personal data, by datatrove's blocks; an optional package."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class FilterConfig(Config):
     language_threshold: float = 0.65
     """Probability that one of ``languages`` must exceed."""
     quality: tuple[Quality, ...] = ()
-    """Rules of quality, in this order, with datatrove's thresholds: ``gopher-quality`` and ``gopher-repetition`` (Rae et
-    al. 2021), ``c4`` (Raffel et al. 2020; it removes lines too), ``fineweb`` (Penedo et al. 2024)."""
+    """Rules of quality, in this order, with datatrove's thresholds: ``gopher-quality`` and ``gopher-repetition`` (Rae
+    et al. 2021), ``c4`` (Raffel et al. 2020; it removes lines too), ``fineweb`` (Penedo et al. 2024)."""
     mask_personal: bool = False
     """Replace e-mail addresses, and the IP addresses of public networks."""
     near_duplicates: bool = False
-    """Drop documents nearly equal to an earlier one, by MinHash: 5-grams of words, 14 buckets of 8 hashes, so that pairs
-    above a Jaccard similarity of about 0.8 are found."""
+    """Drop documents nearly equal to an earlier one, by MinHash: 5-grams of words, 14 buckets of 8 hashes, so that
+    pairs above a Jaccard similarity of about 0.8 are found."""
     word_language: str = "eng"
     """Language whose words ``quality`` and ``near_duplicates`` count, by ISO 639-3; spaCy splits most of them."""
 
@@ -142,7 +142,7 @@ def word_tokenizer(language: str) -> Any:
         return load_word_tokenizer(language)
     except ValueError:
         raise ConfigError(
-            f"data.filters.word_language = {language!r}: datatrove has no words for it; give a code of ISO 639-3, as eng"
+            f"data.filters.word_language = {language!r}: datatrove has no words for it; give an ISO 639-3 code, as eng"
         ) from None
 
 
@@ -175,9 +175,12 @@ def _give_model(block: Any, path: Path) -> None:
     """Loads a model file into a language filter, in the stead of the one that it would download."""
     if not path.is_file():
         raise FileNotFoundError("no such file")
+    from datatrove.utils.lid import FT176LID
     from fasttext.FastText import _FastText
 
-    block.model._model = _FastText(str(path))
+    # The base class downloads in this property; its way of asking the model stays.
+    kind = type("GivenModel", (FT176LID,), {"model": _FastText(str(path))})
+    block.model = kind(block.languages)
 
 
 def _labels(model: Any) -> set[str]:

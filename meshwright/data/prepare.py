@@ -57,8 +57,8 @@ def prepare(
 ) -> TokenSet:
     """Prepares token files from text, or opens those that an earlier call prepared from the same inputs.
 
-    The files don't depend on the number of processes, nor on the engine. They are built in ``<out_dir>.partial`` and renamed when
-    complete; after a kill, the next call continues from the finished tasks.
+    The files don't depend on the number of processes, nor on the engine. They are built in ``<out_dir>.partial`` and
+    renamed when complete; after a kill, the next call continues from the finished tasks.
 
     Args:
         config: the data settings.

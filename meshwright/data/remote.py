@@ -1,4 +1,4 @@
-"""Files behind a URL that fsspec knows (``s3://``, ``gs://``, ``hdfs://``, ``hf://``, ``https://``): list, open, identify.
+"""Files behind a URL that fsspec knows (``s3://``, ``gs://``, ``hdfs://``, ``hf://``): list, open, identify.
 
 Where credentials, regions and endpoints come from is fsspec's matter: its configuration files and the environment of
 each store's own tools.

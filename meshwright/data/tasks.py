@@ -1,4 +1,4 @@
-"""The tasks of a preparation: read a group of files, train a tokenizer, encode a unit; `near_duplicates` has three more.
+"""The tasks of a preparation: read files, train a tokenizer, encode a unit; three more are in `near_duplicates`.
 
 A task is a record that any process can run: it names the files that it writes and depends on nothing else. Its bytes
 are therefore the same in any process, and a finished file is never computed again.
@@ -202,8 +202,9 @@ class EncodeTask:
 class Task(Protocol):
     """The contract of every kind."""
 
-    directory: Path
-    """Working directory."""
+    @property
+    def directory(self) -> Path:
+        """Working directory."""
 
     @property
     def bytes(self) -> int:
@@ -224,10 +225,9 @@ class Task(Protocol):
         """
 
 
-CODEC = RecordCodec(
-    [ReadTask, TrainTask, EncodeTask, SignatureTask, BucketTask, ClusterTask]
-    + [CorpusFile, TextSpan, FilterConfig, Counts, TaskError]
-)
+KINDS = (ReadTask, TrainTask, EncodeTask, SignatureTask, BucketTask, ClusterTask)
+"""Every kind of task."""
+CODEC = RecordCodec((*KINDS, CorpusFile, TextSpan, FilterConfig, Counts, TaskError))
 """Tasks and their answers as JSON, one a line, between the preparing process and its workers."""
 
 

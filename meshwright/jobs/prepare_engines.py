@@ -23,8 +23,8 @@ class PrepareConfig(DataConfig):
     """What ``meshwright prepare`` reads, how, and by which engine."""
 
     engine: Literal["own", "local", "slurm", "ray"] = "own"
-    """What runs the tasks: ``own`` is this command's processes, ``local`` datatrove's executor for one machine, ``slurm``
-    an array of jobs, ``ray`` tasks on a Ray cluster. The files are the same."""
+    """What runs the tasks: ``own`` is this command's processes, ``local`` datatrove's executor for one machine,
+    ``slurm`` an array of jobs, ``ray`` tasks on a Ray cluster. The files are the same."""
     slurm: SlurmArrayConfig = field(default_factory=SlurmArrayConfig)
     """What ``engine = slurm`` asks for."""
     ray: RayTasksConfig = field(default_factory=RayTasksConfig)

@@ -78,7 +78,7 @@ class SlurmArray:
         return submit_script(path, "--parsable").partition(";")[0]
 
     def is_running(self) -> bool:
-        """Whether any job of the name runs or waits; asks slurmctld once in a while, and believes it when it is silent."""
+        """Whether any job of the name runs or waits; while slurmctld is silent, whether one did."""
         if time.monotonic() - self._asked_at >= _ASK_S:
             shown = self._list_jobs()
             self._is_running = self._is_running if shown is None else bool(shown)

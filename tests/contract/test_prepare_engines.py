@@ -133,7 +133,7 @@ def test_datatroves_executor_gives_the_same_bytes_after_two_kills(tmp_path: Path
     own = prepare(config, tmp_path / "own", count_files, workers=1)
     finished = FinishedFiles(tmp_path / "set.partial")
     for stage, pattern in (("read", "read-*.index"), ("encode", "unit-*.bin")):
-        process = _run_until(stage, lambda: len(finished.list(pattern)) >= 2, text, tmp_path / "set")
+        process = _run_until(stage, lambda name=pattern: len(finished.list(name)) >= 2, text, tmp_path / "set")
         children = _descendants(process.pid)
         process.kill()
         assert process.wait(60.0) == -signal.SIGKILL and children

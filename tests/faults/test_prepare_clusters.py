@@ -1,4 +1,4 @@
-"""`prepare` on a real Slurm of three slurmd and a real Ray of three raylets: killed twice in the middle, the same bytes."""
+"""`prepare` on a real Slurm and a real Ray of three nodes: killed twice in the middle, the same bytes."""
 
 from __future__ import annotations
 

@@ -26,7 +26,8 @@ INNER_IMPORTS = {
         for file, names in {
             "filters.py": (
                 *("datatrove.data", "datatrove.pipeline", "datatrove.pipeline.filters"),
-                *("datatrove.pipeline.formatters", "datatrove.utils.word_tokenizers", "fasttext.FastText"),
+                *("datatrove.pipeline.formatters", "datatrove.utils.word_tokenizers", "datatrove.utils.lid"),
+                "fasttext.FastText",
             ),
             "near_duplicates.py": (
                 *("datatrove.data", "datatrove.pipeline.dedup", "datatrove.pipeline.dedup.minhash", "loguru"),

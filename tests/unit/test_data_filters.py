@@ -20,8 +20,14 @@ from meshwright.errors import ConfigError, DataError
 
 LACKS = [name for name in ("datatrove", "spacy", "xxhash") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(LACKS), reason=f"no {', '.join(LACKS)} here: pip install 'meshwright[text]'")
-ENGLISH = "the of and to in that was with have for it his be not but they which you were her all this one had".split()
-GERMAN = "der die und das nicht von mit sich auf den ist ein dem wird auch nach bei einer war noch wie hat sie".split()
+ENGLISH = [
+    "the", "of", "and", "to", "in", "that", "was", "with", "have", "for", "it", "his", "be", "not",
+    "but", "they", "which", "you", "were", "her", "all", "this", "one", "had",
+]  # fmt: skip
+GERMAN = [
+    "der", "die", "und", "das", "nicht", "von", "mit", "sich", "auf", "den", "ist", "ein", "dem", "wird",
+    "auch", "nach", "bei", "einer", "war", "noch", "wie", "hat", "sie",
+]  # fmt: skip
 NOUNS = ["".join(random.Random(i).choices("aeiouklmnrst", k=3 + i % 6)) for i in range(400)]
 
 

@@ -87,7 +87,7 @@ def test_a_folder_that_is_still_written_is_refused(tmp_path: Path, memory: fsspe
     (folder / "_temporary" / "0").mkdir(parents=True)
     (folder / "_temporary" / "0" / "part-00002.parquet").write_bytes(b"PAR1")
     for path in (str(folder), upload(memory, folder)):
-        with pytest.raises(DataError, match="holds _temporary: the Spark or Hadoop job .* hasn't ended, or failed"):
+        with pytest.raises(DataError, match=r"holds _temporary: the Spark or Hadoop job .* hasn't ended, or failed"):
             list_sources([path])
 
 
