@@ -108,6 +108,22 @@ def test_a_task_that_fails_is_named_and_a_record_is_data(tmp_path: Path) -> None
             run_batch_task(str(tmp_path / "batch"), 0)
 
 
+def test_a_second_copy_of_a_job_leaves_a_finished_task_alone(tmp_path: Path) -> None:
+    source = tmp_path / "a.txt"
+    source.write_text("text")
+    task = ReadTask(
+        directory=tmp_path, shard=0, sources=(CorpusFile(path=str(source), kind="text", size=4),), text_field="text",
+        normalise="NFC", characters=False, filters=FilterConfig(),
+    )  # fmt: skip
+    done: list[Counts] = []
+    BatchPool(_ThisProcess()).run([task], done.append)
+    answer = tmp_path / "batch" / "answer-000000.json"
+    answer.unlink()
+    source.unlink()
+    run_batch_task(str(tmp_path / "batch"), 0)
+    assert CODEC.loads(answer.read_bytes()) == done[0] == Counts(bytes=4)
+
+
 def test_jobs_of_an_array_share_a_batch_without_overlap(tmp_path: Path) -> None:
     for number in range(7):
         (tmp_path / f"task-{number:06d}.json").touch()
