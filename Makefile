@@ -22,6 +22,8 @@ NEWEST := torch transformers
 ON_NEWEST := $(addprefix tests/ranks/test_,pipeline.py traffic.py reshard.py train_auto.py launch.py) tests/contract/test_verify.py
 # What of torch is private may differ between its versions.
 PRIVATE := tests/unit/test_torch_compat.py
+# Products in float8 need torchao, which only these environments install: every import of transformers would import it.
+FLOAT8 := tests/ranks/test_float8.py
 ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
@@ -71,11 +73,11 @@ quick: $(READY) ## under a minute: unit tests and the house
 	@$(BIN)/python -m pytest -m "not slow" $(TWO) tests/unit tests/house
 
 ghost: .venv-ghost/.ready ## run every layout on simulated GPUs; installs a CUDA build of the oldest torch supported
-	@.venv-ghost/bin/python -m pytest $(PRIVATE)
+	@.venv-ghost/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
 	@.venv-ghost/bin/python -m tests.ghost
 
 newest: .venv-newest/.ready ## the newest torch and transformers supported: simulated GPUs, then ranks on the CPU
-	@.venv-newest/bin/python -m pytest $(PRIVATE)
+	@.venv-newest/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
 	@.venv-newest/bin/python -m tests.ghost -m "not long"
 	@.venv-newest/bin/python -m pytest -m "not long" $(TWO) $(ON_NEWEST)
 

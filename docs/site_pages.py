@@ -184,9 +184,10 @@ def cell(text: str) -> str:
 
 def field_docstrings(kind: type[Config]) -> dict[str, str]:
     """Returns the docstring under each field of a config."""
+    bases = [base for base in kind.__bases__ if base is not Config and issubclass(base, Config)]
+    meanings = {name: text for base in bases for name, text in field_docstrings(base).items()}
     tree = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     assert isinstance(tree, ast.ClassDef)
-    meanings = {}
     for node, after in zip(tree.body, tree.body[1:]):
         documented = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and documented:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from meshwright.checkpoint.config import CheckpointConfig as CheckpointConfig
     from meshwright.cluster.cluster import Cluster as Cluster
     from meshwright.data.config import DataConfig as DataConfig
+    from meshwright.data.filters import FilterConfig as FilterConfig
     from meshwright.errors import CheckpointError as CheckpointError
     from meshwright.errors import ClusterError as ClusterError
     from meshwright.errors import ConfigError as ConfigError
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from meshwright.jobs.plan_model import ScalingResult as ScalingResult
     from meshwright.jobs.plan_model import model_of_sizes as model_of_sizes
     from meshwright.jobs.prepare import prepare as prepare
+    from meshwright.jobs.prepare_engines import PrepareConfig as PrepareConfig
     from meshwright.jobs.proof_reports import JobReport as JobReport
     from meshwright.jobs.proof_reports import LoopReport as LoopReport
     from meshwright.jobs.proof_reports import VerifyReport as VerifyReport
@@ -66,6 +68,8 @@ if TYPE_CHECKING:
     from meshwright.jobs.verify_job import verify_job as verify_job
     from meshwright.jobs.verify_loop import verify_loop as verify_loop
     from meshwright.launch.config import LaunchConfig as LaunchConfig
+    from meshwright.launch.config import RayTasksConfig as RayTasksConfig
+    from meshwright.launch.config import SlurmArrayConfig as SlurmArrayConfig
     from meshwright.models.config import ModelConfig as ModelConfig
     from meshwright.monitor.config import MonitorConfig as MonitorConfig
     from meshwright.monitor.loop_meter import meter as meter
@@ -96,6 +100,7 @@ _MODULES = {
     "CheckpointConfig": "meshwright.checkpoint.config",
     "Cluster": "meshwright.cluster.cluster",
     "DataConfig": "meshwright.data.config",
+    "FilterConfig": "meshwright.data.filters",
     "CheckpointError": "meshwright.errors",
     "ClusterError": "meshwright.errors",
     "ConfigError": "meshwright.errors",
@@ -121,6 +126,7 @@ _MODULES = {
     "ScalingResult": "meshwright.jobs.plan_model",
     "model_of_sizes": "meshwright.jobs.plan_model",
     "prepare": "meshwright.jobs.prepare",
+    "PrepareConfig": "meshwright.jobs.prepare_engines",
     "JobReport": "meshwright.jobs.proof_reports",
     "LoopReport": "meshwright.jobs.proof_reports",
     "VerifyReport": "meshwright.jobs.proof_reports",
@@ -140,6 +146,8 @@ _MODULES = {
     "verify_job": "meshwright.jobs.verify_job",
     "verify_loop": "meshwright.jobs.verify_loop",
     "LaunchConfig": "meshwright.launch.config",
+    "RayTasksConfig": "meshwright.launch.config",
+    "SlurmArrayConfig": "meshwright.launch.config",
     "ModelConfig": "meshwright.models.config",
     "MonitorConfig": "meshwright.monitor.config",
     "meter": "meshwright.monitor.loop_meter",

@@ -10,7 +10,7 @@ from meshwright.cli.export import ExportConfig
 from meshwright.cli.generate import GenerateConfig
 from meshwright.cli.help_page import JSON, HelpPage, format_row
 from meshwright.cli.run_help import RUN_PAGES
-from meshwright.data.config import DataConfig
+from meshwright.jobs.prepare_engines import PrepareConfig
 from meshwright.jobs.requests import CalibrateConfig, InspectConfig, LoopConfig, PlanConfig, VerifyConfig
 from meshwright.train.run_config import RunConfig
 
@@ -145,18 +145,24 @@ PAGES = RUN_PAGES | {
     "prepare": HelpPage(
         usage="prepare [PATH ...] [--to DIR] [--SETTING VALUE ...]",
         purpose="Turns text into token files, once; train does so by itself.",
-        options=(("PATH ...", "files, directories and globs"), ("--to DIR", "where they are written"), JSON),
+        options=(("PATH ...", "files, directories, globs, URLs"), ("--to DIR", "where they are written"), JSON),
         settings=(
             ("--tokenizer NAME", "auto, chars, bytes, a directory, a tokenizer.json or a hub name"),
             ("--vocab-size N", "of a tokenizer that is trained"),
             ("--sequence N", "tokens of a row"),
             ("--validation-share X", "share of the text that is held out"),
             ("--limit-bytes N", "read no more text than this"),
+            ("--filters.quality R ...", "rules: gopher-quality, gopher-repetition, c4, fineweb"),
+            ("--filters.near-duplicates", "drop documents nearly equal to an earlier one"),
             ("--workers N", "processes"),
+            ("--engine NAME", "what runs the tasks: own, local (datatrove), slurm, ray"),
         ),
-        examples=("meshwright prepare my-text/*.jsonl.gz --to prepared/mine",),
+        examples=(
+            "meshwright prepare my-text/*.jsonl.gz --to prepared/mine",
+            "meshwright prepare s3://bucket/text/ --engine slurm --slurm.jobs 200 --slurm.time 4:00:00",
+        ),
         status="0, 1 failed, 2 refused.",
-        configs=(DataConfig,),
+        configs=(PrepareConfig,),
     ),
     "generate": HelpPage(
         usage="generate RUN|DIR --prompt TEXT [--trust]",

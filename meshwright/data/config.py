@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from meshwright.config import Config
+from meshwright.data.filters import FilterConfig
 from meshwright.errors import ConfigError
 
 DEFAULT_VOCABULARY = 4096
@@ -33,8 +34,8 @@ class DataConfig(Config):
     """What to read, how to tokenise it, and how rows are cut."""
 
     paths: tuple[str, ...] = ()
-    """Files (txt, jsonl, parquet; txt and jsonl also .gz or .zst), directories and globs; none means the Python source
-    text of the running interpreter."""
+    """Files (txt, jsonl, parquet; txt and jsonl also .gz or .zst), directories, globs, and URLs that fsspec knows; none
+    means the Python source text of the running interpreter."""
     tokenizer: str = "auto"
     """``bpe`` trains a byte-level BPE, ``chars`` takes the characters of the corpus, anything else is a Hugging Face
     tokenizer: a directory, a ``tokenizer.json`` or a hub name. ``auto`` is the model's own where the model is a
@@ -56,6 +57,8 @@ class DataConfig(Config):
     """Drop documents that are equal, after normalisation, to an earlier one."""
     limit_bytes: int | None = None
     """Take documents in the order of their hashes as long as they fit into this many bytes; none takes them all."""
+    filters: FilterConfig = field(default_factory=FilterConfig)
+    """Which documents stay, by language, quality and likeness; none is asked for unless named."""
     sequence: int = 256
     """Tokens a row (S)."""
     mask_documents: bool = True
@@ -74,6 +77,11 @@ class DataConfig(Config):
         if self.tokenizer != "auto":
             return self
         return dataclasses.replace(self, tokenizer=directory or "bpe")
+
+    def prepared_settings(self) -> dict[str, Any]:
+        """Returns the settings that change the prepared files; filters only where some are asked for."""
+        settings = {name: getattr(self, name) for name in PREPARED_FIELDS}
+        return settings | ({"filters": self.filters.to_dict()} if self.filters.is_active else {})
 
     def check(self) -> None:
         """Raises `ConfigError` for a size out of range or a setting that would have no effect."""

@@ -2,6 +2,7 @@
 
 A digest needs every byte: about a second a GiB and core, so minutes for a TB, once. Digests are cached in
 ``digests.json`` beside the prepared sets, by path, size, inode and times of change, and are valid while these stay.
+Files behind a URL are known by what their store says of them, each time (`remote.remote_digest`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.files import lone_writer, sha256, whole_file
+from meshwright.data.remote import is_remote, remote_digest
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
@@ -27,6 +29,8 @@ THREADED_BYTES = 256 << 20
 """Bytes from which files are read by several threads: hashing releases the GIL."""
 SETTLED_NS = 2 * 10**9
 """A file changed less than this ago may change again within one tick of its file system's clock: not cached."""
+_REMOTE_CALLS = 16
+"""Questions to stores at a time."""
 
 DigestRecords = dict[str, list[Any]]
 """Path to (size, inode, time of the last write, time of the last change, digest)."""
@@ -35,7 +39,7 @@ DigestRecords = dict[str, list[Any]]
 def digest_sources(
     sources: Sequence[CorpusFile], folder: Path, report: Callable[[int], None] | None = None
 ) -> list[str]:
-    """Returns the SHA-256 of each file.
+    """Returns a digest of each file: the SHA-256 of its bytes, or what its store says of them.
 
     Args:
         sources: the files.
@@ -45,8 +49,11 @@ def digest_sources(
     Raises:
         DataError: when a file can't be read.
     """
+    with ThreadPoolExecutor(_REMOTE_CALLS) as pool:
+        urls = [source.path for source in sources if is_remote(source.path)]
+        remote_digests = dict(zip(urls, pool.map(remote_digest, urls)))
     begun_ns = time.time_ns()
-    states = {source.path: _state(source) for source in sources}
+    states = {source.path: _state(source) for source in sources if not is_remote(source.path)}
     records = _read_records(folder / DIGESTS)
     # Look without a lock first: normally every digest is cached.
     if any(_is_outdated(records, path, state) for path, state in states.items()):
@@ -59,7 +66,7 @@ def digest_sources(
             _write_records(
                 folder / DIGESTS, {path: record for path, record in records.items() if path not in unsettled}
             )
-    return [records[source.path][-1] for source in sources]
+    return [remote_digests.get(source.path) or records[source.path][-1] for source in sources]
 
 
 def _state(source: CorpusFile) -> list[int]:

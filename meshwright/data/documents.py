@@ -7,10 +7,11 @@ import tokenize
 import unicodedata
 import zlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, BinaryIO
 
 import zstandard
 
+from meshwright.data.remote import is_remote, open_remote, unreadable
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import parse_json
@@ -54,22 +55,29 @@ def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Itera
 
 def _read_blocks(source: CorpusFile) -> Iterator[bytes]:
     """Yields the decompressed bytes of a file in blocks."""
+    name = source.path.lower().partition("?")[0] if is_remote(source.path) else source.path.lower()
     try:
-        with open(source.path, "rb") as file:
-            if source.path.lower().endswith(".gz"):
+        with _open_source(source) as file:
+            if name.endswith(".gz"):
                 yield from _decompress(source, file, lambda: zlib.decompressobj(wbits=31), zlib.error)
-            elif source.path.lower().endswith(".zst"):
+            elif name.endswith(".zst"):
                 make_decompressor = zstandard.ZstdDecompressor().decompressobj
                 yield from _decompress(source, file, make_decompressor, zstandard.ZstdError)
             else:
                 while block := file.read(_BLOCK_BYTES):
                     yield block
     except OSError as error:
+        if is_remote(source.path):
+            raise unreadable(source.path, error) from error
         raise DataError(f"cannot read {source.path}: {error.strerror}; check the file and its permissions") from error
 
 
+def _open_source(source: CorpusFile) -> BinaryIO:
+    return open_remote(source.path) if is_remote(source.path) else open(source.path, "rb")
+
+
 def _decompress(
-    source: CorpusFile, file: io.BufferedReader, make_decompressor: Any, codec_error: type[Exception]
+    source: CorpusFile, file: BinaryIO, make_decompressor: Any, codec_error: type[Exception]
 ) -> Iterator[bytes]:
     """Decompresses one or more frames; detects a truncated last frame, which the libraries' own readers ignore."""
     decompressor, frame_started = make_decompressor(), False
@@ -161,7 +169,7 @@ def _read_parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(source.path) as table:
+        with _open_source(source) as file, pyarrow.parquet.ParquetFile(file) as table:
             schema = table.schema_arrow
             names = [f.name for f in schema if pyarrow.types.is_string(f.type) or pyarrow.types.is_large_string(f.type)]
             if text_field not in names:

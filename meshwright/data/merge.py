@@ -11,6 +11,7 @@ from meshwright.data import tasks
 from meshwright.data.chunks import write_sums
 from meshwright.data.files import sha256, whole_file
 from meshwright.data.selection import TextSpan
+from meshwright.data.shards import shard_text
 from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
 from meshwright.data.tokens import CHECKED, MANIFEST, fingerprint_of, render_manifest
 from meshwright.errors import DataError
@@ -88,7 +89,7 @@ def _write_text(work_dir: Path, path: Path, spans: list[TextSpan]) -> None:
     """Copies the text of some spans into one file."""
     with whole_file(path) as file:
         for span in spans:
-            with open(tasks.shard_text(work_dir, span.shard), "rb") as text:
+            with open(shard_text(work_dir, span.shard), "rb") as text:
                 text.seek(span.start)
                 remaining = span.stop - span.start
                 while remaining > 0 and (data := text.read(min(remaining, _COPY_BYTES))):

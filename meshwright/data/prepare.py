@@ -6,11 +6,14 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
-from meshwright.data.config import PREPARED_FIELDS, TRAINED_TOKENIZERS, DataConfig
+from meshwright.data.batches import BatchEngine, BatchPool
+from meshwright.data.config import TRAINED_TOKENIZERS, DataConfig
 from meshwright.data.digests import digest_sources
-from meshwright.data.files import full_disk, lone_writer, settle
+from meshwright.data.files import full_disk, lone_writer, settle, sha256
+from meshwright.data.filters import LANGUAGE_MODELS, check_filters
 from meshwright.data.sources import CorpusFile, list_sources
 from meshwright.data.stages import PrepareJob, Progress, Report, work
 from meshwright.data.tokenizer import tokenizer_digest
@@ -20,6 +23,8 @@ from meshwright.errors import ConfigError, DataError
 
 INLINE_BYTES = 1 << 19
 """Input bytes below which starting a worker process costs more than it saves."""
+MakeEngine = Callable[[Path, int, str], BatchEngine]
+"""Makes an engine of the working directory, the number of processes, and a name of the inputs."""
 LOCK_S = 6 * 3600.0
 """Longest wait for another process that prepares the same set."""
 
@@ -44,20 +49,27 @@ def prepared_path(config: DataConfig, cache_root: str | Path, progress: Report |
 
 
 def prepare(
-    config: DataConfig, out_dir: str | Path, progress: Report | None = None, workers: int | None = None
+    config: DataConfig,
+    out_dir: str | Path,
+    progress: Report | None = None,
+    workers: int | None = None,
+    engine: MakeEngine | None = None,
 ) -> TokenSet:
     """Prepares token files from text, or opens those that an earlier call prepared from the same inputs.
 
-    The files don't depend on the number of processes. They are built in ``<out_dir>.partial`` and renamed when
-    complete; after a kill, the next call continues from the finished tasks.
+    The files don't depend on the number of processes, nor on the engine. They are built in ``<out_dir>.partial`` and
+    renamed when complete; after a kill, the next call continues from the finished tasks.
 
     Args:
         config: the data settings.
         out_dir: directory to create; see `prepared_path`.
         progress: called in this thread as tasks finish.
         workers: number of processes, instead of the config's.
+        engine: makes what runs the tasks, of the working directory, the number of processes and a name that is the
+            same for the same inputs; worker processes of this one when None.
 
     Raises:
+        LaunchError: when an engine can't start its tasks.
         DataError: for missing, empty, undecodable or damaged input, a full disk, or an ``out_dir`` of something else.
         ConfigError: for settings that contradict each other or the input.
     """
@@ -81,7 +93,8 @@ def prepare(
             return _open_existing(out_path, key)
         work_dir = out_path.with_name(out_path.name + ".partial")
         _claim_work_dir(work_dir, key)
-        with Pool(processes, run_inline) as pool:
+        check_filters(config.filters)
+        with BatchPool(engine(work_dir, processes, key)) if engine else Pool(processes, run_inline) as pool:
             job = PrepareJob(
                 config=config, sources=sources, key=key, beside=work_dir, pool=pool, report=progress or _ignore_progress
             )
@@ -102,7 +115,10 @@ def _ignore_progress(progress: Progress) -> None:
 
 def _input_key(config: DataConfig, sources: list[CorpusFile], root: Path, progress: Report | None) -> str:
     """Hashes the inputs: settings that change the files, and kind and digest of each source, in order."""
-    settings = {name: getattr(config, name) for name in PREPARED_FIELDS}
+    settings = config.prepared_settings()
+    language_model = config.filters.language_model
+    if config.filters.languages and language_model not in LANGUAGE_MODELS:
+        settings["filters"]["language_model"] = _model_digest(language_model)
     if config.tokenizer not in TRAINED_TOKENIZERS:
         settings["tokenizer"] = tokenizer_digest(config.tokenizer)
     total = sum(source.size for source in sources)
@@ -115,6 +131,17 @@ def _input_key(config: DataConfig, sources: list[CorpusFile], root: Path, progre
     contents = [(source.kind, digest) for source, digest in zip(sources, digests)]
     identity = {"version": VERSION, "settings": settings, "contents": contents}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+
+
+def _model_digest(path: str) -> str:
+    """Returns the hash of a language model, by which it is known wherever it lies."""
+    try:
+        return sha256(Path(path).expanduser())
+    except OSError as error:
+        raise ConfigError(
+            f"data.filters.language_model = {path!r} can't be read: {error.strerror}; give ft176, glotlid, or the path "
+            "of a fastText model, as lid.176.bin"
+        ) from None
 
 
 def _open_existing(out_path: Path, key: str) -> TokenSet:
@@ -133,5 +160,5 @@ def _claim_work_dir(work_dir: Path, key: str) -> None:
         shutil.rmtree(work_dir)
     work_dir.mkdir(exist_ok=True)
     for leftover in work_dir.glob("*.tmp*"):
-        leftover.unlink()
+        shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
     key_file.write_text(key, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Lists the files of a corpus, in an order that depends on their names alone."""
+"""Lists the files of a corpus, here or behind a URL, in an order that depends on their names alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.data.remote import is_remote, list_remote
 from meshwright.errors import DataError
 
 Kind = Literal["text", "jsonl", "parquet", "python"]
@@ -25,6 +26,8 @@ _KINDS: dict[str, Kind] = {
 }
 _COMPRESSED = (".gz", ".zst")
 _FOREIGN_FOLDERS = frozenset({"site-packages", "dist-packages"})
+_COMMITTED, _UNCOMMITTED = "_SUCCESS", "_temporary"
+"""What Spark and Hadoop leave in a folder when its job has ended, and while it runs. Source: FileOutputCommitter."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,18 +35,18 @@ class CorpusFile:
     """One file of the corpus."""
 
     path: str
-    """Absolute path."""
+    """Absolute path, or URL."""
     kind: Kind
     """How documents are read from it."""
     size: int
-    """Bytes on disk."""
+    """Bytes as stored."""
 
 
 def list_sources(paths: Sequence[str]) -> list[CorpusFile]:
     """Lists the files behind paths, directories and globs; without any, the Python interpreter's own library.
 
     Args:
-        paths: the user's paths, in that order; directories and globs are sorted by name.
+        paths: the user's paths and URLs, in that order; directories and globs are sorted by name.
 
     Raises:
         DataError: when a path doesn't exist, a glob matches nothing, or a directory holds no text.
@@ -52,17 +55,52 @@ def list_sources(paths: Sequence[str]) -> list[CorpusFile]:
         return _interpreter_sources()
     files_by_real_path: dict[str, CorpusFile] = {}
     for path in paths:
+        if is_remote(path):
+            for source in _remote_files(path):
+                files_by_real_path.setdefault(source.path, source)
+            continue
         for file in _expand_path(path):
             # A file reached by two paths, or through a link, is read once.
-            files_by_real_path.setdefault(os.path.realpath(file), _corpus_file(file, _kind_of(file) or "text"))
+            files_by_real_path.setdefault(os.path.realpath(file), _corpus_file(file, _kind_here(file) or "text"))
     return list(files_by_real_path.values())
+
+
+def _remote_files(url: str) -> list[CorpusFile]:
+    """Lists the files behind a URL; of more than one those alone that hold text."""
+    listed = list_remote(url)
+    if len(listed) == 1:
+        ((name, size),) = listed
+        return [CorpusFile(path=name, kind=_kind_of(name) or "text", size=size)]
+    names = [(name, size) for name, size in listed if not _is_hidden(name.removeprefix(url.rstrip("/")))]
+    if unfinished := [name for name, _ in names if f"/{_UNCOMMITTED}/" in name]:
+        raise _uncommitted(unfinished[0].partition(f"/{_UNCOMMITTED}/")[0])
+    committed = {name.rpartition("/")[0] for name, _ in listed if name.endswith(f"/{_COMMITTED}")}
+    files = [
+        CorpusFile(path=name, kind=kind, size=size)
+        for name, size in names
+        if (kind := _kind_of(name, name.rpartition("/")[0] in committed))
+    ]
+    if not files:
+        raise DataError(f"{url} holds no text files; known are {', '.join(_KINDS)}; name other files one by one")
+    return files
+
+
+def _is_hidden(path: str) -> bool:
+    return any(part.startswith(".") for part in path.split("/"))
+
+
+def _uncommitted(folder: str) -> DataError:
+    return DataError(
+        f"{folder} holds {_UNCOMMITTED}: the Spark or Hadoop job that writes it hasn't ended, or failed; wait for it, "
+        "or remove that folder where the other files are whole"
+    )
 
 
 def _expand_path(path: str) -> list[str]:
     """Lists the files of a path, directory or glob."""
     full = os.path.expanduser(path)
     if os.path.isdir(full):
-        files = [file for file in _walk_files(full) if _kind_of(file)]
+        files = [file for file in _walk_files(full) if _kind_here(file)]
         if not files:
             raise DataError(
                 f"directory {path} holds no text files; known are {', '.join(_KINDS)} (text and jsonl also with "
@@ -79,9 +117,19 @@ def _expand_path(path: str) -> list[str]:
     raise DataError(f"no such file: {path} (looked from {os.getcwd()}); check the path given to --data")
 
 
+def _kind_here(path: str) -> Kind | None:
+    return _kind_of(path, os.path.exists(os.path.join(os.path.dirname(path), _COMMITTED)))
+
+
 def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yields the files below a directory, sorted by name, without hidden ones and skipped folders."""
+    """Yields the files below a directory, sorted by name, without hidden ones and skipped folders.
+
+    Raises:
+        DataError: where Spark or Hadoop still writes.
+    """
     for folder, folders, files in os.walk(directory):
+        if _UNCOMMITTED in folders:
+            raise _uncommitted(folder)
         # Hidden folders and byte code hold no text.
         entered = (name for name in folders if name != "__pycache__" and name not in skipped)
         # os.walk descends in the order of this list, which must not depend on the file system.
@@ -91,13 +139,21 @@ def _walk_files(directory: str, skipped: frozenset[str] = frozenset()) -> Iterat
                 yield os.path.join(folder, name)
 
 
-def _kind_of(path: str) -> Kind | None:
-    stem, suffix = os.path.splitext(path.lower())
+def _kind_of(path: str, committed: bool = False) -> Kind | None:
+    """Returns how a file is read, by its name; None for one that isn't known to hold text.
+
+    Args:
+        path: path or URL; what follows a ``?`` of a URL is no part of the name.
+        committed: whether Spark or Hadoop wrote its folder, whose ``.json`` files hold an object a line.
+    """
+    stem, suffix = os.path.splitext((path.partition("?")[0] if is_remote(path) else path).lower())
     # x.jsonl.gz has the kind of x.jsonl; parquet compresses by itself.
-    if suffix in _COMPRESSED:
-        kind = _KINDS.get(os.path.splitext(stem)[1])
-        return None if kind == "parquet" else kind
-    return _KINDS.get(suffix)
+    is_compressed = suffix in _COMPRESSED
+    if is_compressed:
+        suffix = os.path.splitext(stem)[1]
+    if committed and suffix == ".json":
+        return "jsonl"
+    return None if is_compressed and suffix == ".parquet" else _KINDS.get(suffix)
 
 
 def _corpus_file(path: str, kind: Kind) -> CorpusFile:

@@ -7,18 +7,21 @@ import json
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from meshwright.data import selection, tasks
-from meshwright.data.config import PREPARED_FIELDS, DataConfig
+from meshwright.data import near_duplicates, selection, tasks
+from meshwright.data.config import DataConfig
 from meshwright.data.merge import merge
 from meshwright.data.selection import TextSpan
+from meshwright.data.shards import Counts, count_dropped, read_span, shard_characters, shard_documents, shard_text
 from meshwright.data.sources import CorpusFile
-from meshwright.data.tasks import Counts, EncodeTask, ReadTask, Task, TrainTask
+from meshwright.data.tasks import EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
     character_tokenizer,
     end_id,
@@ -27,11 +30,12 @@ from meshwright.data.tokenizer import (
     vocabulary_size,
 )
 from meshwright.data.tokens import VERSION
-from meshwright.data.workers import Pool
 from meshwright.errors import DataError
 
 GROUP_BYTES = 8 << 20
-"""Most bytes of files that one task reads."""
+"""Most bytes of files that one task reads, or a `MOST_SHARDS`th of all; a larger file is one task's."""
+MOST_SHARDS = 512
+"""About how many tasks read a large corpus: each stage opens or lists as many files."""
 SAMPLE_BYTES = 16 << 20
 """Most bytes of text that a tokenizer is trained on."""
 UNIT_BYTES = (1 << 18, 64 << 20)
@@ -43,7 +47,7 @@ class Progress:
     """Progress of a stage of the preparation."""
 
     stage: str
-    """``digest``, ``read``, ``train``, ``encode`` or ``merge``."""
+    """``digest``, ``read``, ``near-duplicates``, ``train``, ``encode`` or ``merge``."""
     done_bytes: int
     """Bytes of input (digest, read) or text (the other stages) that are done."""
     total_bytes: int
@@ -53,6 +57,21 @@ class Progress:
 
 
 Report = Callable[[Progress], None]
+
+
+class TaskRunner(Protocol):
+    """Runs tasks in other processes, here or elsewhere."""
+
+    def run(self, tasks: Iterable[Task], on_done: Callable[[Counts], None]) -> None:
+        """Runs all tasks of a stage.
+
+        Args:
+            tasks: each depends on files of earlier stages alone.
+            on_done: called in this thread with the counts of each task as it ends.
+
+        Raises:
+            DataError: when a task raised one.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +86,8 @@ class PrepareJob:
     """Hash of settings and sources."""
     beside: Path
     """Working directory."""
-    pool: Pool
-    """Worker processes that run the tasks."""
+    pool: TaskRunner
+    """Runs the tasks."""
     report: Report
     """Called as tasks finish."""
 
@@ -82,6 +101,8 @@ def work(job: PrepareJob) -> None:
     shards = _read_sources(job)
     documents = _load_documents(job, shards)
     selected = selection.mark_first_copies(documents) if job.config.dedup else np.ones(len(documents), dtype=bool)
+    if job.config.filters.near_duplicates:
+        selected &= _mark_first_of_near_duplicates(job, shards)
     if job.config.limit_bytes is not None:
         selected = selection.within_limit(documents, selected, job.config.limit_bytes)
     splits = _split_documents(job, documents, selected)
@@ -99,10 +120,13 @@ def work(job: PrepareJob) -> None:
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_id": eos_id,
-        "config": {name: getattr(job.config, name) for name in PREPARED_FIELDS},
+        "config": job.config.prepared_settings(),
         "documents_read": len(documents),
         "documents_dropped": len(documents) - int(selected.sum()),
     }
+    if job.config.filters.is_active:
+        # Rules and thresholds are datatrove's, and may change with it.
+        facts |= {"documents_filtered": count_dropped(job.beside, shards), "datatrove": version("datatrove")}
     total_bytes = sum(text_bytes.values())
     merge(job.beside, units, splits, facts, lambda done_bytes: job.report(_progress("merge", done_bytes, total_bytes)))
 
@@ -135,9 +159,10 @@ def _read_sources(job: PrepareJob) -> int:
     """Reads all sources into shards; returns the number of shards."""
     # Small files are grouped, so that a task is worth its overhead.
     groups: list[list[CorpusFile]] = []
-    group_bytes = 0
+    total_bytes, group_bytes = sum(source.size for source in job.sources), 0
+    most_bytes = max(GROUP_BYTES, total_bytes // MOST_SHARDS)
     for source in job.sources:
-        if not groups or group_bytes + source.size > GROUP_BYTES:
+        if not groups or group_bytes + source.size > most_bytes:
             groups.append([])
             group_bytes = 0
         groups[-1].append(source)
@@ -150,24 +175,38 @@ def _read_sources(job: PrepareJob) -> int:
             text_field=job.config.text_field,
             normalise=job.config.normalise,
             characters=job.config.tokenizer == "chars",
+            filters=job.config.filters,
         )
         for number, group in enumerate(groups)
     ]
-    _run_tasks(job, "read", stage_tasks, sum(source.size for source in job.sources))
+    _run_tasks(job, "read", stage_tasks, total_bytes)
     return len(groups)
+
+
+def _mark_first_of_near_duplicates(job: PrepareJob, shards: int) -> NDArray[np.bool_]:
+    """Marks the (documents,) that are nearly equal to no earlier one, in corpus order."""
+    shard_rows = [shard_documents(job.beside, shard)["bytes"] for shard in range(shards)]
+    shard_bytes = [int(sizes.sum()) for sizes in shard_rows]
+    # Three stages, each over all of what the one before it wrote.
+    for stage_tasks in (
+        near_duplicates.signature_tasks(job.beside, shard_bytes, job.config.filters.word_language),
+        near_duplicates.bucket_tasks(job.beside, sum(shard_bytes)),
+        (near_duplicates.ClusterTask(directory=job.beside),),
+    ):
+        _run_tasks(job, "near-duplicates", stage_tasks, sum(shard_bytes))
+    return near_duplicates.mark_first_of_clusters(job.beside, [len(sizes) for sizes in shard_rows])
 
 
 def _load_documents(job: PrepareJob, shards: int) -> NDArray[np.void]:
     """Loads the (documents,) `DOCUMENT` rows of all shards, in corpus order."""
-    documents = np.concatenate([_shard_documents(job, shard) for shard in range(shards)])
+    documents = np.concatenate([shard_documents(job.beside, shard) for shard in range(shards)])
     if not len(documents):
+        if dropped := count_dropped(job.beside, shards):
+            reasons = ", ".join(f"{name} {count}" for name, count in dropped.items())
+            raise DataError(f"the corpus is empty: data.filters dropped every document ({reasons}); ask for fewer")
         names = ", ".join(source.path for source in job.sources[:3])
         raise DataError(f"the corpus is empty: no text in {len(job.sources)} file(s) ({names}); give --data other text")
     return documents
-
-
-def _shard_documents(job: PrepareJob, shard: int) -> NDArray[np.void]:
-    return np.fromfile(tasks.shard_index(job.beside, shard), dtype=selection.DOCUMENT)
 
 
 def _split_documents(
@@ -201,12 +240,12 @@ def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSp
     """Returns the span of each of the (documents,) rows: documents lie one after the other in their shard."""
     spans: list[TextSpan] = []
     shard = start = 0
-    documents_left = len(_shard_documents(job, 0))
+    documents_left = len(shard_documents(job.beside, 0))
     for size in documents["bytes"].tolist():
         # A shard may hold no document: all of its files were empty.
         while documents_left == 0:
             shard, start = shard + 1, 0
-            documents_left = len(_shard_documents(job, shard))
+            documents_left = len(shard_documents(job.beside, shard))
         spans.append(TextSpan(shard=shard, start=start, stop=start + size, ends_document=True))
         start, documents_left = start + size, documents_left - 1
     return spans
@@ -214,7 +253,7 @@ def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSp
 
 def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextSpan]]:
     """Splits the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
-    text = tasks.read_span(job.beside, document)
+    text = read_span(job.beside, document)
     # Characters, not bytes, for the same split as nanoGPT's.
     split_at = int(len(text) * (1.0 - job.config.validation_share))
     if not 0 < split_at < len(text):
@@ -241,9 +280,7 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
         return
     if job.config.tokenizer == "chars":
         # As bytes: reading text would turn a carriage return into a line feed.
-        character_sets = (
-            tasks.shard_characters(job.beside, shard).read_bytes().decode("utf-8") for shard in range(shards)
-        )
+        character_sets = (shard_characters(job.beside, shard).read_bytes().decode("utf-8") for shard in range(shards))
         files = character_tokenizer(sorted(set().union(*character_sets)), with_end_token=len(documents) > 1)
     else:
         files = given_tokenizer(job.config.tokenizer)
@@ -324,7 +361,7 @@ def _group_into_units(
 
 def _split_document(work_dir: Path, document: TextSpan, span_bytes: int) -> Iterator[TextSpan]:
     with (
-        open(tasks.shard_text(work_dir, document.shard), "rb") as file,
+        open(shard_text(work_dir, document.shard), "rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text,
     ):
         yield from selection.split_document(text, document, span_bytes)

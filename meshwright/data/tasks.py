@@ -1,4 +1,4 @@
-"""The three kinds of tasks of a preparation: read a group of files, train a tokenizer, encode a unit of text.
+"""The tasks of a preparation: read files, train a tokenizer, encode a unit; three more are in `near_duplicates`.
 
 A task is a record that any process can run: it names the files that it writes and depends on nothing else. Its bytes
 are therefore the same in any process, and a finished file is never computed again.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +21,15 @@ from tokenizers import Tokenizer
 from meshwright.data import tokenizer as tokenizers_
 from meshwright.data.documents import read_documents
 from meshwright.data.files import whole_file
+from meshwright.data.filters import DocumentFilters, FilterConfig
+from meshwright.data.near_duplicates import BucketTask, ClusterTask, SignatureTask
 from meshwright.data.selection import DOCUMENT, TextSpan, document_row
+from meshwright.data.shards import Counts, read_span, shard_characters, shard_dropped, shard_index, shard_text
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import RecordCodec
 
 _HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
-    """Work done by a task."""
-
-    bytes: int
-    """Bytes of its input."""
-    tokens: int = 0
-    """Tokens that it encoded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,6 +56,8 @@ class ReadTask:
     """Unicode normal form."""
     characters: bool
     """Whether the distinct characters are collected too."""
+    filters: FilterConfig
+    """Which documents stay."""
 
     @property
     def bytes(self) -> int:
@@ -75,14 +71,17 @@ class ReadTask:
     def run(self, batched: bool) -> Counts:
         """Reads the files; see `Task.run`."""
         document_rows, characters = [], set[str]()
+        filters = DocumentFilters(self.filters)
+        texts = (text for source in self.sources for text in read_documents(source, self.text_field, self.normalise))
         with whole_file(shard_text(self.directory, self.shard)) as file:
-            for source in self.sources:
-                for text in read_documents(source, self.text_field, self.normalise):
-                    data = text.encode("utf-8")
-                    document_rows.append(document_row(data))
-                    file.write(data)
-                    if self.characters:
-                        characters.update(text)
+            for text in filters.apply(texts):
+                data = text.encode("utf-8")
+                document_rows.append(document_row(data))
+                file.write(data)
+                if self.characters:
+                    characters.update(text)
+        with whole_file(shard_dropped(self.directory, self.shard)) as file:
+            file.write(json.dumps(filters.dropped()).encode("utf-8"))
         if self.characters:
             with whole_file(shard_characters(self.directory, self.shard)) as file:
                 file.write("".join(sorted(characters)).encode("utf-8"))
@@ -201,7 +200,11 @@ class EncodeTask:
 
 
 class Task(Protocol):
-    """The contract of the three kinds."""
+    """The contract of every kind."""
+
+    @property
+    def directory(self) -> Path:
+        """Working directory."""
 
     @property
     def bytes(self) -> int:
@@ -222,23 +225,20 @@ class Task(Protocol):
         """
 
 
-CODEC = RecordCodec([ReadTask, TrainTask, EncodeTask, CorpusFile, TextSpan, Counts, TaskError])
+KINDS = (ReadTask, TrainTask, EncodeTask, SignatureTask, BucketTask, ClusterTask)
+"""Every kind of task."""
+CODEC = RecordCodec((*KINDS, CorpusFile, TextSpan, FilterConfig, Counts, TaskError))
 """Tasks and their answers as JSON, one a line, between the preparing process and its workers."""
 
 
-def shard_text(directory: Path, shard: int) -> Path:
-    """Returns the path of a shard's documents, concatenated as UTF-8."""
-    return directory / f"read-{shard:05d}.text"
-
-
-def shard_index(directory: Path, shard: int) -> Path:
-    """Returns the path of a shard's `DOCUMENT` rows; the file is written last and marks a complete shard."""
-    return directory / f"read-{shard:05d}.index"
-
-
-def shard_characters(directory: Path, shard: int) -> Path:
-    """Returns the path of a shard's distinct characters."""
-    return directory / f"read-{shard:05d}.characters"
+def answer_of(task: Task) -> Counts | TaskError:
+    """Runs a task and returns its answer, whatever happens; for processes that somebody else waits for."""
+    try:
+        return task.run(batched=True)
+    except DataError as error:
+        return TaskError(message=str(error))
+    except Exception:
+        return TaskError(message=f"a task of prepare failed:\n{traceback.format_exc()}")
 
 
 def unit_file(directory: Path, unit: int) -> Path:
@@ -256,13 +256,6 @@ def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDAr
         header = np.fromfile(file, _HEADER, 1)[0]
         document_ends = np.fromfile(file, "<u8", int(header["ends"]))
         return np.fromfile(file, dtype, int(header["tokens"])), document_ends
-
-
-def read_span(directory: Path, span: TextSpan) -> str:
-    """Returns the text of a span; a character that its end divides is left out."""
-    with open(shard_text(directory, span.shard), "rb") as file:
-        file.seek(span.start)
-        return file.read(span.stop - span.start).decode("utf-8", errors="ignore")
 
 
 def write_tokenizer(directory: Path, files: tokenizers_.TokenizerFiles) -> None:

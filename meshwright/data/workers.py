@@ -11,13 +11,13 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Self
 
-from meshwright.data.tasks import CODEC, Counts, Task, TaskError, TrainTask
+from meshwright.data.shards import Counts
+from meshwright.data.tasks import CODEC, Task, TaskError, TrainTask, answer_of
 from meshwright.errors import DataError
 
 SILENCE_S = 300.0
@@ -180,21 +180,11 @@ def serve() -> None:
     lock = threading.Lock()
     threading.Thread(target=_send_heartbeats, args=(answer_fd, lock), daemon=True).start()
     for line in sys.stdin.buffer:
-        answer = CODEC.dumps(_run_to_answer(line)) + b"\n"
+        answer = CODEC.dumps(answer_of(CODEC.loads(line))) + b"\n"
         with lock:
             view = memoryview(answer)
             while view:
                 view = view[os.write(answer_fd, view) :]
-
-
-def _run_to_answer(line: bytes) -> Counts | TaskError:
-    try:
-        task: Task = CODEC.loads(line)
-        return task.run(batched=True)
-    except DataError as error:
-        return TaskError(message=str(error))
-    except Exception:
-        return TaskError(message=f"a prepare worker failed:\n{traceback.format_exc()}")
 
 
 def _send_heartbeats(answer_fd: int, lock: threading.Lock) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from meshwright.data.config import DataConfig
+from meshwright.data.prepare import MakeEngine, prepared_path
 from meshwright.data.prepare import prepare as prepare_folder
-from meshwright.data.prepare import prepared_path
 from meshwright.data.stages import Progress, Report
 from meshwright.data.tokenizer import has_tokenizer, same_tokenizer
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
+from meshwright.jobs.prepare_engines import PrepareConfig, engine_of
 from meshwright.jobs.progress import Say, to_stderr
+from meshwright.launch.signals import handle_interrupts
 from meshwright.models.config import ModelConfig
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -24,7 +30,8 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
     """Turns text into token files, or opens those that an earlier call made of the same inputs.
 
     Args:
-        config: what to read, and how; an empty ``paths`` takes the Python source that comes with the interpreter.
+        config: what to read, and how; an empty ``paths`` takes the Python source that comes with the interpreter. A
+            `PrepareConfig` says with which engine too.
         out: directory to make; one under ``prepared/``, named by what the inputs contain, when None.
         say: takes a line now and then; None for none.
 
@@ -33,16 +40,30 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
 
     Raises:
         ConfigError, DataError: for text that isn't there or can't be read.
+        LaunchError: when the engine can't start its tasks.
     """
     config.check_all()
     began, progress = time.monotonic(), _progress_report(say) if say is not None else None
     folder = Path(out) if out is not None else prepared_path(config, CACHE, progress)
-    token_set = prepare_folder(config, folder, progress=progress)
+    engine = engine_of(config) if isinstance(config, PrepareConfig) else None
+    with _ended_in_order(engine):
+        token_set = prepare_folder(config, folder, progress=progress, engine=engine)
     if say is not None:
         training, held_out = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
         size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
         say(f"text: {folder}: {training} + {held_out} held out tokens, vocabulary {size} ({spent})")
     return token_set
+
+
+@contextlib.contextmanager
+def _ended_in_order(engine: MakeEngine | None) -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into an interrupt, so that an engine's jobs are cancelled with the command."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    with handle_interrupts(interrupt) if engine is not None else contextlib.nullcontext():
+        yield
 
 
 def text_config(model: ModelConfig, data: DataConfig) -> DataConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from meshwright.config import Config
@@ -91,19 +92,57 @@ class SlurmConfig(Config):
                 raise ConfigError(f"slurm.{name} = {count}: give at least 1, or leave it out")
         if self.warn_s < 10:
             raise ConfigError(f"slurm.warn_s = {self.warn_s}: a checkpoint takes time; give at least 10 seconds")
-        if self.time and not _TIME.fullmatch(self.time):
-            raise ConfigError(f"slurm.time = {self.time!r} is no time of Slurm's; write it as 24:00:00 or 2-12:00:00")
-        if self.memory and not _MEMORY.fullmatch(self.memory):
-            raise ConfigError(f"slurm.memory = {self.memory!r}: write a number and a unit, as 480G")
-        for name in ("partition", "account", "qos", "name"):
-            text = getattr(self, name)
-            if not re.fullmatch(r"[\w.,:@+=-]*", text):
-                raise ConfigError(f"slurm.{name} = {text!r}: letters, digits and . , : @ + = - _ only")
-        for line in self.lines:
-            if not re.fullmatch(r"[a-z][a-z0-9-]+(=[^\s\"'`$;|&\\]+)?", line):
-                raise ConfigError(f"slurm.lines: {line!r} is no long option without dashes, as constraint=h100")
-            if line.partition("=")[0] in _OWN_OPTIONS:
-                raise ConfigError(f"slurm.lines: {line} is set by other settings of slurm, or by the launcher")
+        names = {name: getattr(self, name) for name in ("partition", "account", "qos", "name")}
+        _check_request(self.time, self.memory, names, self.lines)
+
+
+def _check_request(time: str, memory: str, names: Mapping[str, str], lines: Sequence[str]) -> None:
+    """Refuses values of a request to Slurm that sbatch would misread."""
+    if time and not _TIME.fullmatch(time):
+        raise ConfigError(f"slurm.time = {time!r} is no time of Slurm's; write it as 24:00:00 or 2-12:00:00")
+    if memory and not _MEMORY.fullmatch(memory):
+        raise ConfigError(f"slurm.memory = {memory!r}: write a number and a unit, as 480G")
+    for name, text in names.items():
+        if not re.fullmatch(r"[\w.,:@+=-]*", text):
+            raise ConfigError(f"slurm.{name} = {text!r}: letters, digits and . , : @ + = - _ only")
+    for line in lines:
+        if not re.fullmatch(r"[a-z][a-z0-9-]+(=[^\s\"'`$;|&\\]+)?", line):
+            raise ConfigError(f"slurm.lines: {line!r} is no long option without dashes, as constraint=h100")
+        if line.partition("=")[0] in _OWN_OPTIONS:
+            raise ConfigError(f"slurm.lines: {line} is set by other settings of slurm, or by the launcher")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmArrayConfig(Config):
+    """What ``prepare --engine slurm`` asks the scheduler for: an array of jobs of one core each, say."""
+
+    jobs: int = 64
+    """Jobs of the array at most; each does every so-many-th task of a stage. Slurm's MaxArraySize is 1001 unless a
+    cluster says otherwise."""
+    cpus: int = 1
+    """Cores of a job, which does one task at a time: more than one for memory that goes by cores."""
+    memory: str = ""
+    """Memory of a job, as ``4G``; the partition's usual amount when empty."""
+    time: str = ""
+    """Time limit of a job, as ``4:00:00``; the partition's when empty."""
+    partition: str = ""
+    """Partition; the default one when empty."""
+    account: str = ""
+    """Account to charge; the user's usual one when empty."""
+    qos: str = ""
+    """Quality of service; the account's usual one when empty."""
+    lines: tuple[str, ...] = ()
+    """More long options of sbatch, without their dashes: ``constraint=cpu``."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell before the command on each node: ``module load python``."""
+
+    def check(self) -> None:
+        """Refuses what sbatch would misread, or what would take the array's own options away."""
+        for name in ("jobs", "cpus"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"slurm.{name} = {getattr(self, name)}: give at least 1, or leave it out")
+        names = {name: getattr(self, name) for name in ("partition", "account", "qos")}
+        _check_request(self.time, self.memory, names, self.lines)
 
 
 _RAY_ADDRESS = re.compile(r"auto|(ray://)?([\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
@@ -149,8 +188,7 @@ class RayConfig(Config):
             count = getattr(self, name)
             if count is not None and count < 1:
                 raise ConfigError(f"ray.{name} = {count}: give at least 1, or leave it out")
-        if not _RAY_ADDRESS.fullmatch(self.address):
-            raise ConfigError(f"ray.address = {self.address!r}: give auto, HOST:6379 or ray://HOST:10001")
+        _check_address(self.address)
         if self.timeout < 0:
             raise ConfigError(f"ray.timeout = {self.timeout:g}: give seconds, or 0 to refuse at once")
         for text in self.resources:
@@ -162,3 +200,28 @@ class RayConfig(Config):
         for text in self.environment:
             if not _VARIABLE.fullmatch(text):
                 raise ConfigError(f"ray.environment: {text!r} is no variable; write NAME=VALUE")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RayTasksConfig(Config):
+    """What ``prepare --engine ray`` asks a Ray cluster for: as many tasks at a time as it has room for."""
+
+    address: str = "auto"
+    """The cluster: ``auto`` for the one that runs here, ``HOST:PORT`` of its head, or ``ray://HOST:PORT``."""
+    cpus: int = 1
+    """Cores that a task reserves; it uses one."""
+    memory_gb: float = 0.0
+    """Memory that a task reserves, in GiB; 0 reserves none."""
+
+    def check(self) -> None:
+        """Refuses what Ray would misread."""
+        _check_address(self.address)
+        if self.cpus < 1:
+            raise ConfigError(f"ray.cpus = {self.cpus}: give at least 1, or leave it out")
+        if self.memory_gb < 0:
+            raise ConfigError(f"ray.memory_gb = {self.memory_gb:g}: give GiB, or 0 to reserve none")
+
+
+def _check_address(address: str) -> None:
+    if not _RAY_ADDRESS.fullmatch(address):
+        raise ConfigError(f"ray.address = {address!r}: give auto, HOST:6379 or ray://HOST:10001")

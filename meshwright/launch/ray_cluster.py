@@ -85,18 +85,10 @@ class RayCluster(NodeCluster):
     """
 
     def __init__(self, address: str) -> None:
-        self._ray = _import_ray()
+        self._ray = connect_to_ray(address)
         self._actors: list[_RayActor] = []
         self._group: Any = None
         self._bundle: dict[str, float] = {}
-        try:
-            # Never a cluster of this machine alone, which ray.init starts where no address is given.
-            self._ray.init(address=address, log_to_driver=False, configure_logging=False)
-        except Exception as error:
-            why = _first_sentence(error)
-            raise LaunchError(
-                f"no Ray cluster answers at ray.address = {address}: {why}; ray start --head starts one"
-            ) from None
 
     @property
     def job(self) -> str:
@@ -191,7 +183,7 @@ class _RayActor(ClusterNode):
             return self._ray.get(reference)
         # Unavailable is taken for lost: whether the actor lives is only known when it answers again.
         except self._ray.exceptions.RayActorError as error:
-            raise NodeLost(_first_sentence(error)) from None
+            raise NodeLost(first_sentence(error)) from None
         except self._ray.exceptions.RayError as error:
             raise LaunchError(f"a node's actor failed: {_last_line(error)}") from None
 
@@ -221,15 +213,31 @@ def format_resources(resources: Mapping[str, float]) -> str:
     return " + ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 
-def _import_ray() -> Any:
+def connect_to_ray(address: str) -> Any:
+    """Returns Ray's module, connected to a cluster.
+
+    Args:
+        address: ``auto``, ``HOST:PORT`` or ``ray://HOST:PORT``.
+
+    Raises:
+        LaunchError: when Ray isn't installed, or no cluster answers there.
+    """
     try:
         import ray
     except ImportError as error:
         raise LaunchError(f"Ray isn't installed here ({error}): pip install 'meshwright[ray]'") from None
+    try:
+        # Never a cluster of this machine alone, which ray.init starts where no address is given.
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except Exception as error:
+        raise LaunchError(
+            f"no Ray cluster answers at ray.address = {address}: {first_sentence(error)}; ray start --head starts one"
+        ) from None
     return ray
 
 
-def _first_sentence(error: Exception) -> str:
+def first_sentence(error: Exception) -> str:
+    """Returns the first sentence of an error's message."""
     line = next(iter(str(error).strip().splitlines()), type(error).__name__)
     return line.partition(". ")[0].rstrip(".")
 

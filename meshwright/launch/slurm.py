@@ -124,6 +124,30 @@ def call_slurm(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def submit_script(path: Path, *options: str, environment: Mapping[str, str] | None = None) -> str:
+    """Runs sbatch on a script and returns what it printed.
+
+    Args:
+        path: the script.
+        options: of sbatch.
+        environment: of sbatch and so of the job; this process's when None.
+
+    Raises:
+        LaunchError: with Slurm's sentence when it refuses.
+    """
+    command = ("sbatch", *options, str(path))
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, env=environment)
+    except FileNotFoundError:
+        raise LaunchError("sbatch isn't here; submit from a login node of a Slurm cluster, or --on local") from None
+    except subprocess.TimeoutExpired:
+        raise LaunchError(f"sbatch didn't answer within {_CALL_S:g} s; try squeue") from None
+    if done.returncode != 0:
+        sentence = re.sub(r"sbatch: error: |allocation failure: ", "", done.stderr.strip()).replace("\n", "; ")
+        raise LaunchError(f"Slurm refuses the job: {sentence}")
+    return done.stdout.strip()
+
+
 def node_address(name: str) -> str:
     """Returns a node's name where it resolves, else the address that Slurm has of it."""
     try:
@@ -258,17 +282,7 @@ class SlurmLauncher(CommandLauncher):
         self._sbatch("--parsable", f"--exclude={busy}", path=path, environment=environment)
 
     def _sbatch(self, *options: str, path: Path | None = None, environment: Mapping[str, str] | None = None) -> str:
-        command = ("sbatch", *options, str(path or self._script_path()))
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_CALL_S, env=environment)
-        except FileNotFoundError:
-            raise LaunchError("sbatch isn't here; submit from a login node of a Slurm cluster, or --on local") from None
-        except subprocess.TimeoutExpired:
-            raise LaunchError(f"sbatch didn't answer within {_CALL_S:g} s; try squeue") from None
-        if done.returncode != 0:
-            sentence = re.sub(r"sbatch: error: |allocation failure: ", "", done.stderr.strip()).replace("\n", "; ")
-            raise LaunchError(f"Slurm refuses the job: {sentence}")
-        return done.stdout.strip()
+        return submit_script(path or self._script_path(), *options, environment=environment)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Returns at once: a submitted job outlives the command that submitted it."""

@@ -21,6 +21,21 @@ INNER_IMPORTS = {
     ("arguments.py", "tyro"): "a third of a second, which a command without flags needn't wait for",
     ("documents.py", "pyarrow"): "a third of a second and 53 MB of each worker, for parquet files alone",
     ("documents.py", "pyarrow.parquet"): "the same",
+    **{
+        (file, name): "an optional package, and seconds of its imports, for filters alone"
+        for file, names in {
+            "filters.py": (
+                *("datatrove.data", "datatrove.pipeline", "datatrove.pipeline.filters"),
+                *("datatrove.pipeline.formatters", "datatrove.utils.word_tokenizers", "datatrove.utils.lid"),
+                "fasttext.FastText",
+            ),
+            "near_duplicates.py": (
+                *("datatrove.data", "datatrove.pipeline.dedup", "datatrove.pipeline.dedup.minhash", "loguru"),
+            ),
+            "local_executor.py": ("datatrove.executor",),
+        }.items()
+        for name in names
+    },
     ("tokenizer.py", "transformers"): "seconds, for a tokenizer without a tokenizer.json alone",
     ("tensorboard.py", "tensorboard.compat.proto"): "a second of protocol buffers, on rank 0 alone and after the fork",
     ("tensorboard.py", "tensorboard.summary.writer.record_writer"): "the same",
