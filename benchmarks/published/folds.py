@@ -365,14 +365,14 @@ def fit_from_priors(fold: Fold, rows: Sequence[Case], rounds: int) -> dict[str, 
     return fit(rows, fold.knobs, fold.what, limits, rounds, spreads)
 
 
-def drawn(cases: Sequence[Case]) -> list[Case]:
-    """Returns at most `MOST_ROWS` of the cases, as equally many of each file as there are."""
+def drawn(cases: Sequence[Case], most: int = MOST_ROWS) -> list[Case]:
+    """Returns at most ``most`` of the cases, as equally many of each file as there are."""
     files: dict[str, list[Case]] = {}
     for case in cases:
         files.setdefault(case.file, []).append(case)
     chance, found = random.Random(0), []
     smallest_first = sorted(files.values(), key=len)
     for number, rows in enumerate(smallest_first):
-        room = (MOST_ROWS - len(found)) // (len(smallest_first) - number)
+        room = (most - len(found)) // (len(smallest_first) - number)
         found += chance.sample(rows, min(len(rows), room))
     return found

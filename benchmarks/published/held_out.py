@@ -46,8 +46,8 @@ from benchmarks.published.predict import Predicted, predict, with_engines
 from benchmarks.published.rows import Case
 from meshwright.planner.cost import kernels
 
-ROUNDS = 10
-"""Steps of a fit, as in the table of `docs/predictions.md`."""
+ROUNDS, MOST_ROWS = 4, 40
+"""Steps of a fit, and rows that it has: fewer than for the table of `docs/predictions.md`, as there are twenty fits."""
 SAILOR = tuple(
     f"sailor/runtime/{name}"
     for name in ("matmul", "score_passes", "pass_width", "pass_ffn", "loss_passes:0", "host_layer_s", "host_step_s")
@@ -99,6 +99,8 @@ class HeldOut:
     """``model``, ``framework`` or ``device``: what no row was fitted of."""
     framework: str
     """The name under which its rows were left out."""
+    device: str
+    """Its name in the catalogue."""
     generation: str
     """Of the device, of `kernels.RATES`."""
     devices: int
@@ -115,7 +117,7 @@ class HeldOut:
     memory_error: float | None
     """ln(measured / predicted) of memory."""
     room: float | None
-    """ln(memory of the device / predicted bytes of its fullest rank), where it is known whether it fitted."""
+    """ln(memory of the device / predicted bytes of its fullest rank); None where it is unknown whether it fitted."""
     fits: bool | None
     """Whether it did."""
 
@@ -127,7 +129,7 @@ class HeldOut:
             return float(row[key]) if row[key] else None
 
         return cls(
-            **{key: row[key] for key in ("population", "framework", "generation", "products", "job", "mesh")},
+            **{key: row[key] for key in ("population", "framework", "device", "generation", "products", "job", "mesh")},
             devices=int(row["devices"]),
             experts=row["experts"] == "1",
             time_error=number("time_error"),
@@ -166,7 +168,7 @@ def _without_framework(cases: Sequence[Case], fold: Fold) -> Iterator[HeldOut]:
 def _fitted_and_judged(cases: Sequence[Case], fold: Fold, population: str) -> Iterator[HeldOut]:
     train = [case for case in cases if fold.train(case) and measured(case, fold.what)]
     test = [case for case in cases if fold.test(case)]
-    fit_from_priors(fold, drawn(train), ROUNDS)
+    fit_from_priors(fold, drawn(train, MOST_ROWS), ROUNDS)
     # A division between models is fitted to one measure, and says nothing of the other.
     what = fold.what if population == "model" else ""
     yield from (_held_out(population, item, what) for item in predict(with_engines(test, known_engines())))
@@ -181,10 +183,13 @@ def _held_out(population: str, item: Predicted, what: str) -> HeldOut:
     """Returns a row with its errors, those of ``what`` alone unless that is empty."""
     case, timed, sized = item.case, what != "memory", what != "time"
     room_bytes = item.room_bytes or case.machine.device.memory_bytes
+    # What was measured ran, whether or not its file says so.
+    fits = (True if case.memory_bytes else case.fits) if sized else None
     (generation,) = (name for name, rates in kernels.RATES.items() if rates is kernels.rates(case.machine.device))
     return HeldOut(
         population=population,
         framework=framework_of(case),
+        device=case.machine.device.name,
         generation=generation,
         devices=int(float(case.row["gpus"])),
         experts=any(block.experts for block in case.job.shape.blocks),
@@ -193,8 +198,8 @@ def _held_out(population: str, item: Predicted, what: str) -> HeldOut:
         mesh=",".join(f"{axis}{case.columns[axis]}" for axis in ("pp", "tp", "cp", "ep", "replicate", "shard")),
         time_error=math.log(case.time_s / item.step_s) if timed and case.time_s else None,
         memory_error=math.log(case.memory_bytes / item.memory_bytes) if sized and case.memory_bytes else None,
-        room=math.log(room_bytes / item.peak_bytes) if sized and case.fits is not None else None,
-        fits=case.fits if sized else None,
+        room=math.log(room_bytes / item.peak_bytes) if fits is not None else None,
+        fits=fits,
     )
 
 
