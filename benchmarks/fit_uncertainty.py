@@ -33,8 +33,10 @@ WIDE_FACTOR = 3.0
 """Of the wider normal in `uncertainty.Shape`; its share is fitted."""
 MOST_PAIRS = 400
 """Pairs of layouts of a job that count; of more they are drawn."""
-FULL_SHARE = 0.25
-"""Share of a device's memory from which the error of a row's bytes counts: what fits anyhow needs no chance."""
+FULL_ROOM = math.log(4.0)
+"""Room under which the error of a row's bytes counts: what fills less than a quarter of its device fits anyhow."""
+ENOUGH_FAILED = 20
+"""Rows of a framework that ran out of memory from which these give its middle."""
 SEEN = {
     "model": Seen(framework=True, device=True),
     "framework": Seen(framework=False, device=True),
@@ -120,12 +122,13 @@ def fit_time(rows: Sequence[HeldOut]) -> TimeSpread:
     model, framework, device = (wholes[population].scale(shape) for population in SEEN)
     layout = pair_errors(rows, same_mesh=True).scale(shape)
     other_mesh = pair_errors(rows, same_mesh=False).scale(shape)
-    mesh = _left(other_mesh, layout)
+    # Who has seen less can't know more: with few frameworks a scale may come out under the one before.
+    framework = max(model, framework)
     return TimeSpread(
-        framework=_left(framework, model),
-        device=_left(device, max(framework, model)),
-        job=_left(model, layout, mesh),
-        mesh=mesh,
+        model=model,
+        framework=framework,
+        device=max(framework, device),
+        mesh=_left(other_mesh, layout),
         layout=layout,
         shape=shape,
     )
@@ -138,29 +141,41 @@ def _log_likelihood(rows: Sequence[HeldOut], scale: float, shape: Shape, missing
     return float(np.log(np.maximum(right, 1e-6)).mean())
 
 
+def _fit_fits(rows: Sequence[HeldOut]) -> tuple[float, Shape, float]:
+    """Returns scale, shape and middle of the error under which what fitted and what didn't is likeliest."""
+    shapes = [Shape(wide_share=share, wide_factor=WIDE_FACTOR) for share in np.arange(0.0, 0.31, 0.05)]
+    best = (0.1, shapes[0], 0.0)
+    for _ in range(2):
+        middles = [(*best[:2], middle) for middle in np.arange(-0.05, 0.2001, 0.01)]
+        best = max(middles, key=lambda option: _log_likelihood(rows, *option))
+        scales = [(scale, shape, best[2]) for scale in np.geomspace(0.02, 0.3, 16) for shape in shapes]
+        best = max(scales, key=lambda option: _log_likelihood(rows, *option))
+    return float(best[0]), best[1], float(best[2])
+
+
 def fit_memory(rows: Sequence[HeldOut]) -> MemorySpread:
-    """Returns the scales of the error of memory: of a known framework by what ran out, of another by what it took."""
-    known = [row for row in rows if row.room is not None and row.population == "model"]
-    options = [
-        (scale, Shape(wide_share=share, wide_factor=WIDE_FACTOR))
-        for scale in np.geomspace(0.02, 0.3, 28)
-        for share in np.arange(0.0, 0.31, 0.03)
-    ]
-    job, shape = max(options, key=lambda option: _log_likelihood(known, option[0], option[1], 0.0))
-    full = [
-        row
-        for row in rows
-        if row.population == "framework" and row.memory_error is not None and (row.room or 0.0) < -math.log(FULL_SHARE)
-    ]
-    names = sorted({row.framework for row in full})
-    middles = [float(np.median([row.memory_error for row in full if row.framework == name])) for name in names]  # type: ignore[misc]
-    missing = max(0.0, float(np.median(middles)))
-    whole = Weighted.of([(row.memory_error or 0.0) - missing for row in full], [row.framework for row in full])
+    """Returns the scales of the error of memory.
+
+    Of a known framework by what ran out of memory, which is what the chance is of. Frameworks differ by their middles:
+    those of which enough ran out give theirs by that, with all that lies outside the allocator; others by what rows
+    took that filled a part of their device.
+    """
+    job, shape, job_missing = _fit_fits([row for row in rows if row.room is not None and row.population == "model"])
+    middles = []
+    unseen = [row for row in rows if row.room is not None and row.population == "framework"]
+    for name in sorted({row.framework for row in unseen}):
+        own = [row for row in unseen if row.framework == name]
+        if sum(not row.fits for row in own) >= ENOUGH_FAILED:
+            middles.append(_fit_fits(own)[2])
+            continue
+        full = [row.memory_error for row in own if row.memory_error is not None and (row.room or 0.0) < FULL_ROOM]
+        middles += [float(np.median(full))] if full else []
     counted = [row.memory_error or 0.0 for row in rows if row.framework == "SimuMax" and row.population == "model"]
     return MemorySpread(
-        framework=_left(whole.scale(shape), float(job)),
-        missing=missing,
-        job=float(job),
+        framework=float(np.std(middles, ddof=1)),
+        missing=float(np.median(middles)),
+        job=job,
+        job_missing=job_missing,
         counted=Weighted.of(counted, [""] * len(counted)).scale(shape),
         shape=shape,
     )
@@ -245,8 +260,8 @@ def write_file(path: Path, time: TimeSpread, memory: MemorySpread, devices: Iter
 
     lines = ["# Scales of ln(measured / predicted), written by benchmarks/fit_uncertainty.py; planner/uncertainty.py."]
     lines += [f"devices = [{', '.join(repr(name) for name in sorted(devices))}]".replace("'", '"'), ""]
-    lines += table("time", time, ("framework", "device", "job", "mesh", "layout"))
-    lines += table("memory", memory, ("framework", "missing", "job", "counted"))
+    lines += table("time", time, ("model", "framework", "device", "mesh", "layout"))
+    lines += table("memory", memory, ("framework", "missing", "job", "job_missing", "counted"))
     path.write_text("\n".join(lines), encoding="utf-8")
 
 

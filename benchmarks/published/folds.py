@@ -358,11 +358,11 @@ def at_priors(names: Sequence[str]) -> Iterator[None]:
         knobs.write(before)
 
 
-def fit_from_priors(fold: Fold, rows: Sequence[Case], rounds: int) -> dict[str, float]:
+def fit_from_priors(fold: Fold, rows: Sequence[Case], rounds: int, leaps: bool = True) -> dict[str, float]:
     """Fits a division's constants from where they are, each held by how sure it is, and returns them."""
     limits = {name: LEAST_MOST[key] for name in fold.knobs if (key := name.rpartition("/")[2]) in LEAST_MOST}
     spreads = {name: spread(name) for name in fold.knobs}
-    return fit(rows, fold.knobs, fold.what, limits, rounds, spreads)
+    return fit(rows, fold.knobs, fold.what, limits, rounds, spreads, leaps=leaps)
 
 
 def drawn(cases: Sequence[Case], most: int = MOST_ROWS) -> list[Case]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,7 @@ from benchmarks.published.predict import Predicted, predict, with_engines
 from benchmarks.published.rows import Case
 from meshwright.planner.cost import kernels
 
-ROUNDS, MOST_ROWS = 4, 40
+ROUNDS, MOST_ROWS = 3, 40
 """Steps of a fit, and rows that it has: fewer than for the table of `docs/predictions.md`, as there are twenty fits."""
 SAILOR = tuple(
     f"sailor/runtime/{name}"
@@ -109,7 +110,7 @@ class HeldOut:
     products: str
     """Data type of the matrix products."""
     job: str
-    """Rows that differ in layout alone share it."""
+    """Checksum of what rows share that differ in layout alone."""
     mesh: str
     """The degrees of its axes."""
     time_error: float | None
@@ -168,7 +169,7 @@ def _without_framework(cases: Sequence[Case], fold: Fold) -> Iterator[HeldOut]:
 def _fitted_and_judged(cases: Sequence[Case], fold: Fold, population: str) -> Iterator[HeldOut]:
     train = [case for case in cases if fold.train(case) and measured(case, fold.what)]
     test = [case for case in cases if fold.test(case)]
-    fit_from_priors(fold, drawn(train, MOST_ROWS), ROUNDS)
+    fit_from_priors(fold, drawn(train, MOST_ROWS), ROUNDS, leaps=False)
     # A division between models is fitted to one measure, and says nothing of the other.
     what = fold.what if population == "model" else ""
     yield from (_held_out(population, item, what) for item in predict(with_engines(test, known_engines())))
@@ -194,7 +195,7 @@ def _held_out(population: str, item: Predicted, what: str) -> HeldOut:
         devices=int(float(case.row["gpus"])),
         experts=any(block.experts for block in case.job.shape.blocks),
         products=case.job.products or case.job.precision,
-        job="/".join((case.file, *case.group)),
+        job=f"{zlib.crc32('/'.join((case.file, *case.group)).encode()):08x}",
         mesh=",".join(f"{axis}{case.columns[axis]}" for axis in ("pp", "tp", "cp", "ep", "replicate", "shard")),
         time_error=math.log(case.time_s / item.step_s) if timed and case.time_s else None,
         memory_error=math.log(case.memory_bytes / item.memory_bytes) if sized and case.memory_bytes else None,

@@ -280,8 +280,8 @@ def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, 
 
 
 LESS_SHARE = 0.9
-"""The plan after one that ran out of memory takes at most this share of its bytes, but for the device's context: a run
-shows that it needed more than there was, not how much, and each try costs a start."""
+"""The plan after one that ran out of memory takes at most this share of its bytes, but for those of every layout alike:
+a run shows that it needed more than there was, not how much, and each try costs a start."""
 
 
 def leaner_plan(
@@ -305,9 +305,10 @@ def leaner_plan(
         question = _make_question(config, model, machines, plan.layout.precision)
         measure = make_measure(model.built, config.data.sequence, plan.layout.precision)
         question = measure_activations(question, measure)
-        context_bytes = question.runtime.context_bytes
+        # Those of every layout alike, which none saves.
+        fixed_bytes = question.runtime.context_bytes + question.runtime.allocator_bytes
         planned_bytes = price_layout(question, plan.layout, measure).price.peak
-        limit_bytes = context_bytes + LESS_SHARE * (planned_bytes - context_bytes)
+        limit_bytes = fixed_bytes + LESS_SHARE * (planned_bytes - fixed_bytes)
         question = dataclasses.replace(question, usable=limit_bytes / question.cluster.memory_bytes)
         choice = choose_finalists(question, FINALISTS, measure, config.allow)
         (offer,) = _allowed_plans(config, model, machines.devices, question, choice, 1)

@@ -1,11 +1,11 @@
 """How sure a prediction is: the chance that a step's time is in an interval, that memory suffices, that a plan is best.
 
-An error is ln(measured / predicted). It is a sum of independent parts, each shared by other predictions: of the
-**framework** whose constants no run was fitted to, of the **device** of which none was, of the **job** (model, batch,
-number of devices), of the **mesh** (the degrees of a layout's axes), and of the **layout** alone. What two layouts of
-one job share moves both, and says nothing of which is faster: an interval counts every part, a comparison the last two.
+An error is ln(measured / predicted). How wide errors scatter depends on what the constants of the price had seen: runs
+of the **framework**, at least runs on the **device**, or neither. Part of an error is shared by all layouts of a job and
+moves them alike; the rest is of the **mesh** (the degrees of a layout's axes) and of the **layout** alone. So an
+interval counts the whole, and a comparison of layouts the rest.
 
-The parts' scales are in ``uncertainty.toml``, fitted by ``benchmarks/fit_uncertainty.py`` to published runs that the
+The scales are in ``uncertainty.toml``, fitted by ``benchmarks/fit_uncertainty.py`` to published runs that the
 constants hadn't seen (`docs/predictions.md`).
 """
 
@@ -78,13 +78,18 @@ class Seen:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeSpread:
-    """Scales of the parts of a time's error, as logarithms: 0.05 is about 5 %."""
+    """Scales of a time's error, as logarithms: 0.05 is about 5 %."""
 
+    model: float
+    """Of a whole error, where runs of the framework on the device were seen, of other models."""
     framework: float
+    """Of a whole error, where none of the framework was."""
     device: float
-    job: float
+    """Of a whole error, where none on the device was either."""
     mesh: float
+    """Of the part that layouts share whose axes have the same degrees."""
     layout: float
+    """Of the part that a layout shares with no other."""
     shape: Shape
     floor: float = 0.0
     """Least scale of a whole error."""
@@ -101,8 +106,9 @@ class TimeSpread:
 
     def scale(self, seen: Seen) -> float:
         """Returns the scale of a whole error."""
-        unseen = (0.0 if seen.framework else self.framework, 0.0 if seen.device else self.device)
-        return max(self.floor, math.hypot(*unseen, self.job, self.mesh, self.layout))
+        if not seen.device:
+            return max(self.floor, self.device)
+        return max(self.floor, self.model if seen.framework else self.framework)
 
     def factor(self, seen: Seen, probability: float = INTERVAL) -> float:
         """Returns f so that the measured time is within predicted / f and predicted x f with ``probability``."""
@@ -144,6 +150,8 @@ class MemorySpread:
     """What such a framework takes more than predicted, in the median."""
     job: float
     """Of a framework whose runs were: model, layout, and the allocator's fragments."""
+    job_missing: float
+    """What such a framework takes more, in the median."""
     counted: float
     """Where the model's own tensors are counted and the machine was measured, in place of the others."""
     shape: Shape
@@ -168,7 +176,7 @@ class MemorySpread:
         """Returns middle and scale of the error."""
         if counted:
             return 0.0, self.counted
-        return (0.0, self.job) if seen.framework else (self.missing, math.hypot(self.framework, self.job))
+        return (self.job_missing, self.job) if seen.framework else (self.missing, math.hypot(self.framework, self.job))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
