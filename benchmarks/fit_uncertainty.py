@@ -35,6 +35,9 @@ MOST_PAIRS = 400
 """Pairs of layouts of a job that count; of more they are drawn."""
 FULL_ROOM = math.log(4.0)
 """Room under which the error of a row's bytes counts: what fills less than a quarter of its device fits anyhow."""
+LEAST_ROOM = -0.15
+"""Room under which no plan is: of rows that a device is predicted to lack a seventh of, some ran, which says nothing of
+how often others that are predicted to fit don't."""
 ENOUGH_FAILED = 20
 """Rows of a framework that ran out of memory from which these give its middle."""
 SEEN = {
@@ -143,7 +146,8 @@ def _log_likelihood(rows: Sequence[HeldOut], scale: float, shape: Shape, missing
 
 def _fit_fits(rows: Sequence[HeldOut]) -> tuple[float, Shape, float]:
     """Returns scale, shape and middle of the error under which what fitted and what didn't is likeliest."""
-    shapes = [Shape(wide_share=share, wide_factor=WIDE_FACTOR) for share in np.arange(0.0, 0.31, 0.05)]
+    rows = [row for row in rows if (row.room or 0.0) > LEAST_ROOM]
+    shapes = [Shape(wide_share=share, wide_factor=WIDE_FACTOR) for share in (0.0, 0.01, 0.02, 0.05, 0.1, 0.2)]
     best = (0.1, shapes[0], 0.0)
     for _ in range(2):
         middles = [(*best[:2], middle) for middle in np.arange(-0.05, 0.2001, 0.01)]

@@ -1,7 +1,7 @@
 """How sure a prediction is: the chance that a step's time is in an interval, that memory suffices, that a plan is best.
 
 An error is ln(measured / predicted). How wide errors scatter depends on what the constants of the price had seen: runs
-of the **framework**, at least runs on the **device**, or neither. Part of an error is shared by all layouts of a job and
+of the **framework**, at least runs on the **device**, or neither. Layouts of a job share a part of their error, which
 moves them alike; the rest is of the **mesh** (the degrees of a layout's axes) and of the **layout** alone. So an
 interval counts the whole, and a comparison of layouts the rest.
 
