@@ -289,7 +289,7 @@ def leaner_plan(
 ) -> tuple[Plan, ModelAnalysis] | None:
     """Returns the fastest plan that needs clearly less memory than one that ran out; None without one.
 
-    Only the planner's own choice is followed by another: a layout that the user named stays.
+    Only the planner's own choice is followed by another: a layout that the user named stays, and so do islands.
 
     Args:
         config: of the run.
@@ -298,7 +298,8 @@ def leaner_plan(
         plan: that ran out of memory.
     """
     names_fallbacks = bool(config.recovery.layouts) and plan.ranks < machines.ranks
-    if config.layout != "auto" or names_fallbacks:
+    # Another number of islands in the middle of a run would train otherwise.
+    if config.layout != "auto" or names_fallbacks or plan.layout.islands > 1:
         return None
     machines = machines.for_ranks(plan.ranks)
     try:
@@ -310,7 +311,8 @@ def leaner_plan(
         planned_bytes = price_layout(question, plan.layout, measure).price.peak
         limit_bytes = fixed_bytes + LESS_SHARE * (planned_bytes - fixed_bytes)
         question = dataclasses.replace(question, usable=limit_bytes / question.cluster.memory_bytes)
-        choice = choose_finalists(question, FINALISTS, measure, config.allow)
+        allow = [name for name in config.allow if name != "islands"]
+        choice = choose_finalists(question, FINALISTS, measure, allow)
         (offer,) = _allowed_plans(config, model, machines.devices, question, choice, 1)
     except (ClusterError, PlanError):
         return None
