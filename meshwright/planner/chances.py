@@ -48,8 +48,9 @@ def candidate_chances(question: Question, candidate: Candidate) -> CandidateChan
 
 def choice_chances(question: Question, choice: Choice) -> ChoiceChances:
     """Returns how sure a choice is, over the finalists and all that the search kept."""
-    step_s = {str(option.layout): option.price.step_s for option in (*choice.best, *choice.more)}
-    layouts = {str(option.layout): option.layout for option in (*choice.best, *choice.more)}
+    # Not `more`, which is what the user wants to see: that mustn't change the chances.
+    step_s = {str(option.layout): option.price.step_s for option in choice.best}
+    layouts = {str(option.layout): option.layout for option in choice.best}
     # The finalists were priced again since the search; what that changed in them it would about change in the others.
     ratios = [step_s[str(layout)] / seconds for seconds, layout in choice.kept if str(layout) in step_s]
     ratio = median(ratios) if ratios else 1.0
