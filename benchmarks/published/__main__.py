@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,7 +17,10 @@ from benchmarks.published.naive import Naive
 from benchmarks.published.predict import Predicted, predict, refused, whole_number
 from benchmarks.published.rows import UNREADABLE, Case, read_case, read_file
 from benchmarks.published.stats import lines, stats_of
+from meshwright.planner.uncertainty import Seen, fitted_spreads
 
+SEEN = Seen(framework=True, device=True)
+"""What the constants in use were fitted to."""
 Read = tuple[list[Case], list[str], list[dict[str, str]]]
 
 
@@ -100,12 +104,19 @@ def _columns(item: Predicted) -> dict[str, Any]:
         "predicted_memory_gib": f"{item.memory_bytes / 2**30:.4g}",
         "predicted_peak_gib": f"{item.peak_bytes / 2**30:.4g}",
         "predicted_fits": int(item.fits),
+        "chance_fits": f"{_chance_fits(item):.4f}",
+        "time_factor_80": f"{fitted_spreads().time.factor(SEEN):.4f}",
         "time_error": "" if item.time_error is None else f"{item.time_error:.4f}",
         "memory_error": "" if item.memory_error is None else f"{item.memory_error:.4f}",
         "engine": item.case.engine.name,
         "left_out": "; ".join(item.case.left_out),
     }
     return told | {f"part_{name}": f"{value:.5g}" for name, value in item.parts.items()}
+
+
+def _chance_fits(item: Predicted) -> float:
+    room_bytes = item.room_bytes or item.case.machine.device.memory_bytes
+    return fitted_spreads().memory.chance(math.log(room_bytes / item.peak_bytes), SEEN, counted=False)
 
 
 def _fold_line(one: Mapping[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ from benchmarks.published.naive import Naive
 from benchmarks.published.predict import predict, with_engines
 from benchmarks.published.rows import Case
 from benchmarks.published.stats import fits, regret
+from meshwright.planner.cost.framework_profile import GIB
 
 PRIORS: dict[str, float] = {
     "sustained": 0.9,
@@ -49,6 +51,8 @@ PRIORS: dict[str, float] = {
     "kept_gather_piped": 1.0,
     "fresh_gradient": 4.0,
     "allocator": 1.1,
+    "allocator_bytes": 0.25 * GIB,
+    "context_bytes": 1.0 * GIB,
 }
 """Where every constant starts: from specifications and from what such code moves, before any row is seen."""
 SPREADS: dict[str, float] = {
@@ -286,11 +290,12 @@ FILES = (
 """Files left out: (name, judged on, fitted to, constants that are fitted, constants of its framework)."""
 
 
-def _left_out(name: str, judged: tuple[str, ...], fitted: tuple[str, ...], *knobs: tuple[str, ...]) -> Fold:
+def left_out(name: str, judged: tuple[str, ...], fitted: tuple[str, ...], *knobs: tuple[str, ...]) -> Fold:
+    """Returns the division that leaves out files, fitted to others; ``knobs`` are those fitted and the unseen."""
     return Fold(name=f"{name} left out", knobs=knobs[0], train=_of(*fitted), test=_of(*judged), unseen=knobs[1])
 
 
-FOLDS += tuple(_left_out(*item) for item in FILES)
+FOLDS += tuple(left_out(*item) for item in FILES)
 
 
 def _seventy(case: Case) -> bool:
@@ -318,16 +323,11 @@ def run(cases: Sequence[Case], folds: Sequence[Fold] = FOLDS, rounds: int = 10) 
         if not train or not test:
             continue
         chosen = drawn(train)
-        knobs = Knobs((*fold.knobs, *fold.unseen))
-        before = knobs.read()
-        knobs.write([prior(name) for name in knobs.names])
-        limits = {name: LEAST_MOST[key] for name in fold.knobs if (key := name.rpartition("/")[2]) in LEAST_MOST}
-        start = np.exp(errors(test, fold.what)) - 1
-        spreads = {name: spread(name) for name in fold.knobs}
-        found = fit(chosen, fold.knobs, fold.what, limits, rounds, spreads)
-        size = np.exp(errors(test, fold.what)) - 1
-        judged = predict(with_engines([case for case in cases if fold.test(case)], known_engines()))
-        knobs.write(before)
+        with at_priors((*fold.knobs, *fold.unseen)):
+            start = np.exp(errors(test, fold.what)) - 1
+            found = fit_from_priors(fold, chosen, rounds)
+            size = np.exp(errors(test, fold.what)) - 1
+            judged = predict(with_engines([case for case in cases if fold.test(case)], known_engines()))
         naive = Naive(train)
         plain = [abs(naive.seconds(case) / case.time_s - 1) for case in test if case.time_s]
         yield {
@@ -346,14 +346,33 @@ def run(cases: Sequence[Case], folds: Sequence[Fold] = FOLDS, rounds: int = 10) 
         }
 
 
-def drawn(cases: Sequence[Case]) -> list[Case]:
-    """Returns at most `MOST_ROWS` of the cases, as equally many of each file as there are."""
+@contextmanager
+def at_priors(names: Sequence[str]) -> Iterator[None]:
+    """Puts constants at their priors; they are as before afterwards."""
+    knobs = Knobs(names)
+    before = knobs.read()
+    knobs.write([prior(name) for name in names])
+    try:
+        yield
+    finally:
+        knobs.write(before)
+
+
+def fit_from_priors(fold: Fold, rows: Sequence[Case], rounds: int, leaps: bool = True) -> dict[str, float]:
+    """Fits a division's constants from where they are, each held by how sure it is, and returns them."""
+    limits = {name: LEAST_MOST[key] for name in fold.knobs if (key := name.rpartition("/")[2]) in LEAST_MOST}
+    spreads = {name: spread(name) for name in fold.knobs}
+    return fit(rows, fold.knobs, fold.what, limits, rounds, spreads, leaps=leaps)
+
+
+def drawn(cases: Sequence[Case], most: int = MOST_ROWS) -> list[Case]:
+    """Returns at most ``most`` of the cases, as equally many of each file as there are."""
     files: dict[str, list[Case]] = {}
     for case in cases:
         files.setdefault(case.file, []).append(case)
     chance, found = random.Random(0), []
     smallest_first = sorted(files.values(), key=len)
     for number, rows in enumerate(smallest_first):
-        room = (MOST_ROWS - len(found)) // (len(smallest_first) - number)
+        room = (most - len(found)) // (len(smallest_first) - number)
         found += chance.sample(rows, min(len(rows), room))
     return found

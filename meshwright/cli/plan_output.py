@@ -14,10 +14,12 @@ from meshwright.cli.main import load_file
 from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import Candidate, Choice, Question
-from meshwright.planner.explain import NAMES, against, reason
+from meshwright.planner.explain import NAMES, against, format_chance, reason
 from meshwright.planner.scaling import KNEE, Point, knee
 from meshwright.planner.timeline import timeline
+from meshwright.planner.uncertainty import INTERVAL
 from meshwright.schedules import draw
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -91,7 +93,7 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
 
 def _ranking_table(question: Question, choice: Choice) -> Table:
     table = Table(title="the best", title_justify="left")
-    for name in ("layout", "step", "tokens/s", "fullest rank", "against the first"):
+    for name in ("layout", "step", f"{INTERVAL:.0%} between", "tokens/s", "fullest rank", "fits", "against the first"):
         table.add_column(name, justify="left" if name in ("layout", "against the first") else "right", overflow="fold")
     if question.objective == "cost":
         table.add_column("$/Mtoken", justify="right")
@@ -100,8 +102,10 @@ def _ranking_table(question: Question, choice: Choice) -> Table:
     for candidate in choice.shown:
         comparison = against(candidate, choice.best[0], question.same) if candidate is not choice.best[0] else ""
         text = str(candidate.layout).replace(f",precision={question.job.precision}", "")
-        cells = [text, format_seconds(candidate.price.step_s), format_count(candidate.tokens_per_s)]
-        cells += [format_bytes(candidate.price.peak), comparison]
+        chances, step = candidate_chances(question, candidate), format_seconds(candidate.price.step_s)
+        between = f"{format_seconds(chances.step_low_s)}, {format_seconds(chances.step_high_s)}"
+        cells = [text, step, between, format_count(candidate.tokens_per_s)]
+        cells += [format_bytes(candidate.price.peak), format_chance(chances.fits), comparison]
         if question.objective == "cost":
             cells.append(f"{candidate.cost_per_mtoken:.4f}")
         if question.objective == "energy":

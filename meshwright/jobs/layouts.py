@@ -17,11 +17,11 @@ from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner.choose import Choice, Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.finalists import choose_finalists
-from meshwright.planner.measured_price import measure_activations, reprice_choice
+from meshwright.planner.measured_price import measure_activations, price_layout, reprice_choice
 from meshwright.planner.measured_speeds import Freedom, choose_at_speeds
 from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
@@ -279,6 +279,48 @@ def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, 
     return f"nearest that needs less: --layout {text}, {format_bytes(size)} a rank, {format_seconds(step_s)} a step"
 
 
+LESS_SHARE = 0.9
+"""The plan after one that ran out of memory takes at most this share of its bytes, but for those of every layout alike:
+a run shows that it needed more than there was, not how much, and each try costs a start."""
+
+
+def leaner_plan(
+    config: RunConfig, model: ReadModel, machines: Machines, plan: Plan
+) -> tuple[Plan, ModelAnalysis] | None:
+    """Returns the fastest plan that needs clearly less memory than one that ran out; None without one.
+
+    Only the planner's own choice is followed by another: a layout that the user named stays, and so do islands.
+
+    Args:
+        config: of the run.
+        model: of the run.
+        machines: of its ranks.
+        plan: that ran out of memory.
+    """
+    names_fallbacks = bool(config.recovery.layouts) and plan.ranks < machines.ranks
+    # Another number of islands in the middle of a run would train otherwise.
+    if config.layout != "auto" or names_fallbacks or plan.layout.islands > 1:
+        return None
+    machines = machines.for_ranks(plan.ranks)
+    try:
+        question = _make_question(config, model, machines, plan.layout.precision)
+        measure = make_measure(model.built, config.data.sequence, plan.layout.precision)
+        question = measure_activations(question, measure)
+        # Those of every layout alike, which none saves.
+        fixed_bytes = question.runtime.context_bytes + question.runtime.allocator_bytes
+        planned_bytes = price_layout(question, plan.layout, measure).price.peak
+        limit_bytes = fixed_bytes + LESS_SHARE * (planned_bytes - fixed_bytes)
+        question = dataclasses.replace(question, usable=limit_bytes / question.cluster.memory_bytes)
+        allow = [name for name in config.allow if name != "islands"]
+        choice = choose_finalists(question, FINALISTS, measure, allow)
+        (offer,) = _allowed_plans(config, model, machines.devices, question, choice, 1)
+    except (ClusterError, PlanError):
+        return None
+    following, analysis = offer
+    reason = f"{plan.layout} ran out of memory, and this one needs less; {following.reason}"
+    return dataclasses.replace(following, reason=reason), analysis
+
+
 MODEL_SPLITS = (Mechanics.STAGES, Mechanics.MATRICES, Mechanics.TOKENS)
 """Axes whose degree is kept when ranks are lost, the most important first; experts are spread over the other ranks."""
 
@@ -334,13 +376,12 @@ def _planner_plans(
     count: int,
     precision: str | None = None,
     say: Say = to_stderr,
-    splits_backward: bool = True,
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns up to ``count`` of the planner's best layouts, skipping those that the model doesn't allow."""
     ranks, devices = machines.ranks, machines.devices
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
-        question = _make_question(config, model, machines, precision, splits_backward)
+        question = _make_question(config, model, machines, precision)
         measure = make_measure(model.built, config.data.sequence, precision)
         question = measure_activations(question, measure)
         choice = choose_finalists(question, FINALISTS, measure, config.allow)
@@ -349,6 +390,17 @@ def _planner_plans(
         plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
         say(f"plan: by state alone, since time can't be priced here: {error}")
         return [(plan, analyse_layout(config, model, plan.layout, devices))]
+    return _allowed_plans(config, model, devices, question, choice, count)
+
+
+def _allowed_plans(
+    config: RunConfig, model: ReadModel, devices: Devices, question: Question, choice: Choice, count: int
+) -> list[tuple[Plan, ModelAnalysis]]:
+    """Returns up to ``count`` of a choice's best layouts, skipping those that the model doesn't allow.
+
+    Raises:
+        PlanError: where it allows none.
+    """
     plans: list[tuple[Plan, ModelAnalysis]] = []
     refused = []
     for layout_index, ranked in enumerate(choice.best):
@@ -358,9 +410,13 @@ def _planner_plans(
             refused.append(f"{ranked.layout}: {error}")
             continue
         parts = model_parts(model.built, analysis)
-        if splits_backward and predict.whole_backward_reason(ranked.layout, parts):
+        if question.job.splits_backward and predict.whole_backward_reason(ranked.layout, parts):
             # Known only once the model was rehearsed: plan again without schedules that count on halves.
-            return _planner_plans(config, model, machines, count, precision, say, splits_backward=False)
+            unsplit_job = dataclasses.replace(question.job, splits_backward=False)
+            question = dataclasses.replace(question, job=unsplit_job)
+            measure = make_measure(model.built, config.data.sequence, question.job.precision)
+            choice = choose_finalists(question, FINALISTS, measure, config.allow)
+            return _allowed_plans(config, model, devices, question, choice, count)
         plans.append((predict.chosen_plan(question, choice, layout_index, parts), analysis))
         if len(plans) == count:
             break
@@ -369,9 +425,7 @@ def _planner_plans(
     return plans
 
 
-def _make_question(
-    config: RunConfig, model: ReadModel, machines: Machines, precision: str, splits_backward: bool = True
-) -> Question:
+def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     base = Layout(precision=precision)
     job = PricedJob(
         shape=measure_shape(model.built),
@@ -379,12 +433,12 @@ def _make_question(
         rows=config.train.batch,
         precision=base.compute_precision,
         products=base.product_precision,
-        splits_backward=splits_backward,
     )
     return Question(
         job=job,
         cluster=cluster_of_machines(machines),
         base=base,
+        fits=config.fits,
         rounds=make_rounds(config.outer),
         history=learn(*run_history_file(machines)),
     )

@@ -18,6 +18,7 @@ from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
+from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -27,6 +28,7 @@ from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout
 from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.planner.utilisation import utilisation
 from meshwright.spec.axes import known_axes
@@ -83,6 +85,7 @@ class PlanResult:
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
         question, choice = self.question, self.choice
+        chances = choice_chances(question, choice)
         return {
             "model": {"name": question.job.shape.name, "parameters": question.job.shape.parameters},
             "cluster": question.cluster.to_dict(),
@@ -92,8 +95,15 @@ class PlanResult:
             "objective": question.objective,
             "reason": self.reason,
             "plan": str(self.layout),
-            "best": [_candidate_json(question, candidate) | self._join_json(candidate) for candidate in choice.shown],
+            "best": [
+                _candidate_json(question, candidate)
+                | {"chance_best": chances.by_layout.get(str(candidate.layout))}
+                | self._join_json(candidate)
+                for candidate in choice.shown
+            ],
             "ties": choice.ties,
+            "chances": {"best": chances.best, "ties": chances.ties, "of": chances.of, "interval": INTERVAL},
+            "usable_share": question.usable_share,
             "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
             "search": {
                 "considered": choice.considered,
@@ -144,11 +154,14 @@ class ScalingResult:
 
 
 def _candidate_json(question: Question, candidate: Candidate) -> dict[str, object]:
-    """Returns a layout and its price as plain values."""
+    """Returns a layout and its price as plain values, with the chances of its time and memory."""
     used = utilisation(question.job, question.cluster, candidate)
+    chances = candidate_chances(question, candidate)
     return {
         "layout": candidate.layout.to_json(),
         "price": dataclasses.asdict(candidate.price),
+        "step_range_s": [chances.step_low_s, chances.step_high_s],
+        "fits": chances.fits,
         "tokens_per_s": candidate.tokens_per_s,
         "cost_per_mtoken": candidate.cost_per_mtoken,
         "joules_per_token": candidate.joules_per_token,
@@ -245,6 +258,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         cluster=cluster,
         base=base,
         objective=config.objective,
+        fits=config.fits,
         usable=config.usable,
         limits=_parse_limits(config),
         rounds=make_rounds(config.outer),

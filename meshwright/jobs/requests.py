@@ -14,7 +14,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.schedules.file import PREFIX
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import check_allowed
+from meshwright.spec.plan import check_allowed, check_fits
 from meshwright.train.config import OuterConfig
 
 C = TypeVar("C", bound=Config)
@@ -83,8 +83,10 @@ class PlanConfig(Config):
     copies once in ``outer.every`` steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
     """How islands join, where ``fix`` or ``layout`` has several."""
-    usable: float = 0.94
-    """Share of a device's memory that may be filled."""
+    fits: float = 0.99
+    """Chance with which the plan fits the memory of its devices."""
+    usable: float | None = None
+    """Share of a device's memory that may be filled, in place of the one that follows from ``fits``."""
     layout: tuple[str, ...] = ()
     """Layouts to compare with the plan; for each the answer says why it is worse or doesn't fit."""
     calibration: str = ""
@@ -98,7 +100,8 @@ class PlanConfig(Config):
         """Refuses settings that can't be."""
         if self.batch < 1 or self.sequence < 1 or self.show < 1:
             raise ConfigError("batch, sequence and show must be at least 1")
-        if not 0 < self.usable <= 1:
+        check_fits(self.fits)
+        if self.usable is not None and not 0 < self.usable <= 1:
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
         if self.lost < 0:
             raise ConfigError(f"lost = {self.lost}: a number of nodes is 0 or more")

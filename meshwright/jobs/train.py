@@ -20,6 +20,7 @@ from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
     check_fallback_layouts,
+    leaner_plan,
     make_plans,
     name_leaner_layout,
     plan_for_fewer_ranks,
@@ -313,7 +314,19 @@ def _make_planning(
     def replan(request: ReplanRequest) -> Replan | None:
         return replan_layout(config, model, machines, request)
 
-    return Planning(plan_for_ranks=plan_for_ranks, make_job=make_job, announce_plan=announce_plan, replan=replan)
+    def next_leaner_plan(plan: Plan, reason: str) -> tuple[Plan, ModelAnalysis] | None:
+        offer = leaner_plan(config, model, machines, plan)
+        if offer is not None:
+            say(f"{reason}: the next plan that needs less is {offer[0].layout}, which is started")
+        return offer
+
+    return Planning(
+        plan_for_ranks=plan_for_ranks,
+        make_job=make_job,
+        announce_plan=announce_plan,
+        leaner_plan=next_leaner_plan,
+        replan=replan,
+    )
 
 
 def _check_before_start(

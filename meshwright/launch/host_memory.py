@@ -81,6 +81,27 @@ RANK_SCORE, SUPERVISOR_SCORE = 500, -500
 supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj."""
 
 
+def count_oom_kills() -> int:
+    """Returns how many processes the kernel has killed for lack of memory: of this control group, else of this host.
+
+    0 where neither is known. Source: Documentation/admin-guide/cgroup-v2.rst, ``memory.events``; proc(5), vmstat.
+    """
+    paths = [Path("/proc/vmstat")]
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text(encoding="ascii", errors="replace").rpartition("::")[2].strip()
+        paths = [
+            Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events",
+            Path("/sys/fs/cgroup/memory.events"),
+            *paths,
+        ]
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            fields = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
+            if "oom_kill" in fields:
+                return int(fields["oom_kill"])
+    return 0
+
+
 def prefer_for_killing(score: int) -> None:
     """Sets how much the kernel prefers this process when it kills for lack of memory, as far as permitted."""
     with contextlib.suppress(OSError):

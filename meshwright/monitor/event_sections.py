@@ -11,8 +11,8 @@ from meshwright.monitor.page import note, table
 from meshwright.monitor.rundir import RunFiles, number
 from meshwright.units import format_bytes, format_seconds
 
-HEALTH = ("slow_rank", "damaged", "damage_repaired", "left_out", "rank_lost", "node_lost", "snapshots_off", "drifted",
-          "device_slowed", "device_errors", "drained", "drain_refused")  # fmt: skip
+HEALTH = ("slow_rank", "damaged", "damage_repaired", "left_out", "rank_lost", "plan_dropped", "node_lost",
+          "snapshots_off", "drifted", "device_slowed", "device_errors", "drained", "drain_refused")  # fmt: skip
 """Kinds of events that say something about a device or its host."""
 _CHECKPOINTS = ("checkpoint_saved", "checkpoint_failed", "checkpoint_refused", "checkpoint_fetched", "mirror_failed")
 _MOST_ROWS = 12

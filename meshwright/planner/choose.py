@@ -24,6 +24,7 @@ from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
+from meshwright.planner.uncertainty import Seen, TimeSpread, fitted_spreads
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -32,7 +33,10 @@ from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_bytes
 
 USABLE = 0.94
-"""Share of a device's memory that a plan may fill; the rest is lost to fragmentation over a long run."""
+"""Most share of a device's memory that a plan may fill, however sure its bytes are; the rest is lost to fragmentation
+over a long run."""
+FITS = 0.99
+"""Chance with which a plan fits."""
 TIME_TOLERANCE = 0.05
 """Relative difference of predicted times below which layouts tie (docs/predictions.md: regret of the first choice)."""
 PROCESS_BYTES = 0.35 * 2**30
@@ -92,6 +96,8 @@ class Choice:
     """Layouts after the finalists, where more are to be shown."""
     show: int = FINALISTS
     """Most layouts to show."""
+    kept: tuple[tuple[float, Layout], ...] = ()
+    """(seconds as the search priced them, layout) of all that it kept, the fastest first."""
 
     @property
     def shown(self) -> tuple[Candidate, ...]:
@@ -112,8 +118,10 @@ class Question:
     """The runtime that is priced; our own on these devices by default."""
     objective: str = "time"
     """One of `OBJECTIVES`."""
-    usable: float = USABLE
-    """Share of a device's memory that may be filled."""
+    fits: float = FITS
+    """Chance with which a layout must fit its devices."""
+    usable: float | None = None
+    """Share of a device's memory that may be filled, in place of the one that follows from ``fits``."""
     history: RunHistory = field(default_factory=RunHistory)
     """Measured over priced times of earlier runs on these machines."""
     limits: dict[str, Any] = field(default_factory=dict)
@@ -145,12 +153,46 @@ class Question:
     @property
     def same(self) -> float:
         """Relative difference of predicted times below which two layouts tie."""
-        return TIME_TOLERANCE_ON_CORES if self.cluster.device.name.startswith("cpu") else TIME_TOLERANCE
+        return TIME_TOLERANCE_ON_CORES if self._on_cores else TIME_TOLERANCE
+
+    @property
+    def seen(self) -> Seen:
+        """What the prices rest on: runs of this machine, its calibration, or published runs on such devices."""
+        measured = self.cluster.calibration is not None or self.history.runs > 0
+        fitted = set(self.cluster.kinds) <= fitted_spreads().devices
+        return Seen(framework=measured, device=measured or fitted)
+
+    @property
+    def time_spread(self) -> TimeSpread:
+        """Scales of the error of predicted times."""
+        spread = fitted_spreads().time
+        return spread.widened(TIME_TOLERANCE_ON_CORES) if self._on_cores else spread
+
+    @property
+    def _on_cores(self) -> bool:
+        return self.cluster.device.name.startswith("cpu")
+
+    @property
+    def _counts_bytes(self) -> bool:
+        """Whether bytes are the model's own: on a calibrated machine, and on cores, where no allocator keeps more."""
+        return self.cluster.calibration is not None or self._on_cores
+
+    @property
+    def usable_share(self) -> float:
+        """Share of each device's memory that a layout may fill: where it fits with the chance ``fits``."""
+        if self.usable is not None:
+            return self.usable
+        return min(USABLE, fitted_spreads().memory.share(self.fits, self.seen, self._counts_bytes))
 
     @property
     def usable_bytes(self) -> float:
         """Bytes that a layout may fill on each device."""
-        return self.usable * self.cluster.memory_bytes
+        return self.usable_share * self.cluster.memory_bytes
+
+    def chance_fits(self, needed_bytes: float) -> float:
+        """Returns the chance that a rank of predicted ``needed_bytes`` fits its device."""
+        room = math.log(self.cluster.memory_bytes / needed_bytes)
+        return fitted_spreads().memory.chance(room, self.seen, self._counts_bytes)
 
     @property
     def space(self) -> Space:
@@ -229,7 +271,15 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
         too_large=result.too_large,
         search_s=result.search_s,
         notes=notes(question, best[0]),
+        kept=_kept_layouts(question, *result.best),
     )
+
+
+def _kept_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> tuple[tuple[float, Layout], ...]:
+    """Returns (seconds, layout) of all that a search kept, the fastest first."""
+    layers = len(question.job.shape.blocks)
+    layouts = (layout_of(batch, i, question.base, layers, question.space.fixed) for i in range(batch.count))
+    return tuple(zip(prices.step_s.tolist(), layouts))
 
 
 def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[tuple[Candidate, ...], int]:
@@ -361,6 +411,12 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
         sentences.append(
             f"the fullest rank leaves {format_bytes(free_bytes)} free: longer rows or another allocator may not fit; "
             "--usable 0.85 plans with more room"
+        )
+    elif question.usable is None and question.usable_share < 0.9 * USABLE:
+        sentences.append(
+            f"plans fill {question.usable_share:.0%} of a device at most, so that they fit with {question.fits:.0%}: "
+            "no runs of this runtime on such devices were measured; `meshwright calibrate` there permits more, as "
+            "does a smaller --fits"
         )
     bubble = best.price.parts.get("bubble", 0.0) / best.price.step_s
     if bubble > 0.2:

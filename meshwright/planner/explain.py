@@ -7,7 +7,9 @@ import math
 from collections.abc import Callable
 
 from meshwright.errors import PlanError
+from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.uncertainty import INTERVAL
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
@@ -63,7 +65,29 @@ def reason(question: Question, choice: Choice, candidate: Candidate | None = Non
     elif len(choice.best) > 1:
         runner_up = choice.best[1]
         sentence += f"; next is {runner_up.layout}, {runner_up.price.step_s / best.price.step_s - 1:.1%} slower"
+    return f"{sentence}; {chances_sentence(question, choice)}"
+
+
+def chances_sentence(question: Question, choice: Choice) -> str:
+    """Returns a clause on how sure the plan is: its time, its memory, and that no other layout is faster."""
+    of_plan, of_choice = candidate_chances(question, choice.best[0]), choice_chances(question, choice)
+    sentence = (
+        f"a step takes {format_seconds(of_plan.step_low_s)} to {format_seconds(of_plan.step_high_s)} with "
+        f"{INTERVAL:.0%} and fits with {format_chance(of_plan.fits)}"
+    )
+    if of_choice.of > 1:
+        sentence += (
+            f"; of the {of_choice.of} best it is the fastest with {format_chance(of_choice.best)}, and "
+            f"{of_choice.ties - 1} can't be told apart from it"
+        )
     return sentence
+
+
+def format_chance(chance: float) -> str:
+    """Returns a chance in per cent; one that rounds to certainty as a bound."""
+    if chance > 0.999:
+        return "over 99.9%"
+    return f"{chance:.1%}" if chance > 0.99 or chance < 0.1 else f"{chance:.0%}"
 
 
 def against(candidate: Candidate, best: Candidate, tolerance: float) -> str:

@@ -123,7 +123,7 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
             "beside the state of one; nearest that would: --fix islands=1"
         )
     front = pareto_front([*best, *more])
-    return dataclasses.replace(choice, best=best, more=more, front=front)
+    return dataclasses.replace(choice, best=best, more=more, front=front, kept=())
 
 
 def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Candidate:

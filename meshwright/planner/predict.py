@@ -44,10 +44,13 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     # A run's medians are of steps without a join, which most are.
     step_parts = {name: seconds for name, seconds in price.parts.items() if name != JOIN}
     unscaled_parts = question.history.of(candidate.layout).inverse.of_parts(step_parts)
+    step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.seen)
     return Prediction(
         memory={**state.memory, **other_memory},
         formula=state.formula,
-        step_s=price.step_s - price.parts.get(JOIN, 0.0),
+        step_s=step_s,
+        step_range_s=(step_s / factor, step_s * factor),
+        fits=question.chance_fits(price.peak),
         parts=parts,
         traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),

@@ -128,7 +128,7 @@ class _PricedRun:
 
 def _priced_runs(question: Question, kinds: DeviceKinds, layouts: Sequence[Layout]) -> Iterator[_PricedRun]:
     """Yields the prices of N layouts with equally many stages; none of those that the batch's rows don't divide."""
-    blocks, limits = len(question.job.shape.blocks), kinds.limits_bytes(question.usable)
+    blocks, limits = len(question.job.shape.blocks), kinds.limits_bytes(question.usable_share)
 
     def price(batch: LayoutBatch, kind: int) -> RankTimes:
         engine = question.runtime.for_layout(layouts[0])

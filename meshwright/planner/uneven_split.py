@@ -84,7 +84,7 @@ def _with_layers_split(
     job, stages, count = question.job, len(stage_kinds), len(question.job.shape.blocks)
     batch = LayoutBatch.from_layouts(layouts, count)
     seconds = layer_seconds(question, kinds, batch)
-    stage_limits_bytes = np.array(kinds.limits_bytes(question.usable))[stage_kinds]
+    stage_limits_bytes = np.array(kinds.limits_bytes(question.usable_share))[stage_kinds]
     max_layers = np.full((len(layouts), stages), count)
     splits: dict[int, StageSplit] = {}
     open_indices = np.arange(len(layouts))

@@ -28,7 +28,16 @@ from meshwright.resilience.generation import (
 )
 from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, job_origin
 from meshwright.resilience.membership import LeadershipLost, LeftRun, Membership
-from meshwright.resilience.messages import Busy, Device, Order, Reconfigure, RewindState, Start, StateLocation
+from meshwright.resilience.messages import (
+    Busy,
+    Device,
+    NodeFailure,
+    Order,
+    Reconfigure,
+    RewindState,
+    Start,
+    StateLocation,
+)
 from meshwright.resilience.orders import (
     StateKey,
     assign_ranks,
@@ -51,6 +60,8 @@ from meshwright.train.outcome import TrainOutcome
 from meshwright.train.stage_times import RankTime
 
 _BUSY_S = 60.0
+FIRST_STEPS = 10
+"""Steps of a plan in which a lack of memory is the plan's: all that a step allocates, a step has allocated by then."""
 _RETURN_S = 10.0
 """How long to wait for missing nodes when the nodes present hold no complete state in memory."""
 
@@ -344,6 +355,8 @@ class Controller:
         decision = decide_after_failure(verdict, order, members.lost_nodes, self._restart_budget, interrupted)
         # What failed under a layout that was just chosen may run under the one before, from the same state.
         withdrawn = self._replanner.withdraw() and not interrupted
+        if failure is not None and not withdrawn and not interrupted and self._drop_plan(failure, order):
+            return
         if decision.refused_state is not None and not withdrawn:
             self._refused_states.add(decision.refused_state)
             self._event("snapshot_refused", reason=str(decision.error))
@@ -351,6 +364,23 @@ class Controller:
             raise self._save_newest_state(decision.error)
         if decision.blamed is not None:
             self._record_device_failure(decision.blamed)
+
+    def _drop_plan(self, failure: NodeFailure, order: Order) -> bool:
+        """Takes the next plan of the list if ranks ran out of memory in their first steps; returns whether it did."""
+        began = max(0, order.state.step if order.state is not None else self._checkpoint_step())
+        if not failure.is_shortage or failure.step - began > FIRST_STEPS:
+            return False
+        # Planning takes seconds, in which the other nodes must hear of this one.
+        self._members.broadcast(Busy(_BUSY_S))
+        reason = failure.text.splitlines()[0]
+        offer = self._planning.leaner_plan(order.plan, reason)
+        if offer is None:
+            return False
+        self._planner.learn(order.plan.ranks, offer)
+        self._event(
+            "plan_dropped", step=failure.step, layout=str(order.plan.layout), next=str(offer[0].layout), reason=reason
+        )
+        return True
 
     def _rewind_damage(self, damage: Damage, order: Order) -> None:
         """Restarts from the newest state that is older than a damage.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 
 from meshwright.checkpoint.manifest import Origin
@@ -12,6 +13,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
+from meshwright.launch.host_memory import count_oom_kills
 from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.progress import PROGRESS, node_progress, reset_progress
 from meshwright.resilience.hang_watch import HangError, HangWatch
@@ -24,6 +26,7 @@ from meshwright.spec.layout import Layout
 from meshwright.train.flight import Flight
 from meshwright.train.memory import PeerCopies, RecoveryMemory, SupervisorRequests
 from meshwright.train.session import TrainJob
+from meshwright.train.shortage import OUT_OF_MEMORY
 from meshwright.train.stage_times import PublishedTimes, can_replan
 
 _IDLE_LIMIT_GROWTH = 4.0
@@ -80,6 +83,7 @@ class GenerationRanks:
             interrupts=interrupts,
             node_ranks=node_ranks,
         )
+        self._oom_kills = count_oom_kills()
         progress = job.run_dir / (PROGRESS if node_ranks is None else node_progress(node_ranks.node))
         # Stamps of the previous generation must not look like progress of this one.
         reset_progress(progress, order.world)
@@ -133,6 +137,15 @@ class GenerationRanks:
         """Whether the first failure was an exception in a rank, which a restart may well meet again."""
         failures = self.launcher.failures
         return bool(failures) and bool(failures[0].trace) and not failures[0].is_echo
+
+    @property
+    def ran_out_of_memory(self) -> bool:
+        """Whether the first failure was for lack of memory: an allocator's error, or the kernel killed the rank."""
+        failures = self.launcher.failures
+        if not failures:
+            return False
+        was_killed = failures[0].status == -signal.SIGKILL and count_oom_kills() > self._oom_kills
+        return was_killed or f"{OUT_OF_MEMORY} in" in failures[0].summary
 
     @property
     def furthest_step(self) -> int:

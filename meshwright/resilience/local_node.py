@@ -215,6 +215,7 @@ class LocalNode:
             is_echo=bool(failures) and failures[0].is_echo,
             is_hang=isinstance(error, HangError),
             raised=ranks.raised,
+            is_shortage=ranks.ran_out_of_memory,
             phase=stamp.phase if stamp else "start",
             step=stamp.step if stamp else 0,
             time=time.time(),

@@ -18,7 +18,7 @@ from meshwright.train.integrity import Damage
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.stage_times import RankTime
 
-VERSION = 5
+VERSION = 6
 """Version of the messages below; supervisors of different versions refuse each other's."""
 Device = tuple[int, int]
 """A node and the number of one of its devices."""
@@ -71,6 +71,8 @@ class NodeFailure:
     is_hang: bool
     raised: bool
     """Whether it was an exception in the rank, which a restart may well meet again."""
+    is_shortage: bool
+    """Whether its memory ran out: the device's, or the host's, for which the kernel killed it."""
     phase: str
     step: int
     time: float

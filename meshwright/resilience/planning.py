@@ -50,6 +50,15 @@ class ReplanRequest:
     """Layouts that brought less than they promised, which aren't tried again."""
 
 
+LeanerPlan = Callable[[Plan, str], "tuple[Plan, ModelAnalysis] | None"]
+"""Returns the next plan of the list that needs less memory than one that ran out, of which the text says how; None
+without one."""
+
+
+def no_leaner_plan(plan: Plan, reason: str) -> None:
+    """Returns no other plan."""
+
+
 Replanning = Callable[[ReplanRequest], Replan | None]
 """Returns a faster layout for measured speeds; None where there is none."""
 
@@ -68,6 +77,8 @@ class Planning:
     """Returns the job of a plan; the analysis is that of the plan, where it is known."""
     announce_plan: Callable[[Plan], None]
     """Called with each later plan before its ranks start."""
+    leaner_plan: LeanerPlan = no_leaner_plan
+    """Returns the plan that follows one whose ranks ran out of memory in their first steps."""
     replan: Replanning = no_replan
     """Returns a faster layout at measured speeds."""
 

@@ -27,6 +27,19 @@ def check_allowed(names: Sequence[str]) -> None:
             raise ConfigError(f"allow: {name} is unknown{nearest(name, ALLOWED)}")
 
 
+def check_fits(chance: float) -> None:
+    """Refuses a chance with which no plan can fit.
+
+    Raises:
+        ConfigError: for one that isn't between 0.5 and 1.
+    """
+    if not 0.5 <= chance < 1:
+        raise ConfigError(
+            f"fits = {chance}: the chance with which the plan fits is at least 0.5 and under 1, as 0.99; nothing is "
+            "certain to fit before it ran"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
     """What a layout is expected to take; a part that wasn't priced is absent, never zero."""
@@ -37,6 +50,10 @@ class Prediction:
     """For each part of memory, the formula that gave it."""
     step_s: float | None = None
     """Seconds per step."""
+    step_range_s: tuple[float, float] | None = None
+    """Seconds between which a step takes with a chance of 80 %."""
+    fits: float | None = None
+    """Chance that the fullest rank fits its device."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Parts of step_s in seconds."""
     traffic: Mapping[str, int] = field(default_factory=dict)
@@ -71,7 +88,10 @@ class Plan:
         """Builds the plan from `to_json`'s values."""
         fields = dict(values)
         fields["layout"] = Layout.from_json(fields["layout"])
-        fields["prediction"] = Prediction(**fields["prediction"])
+        prediction = dict(fields["prediction"])
+        if prediction.get("step_range_s") is not None:
+            prediction["step_range_s"] = tuple(prediction["step_range_s"])
+        fields["prediction"] = Prediction(**prediction)
         return cls(**fields)
 
     def dumps(self) -> str:

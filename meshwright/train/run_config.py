@@ -12,7 +12,7 @@ from meshwright.launch.config import LaunchConfig, RayConfig, SlurmConfig
 from meshwright.launch.kubernetes_config import KubernetesConfig
 from meshwright.models.config import ModelConfig
 from meshwright.monitor.config import MonitorConfig
-from meshwright.spec.plan import check_allowed
+from meshwright.spec.plan import check_allowed, check_fits
 from meshwright.train.config import (
     EvaluationConfig,
     OptimizerConfig,
@@ -33,6 +33,8 @@ class RunConfig(Config):
     """With ``layout = auto``: what the plan may do to the numbers of training. ``lossy``, send gradients and weights
     rounded; ``islands``, join copies once in ``outer.every`` steps. A plan for the ranks that are left after a fault
     begins neither."""
+    fits: float = 0.99
+    """With ``layout = auto``: chance with which the plan fits the memory of its devices."""
     trials: int = 0
     """With ``layout = auto``: run this many of the best layouts for ten steps each and keep the fastest."""
     devices: int | None = None
@@ -81,6 +83,7 @@ class RunConfig(Config):
                 "devices, and recovery.enabled, which starts the ranks again without one"
             )
         check_allowed(self.allow)
+        check_fits(self.fits)
         if self.allow and self.layout != "auto":
             raise ConfigError(
                 f"allow = {','.join(self.allow)} lets the planner choose, with layout = auto; name compress=int8 or "

@@ -96,7 +96,8 @@ def order_of(slots: Mapping[int, int], state: StateLocation | None = STATE, **fi
 def failure(node: int = 0, rank: int = 1, **fields: Any) -> NodeFailure:
     known = {
         "node": node, "rank": rank, "error": "LaunchError", "text": "killed\nmore", "coordinates": "replicate 1",
-        "is_echo": False, "is_hang": False, "raised": False, "phase": "forward", "step": 9, "time": 100.0,
+        "is_echo": False, "is_hang": False, "raised": False, "is_shortage": False, "phase": "forward", "step": 9,
+        "time": 100.0,
     }  # fmt: skip
     return NodeFailure(**known | fields)  # type: ignore[arg-type]
 
