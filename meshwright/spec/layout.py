@@ -39,7 +39,10 @@ from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, p
 
 PRECISIONS = ("float32", "float64", "bf16", "fp16")
 OFFLOADS = ("none", "optimizer", "parameters")
-ATTENTIONS = ("heads", "gather")
+ATTENTIONS = ("heads", "gather", "ring")
+"""Ways in which ``cp`` computes attention."""
+BALANCED_ATTENTIONS = ("gather", "ring")
+"""Those under which a rank has an early and a late run of each row, for balance (`spec.key_ring`)."""
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"

@@ -167,8 +167,10 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
     trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
-    # Gathering looks for attention where every kernel is called, with a mask to cut: it keeps the model's own.
-    if model.config.attention == VARLEN and facts.attention != "gather":
+    # Gathering looks for attention where every kernel is called, with a mask to cut: it keeps the model's own. A ring
+    # needs masks that say what they hide.
+    wants_varlen = model.config.attention == VARLEN and facts.attention != "gather"
+    if wants_varlen or (facts.attention == "ring" and model.structure.transformers):
         use_varlen(model.module)
     return ModelSource(
         module=model.module,

@@ -1,0 +1,499 @@
+"""Attention over split tokens while keys and values go round the ranks of ``cp``: no rank ever has a whole row's.
+
+Each rank has an early and a late run of every row. It computes with its own keys first; in step t with those of the
+rank t places before it, which travel while it computes with the ones before. Partial outputs are merged by their
+log-sum-exp. Backward sends keys and values round once more, and what a rank adds to their gradients goes back to their
+owner, who adds up in at least float32. `spec.key_ring` says which keys a rank needs: others aren't sent, and each block
+comes from its owner, so that a rank between two others carries nothing for them. Documents and windows cut what is
+computed; what is sent depends on the window alone, which the planner knows.
+Source: Liu et al., Ring Attention (2023), section 3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.overrides import TorchFunctionMode
+
+from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.block_attention import Segments, accumulation_dtype, attend, attend_backward, merge
+from meshwright.parallel.document_attention import PackedMask, document_attention, unpack_mask
+from meshwright.spec.key_ring import KeyRing
+from meshwright.spec.placement import Span
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
+
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+NEAREST = "the nearest is attention=gather"
+
+
+class RingRefusal(ValueError):
+    """Raised for attention that can't go round a ring; the text says why, and what works instead."""
+
+
+class _Tile(NamedTuple):
+    """Queries of a row's run that see some keys of a run: both of one document."""
+
+    row: int
+    queries: Span
+    """In the run of queries."""
+    keys: Span
+    """In the run of keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tiles:
+    """Tiles that one call of the kernel computes."""
+
+    tiles: tuple[_Tile, ...]
+    segments: Segments
+    is_whole: bool
+    """Whether they are all queries and keys of both runs, one after the other."""
+
+
+@lru_cache(maxsize=1024)
+def _find_tiles(
+    ring: KeyRing, query_run: int, key_run: int, rows: int, starts: tuple[int, ...] | None
+) -> tuple[_Tiles, ...]:
+    """Returns what of a run of queries sees what of a run of keys.
+
+    Args:
+        ring: of the rows.
+        query_run: number of the run of queries.
+        key_run: number of the run of keys.
+        rows: B.
+        starts: first token of each document, the rows one after the other, then B S; None for one document a row.
+    """
+    size = ring.run_tokens
+    if query_run == key_run:
+        return (_diagonal_tiles(ring, query_run, rows, starts),)
+    first_key = ring.first_seen(query_run, key_run)
+    if first_key == size:
+        return ()
+    # Query i sees the keys from i + lag on, where there is a window: the last query is the one that sees one key.
+    distance = (query_run - key_run) * size
+    lag = distance - ring.window + 1 if ring.window else -size
+    last_query = min(size, size - lag)
+    tiles_by_window: dict[int, list[_Tile]] = {}
+    for row in range(rows):
+        first, last = first_key, last_query
+        if starts is not None:
+            # Only the document of the first query can reach back to another run, and then it holds that run's end.
+            row_start = row * 2 * ring.ranks * size
+            document = _document_of(starts, row_start + query_run * size)
+            first = max(first, document[0] - row_start - key_run * size)
+            last = min(last, document[1] - row_start - query_run * size)
+        if first < size:
+            # Aligned at the last query and key; -1 where the window reaches further than the first key.
+            left = size - last - lag if last - 1 + lag > first else -1
+            tiles_by_window.setdefault(left, []).append(_Tile(row, (0, last), (first, size)))
+    whole = ((0, size), (0, size))
+    return tuple(
+        _Tiles(
+            tuple(tiles),
+            Segments(tuple(tile.queries[1] for tile in tiles), tuple(size - tile.keys[0] for tile in tiles), (left, -1)),
+            is_whole=len(tiles) == rows and all((tile.queries, tile.keys) == whole for tile in tiles),
+        )
+        for left, tiles in tiles_by_window.items()
+    )
+
+
+def _diagonal_tiles(ring: KeyRing, run: int, rows: int, starts: tuple[int, ...] | None) -> _Tiles:
+    """Returns the documents of a run, whose queries see its own keys up to themselves."""
+    size, tiles = ring.run_tokens, []
+    for row in range(rows):
+        first = (2 * ring.ranks * row + run) * size
+        inside = [start - first for start in starts or () if first < start < first + size]
+        bounds = [0, *inside, size]
+        tiles += [_Tile(row, span, span) for span in zip(bounds, bounds[1:])]
+    lengths = tuple(tile.queries[1] - tile.queries[0] for tile in tiles)
+    left = ring.window - 1 if 0 < ring.window < max(lengths) else -1
+    return _Tiles(tuple(tiles), Segments(lengths, lengths, (left, 0)), is_whole=True)
+
+
+def _document_of(starts: Sequence[int], token: int) -> Span:
+    """Returns the first token of a token's document, and the one after its last."""
+    last = next(index for index, start in enumerate(starts) if start > token)
+    return starts[last - 1], starts[last]
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """The keys and values of a rank's two runs, or what a reader needs of them."""
+
+    owner: int
+    firsts: tuple[int, int]
+    """First token that is here of the early and the late run."""
+    keys: tuple[torch.Tensor, torch.Tensor]
+    """Of each run (B, L, K, E)."""
+    values: tuple[torch.Tensor, torch.Tensor]
+    """Of each run (B, L, K, E')."""
+
+
+@dataclass(slots=True)
+class _Arrival:
+    """A block that travels."""
+
+    pending: PendingCollective
+    owner: int
+    buffer: torch.Tensor | None
+    """What comes in, flat; None where nothing does."""
+
+
+class RingCall:
+    """One attention's ring.
+
+    Args:
+        axis_group: ranks of the ring.
+        ring: which keys go where.
+        scale: factor on the scores.
+        starts: first token of each document, the rows one after the other, then B S; None for one document a row.
+    """
+
+    def __init__(self, axis_group: AxisGroup, ring: KeyRing, scale: float, starts: tuple[int, ...] | None) -> None:
+        self._axis_group, self._ring, self._scale, self._starts = axis_group, ring, scale, starts
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Computes attention of this rank's queries with all keys that they see.
+
+        Args:
+            query: (B, S / c, H, E), the early run and then the late one.
+            key: (B, S / c, K, E), K dividing H.
+            value: (B, S / c, K, E').
+
+        Returns:
+            Output (B, S / c, H, E') and log-sum-exp (B, S / c, H) in the type of accumulation.
+        """
+        rows, tokens, heads = query.shape[:3]
+        wide = accumulation_dtype(query.dtype)
+        output = query.new_zeros(rows, tokens, heads, value.shape[-1], dtype=wide)
+        log_sums = query.new_full((rows, tokens, heads), -math.inf, dtype=wide)
+        for block in self._blocks(key, value):
+            for query_half, key_half, tiles in self._pairs(block.owner, rows):
+                queries = self._run(query, query_half)
+                keys, values, first = block.keys[key_half], block.values[key_half], block.firsts[key_half]
+                local, local_sums = attend(
+                    _take_queries(queries, tiles),
+                    _take_keys(keys, tiles, first),
+                    _take_keys(values, tiles, first),
+                    tiles.segments,
+                    self._scale,
+                )
+                targets = _query_views(self._run(output, query_half), tiles), _query_views(
+                    self._run(log_sums, query_half), tiles
+                )
+                sources = _split_queries(local, tiles, rows), _split_queries(local_sums, tiles, rows)
+                for target, target_sums, source, source_sums in zip(*targets, *sources):
+                    merge(target, target_sums, source, source_sums)
+        return output.to(query.dtype), log_sums
+
+    def backward(
+        self,
+        upstream: torch.Tensor,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        output: torch.Tensor,
+        log_sums: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the gradients of query, key and value; key's and value's from all ranks that saw them.
+
+        Args:
+            upstream: gradient of the output, (B, S / c, H, E').
+            query: as in `forward`.
+            key: as in `forward`.
+            value: as in `forward`.
+            output: of `forward`.
+            log_sums: of `forward`.
+        """
+        wide, rows = accumulation_dtype(query.dtype), query.shape[0]
+        query_grad, key_grad, value_grad = (torch.zeros_like(x, dtype=wide) for x in (query, key, value))
+        returning: _Arrival | None = None
+        for block in self._blocks(key, value):
+            is_own = block.owner == self._axis_group.index
+            key_grads = [self._run(key_grad, half) if is_own else _zeros(block.keys[half], wide) for half in (0, 1)]
+            value_grads = [
+                self._run(value_grad, half) if is_own else _zeros(block.values[half], wide) for half in (0, 1)
+            ]
+            for query_half, key_half, tiles in self._pairs(block.owner, rows):
+                first = block.firsts[key_half]
+                grads = attend_backward(
+                    *(_take_queries(self._run(x, query_half), tiles) for x in (upstream, query)),
+                    *(_take_keys(x[key_half], tiles, first) for x in (block.keys, block.values)),
+                    *(_take_queries(self._run(x, query_half), tiles) for x in (output, log_sums)),
+                    tiles.segments,
+                    self._scale,
+                )
+                _add(_query_views(self._run(query_grad, query_half), tiles), _split_queries(grads[0], tiles, rows))
+                for target, grad in ((key_grads, grads[1]), (value_grads, grads[2])):
+                    _add(_key_views(target[key_half], tiles, first), _split_keys(grad, tiles, rows))
+            if not is_own:
+                self._add_returned(returning, key_grad, value_grad)
+                returning = self._send_back(block.owner, [*key_grads, *value_grads], key, value)
+        self._add_returned(returning, key_grad, value_grad)
+        return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype)
+
+    # -------------------------------------------------------- what travels
+
+    def _blocks(self, key: torch.Tensor, value: torch.Tensor) -> Iterator[_Block]:
+        """Yields this rank's block, then those of the ranks before it; the next one travels meanwhile."""
+        index, size = self._axis_group.index, self._axis_group.size
+        steps = [step for step in range(1, size) if self._ring.has_traffic(step)]
+        arrival = self._start(steps[0], key, value) if steps else None
+        own_keys, own_values = ((self._run(x, 0), self._run(x, 1)) for x in (key, value))
+        yield _Block(index, (0, 0), own_keys, own_values)
+        for next_step in [*steps[1:], 0] if steps else ():
+            assert arrival is not None
+            arrival.pending.wait()
+            owner, buffer = arrival.owner, arrival.buffer
+            arrival = self._start(next_step, key, value) if next_step else None
+            firsts = self._ring.first_sent(owner, index)
+            keys, values = self._unpack(buffer, firsts, key, value)
+            yield _Block(owner, firsts, keys, values)
+
+    def _start(self, step: int, key: torch.Tensor, value: torch.Tensor) -> _Arrival:
+        """Starts sending this rank's keys to the rank ``step`` after it, and receiving from the one before it."""
+        index, size = self._axis_group.index, self._axis_group.size
+        owner, reader = (index - step) % size, (index + step) % size
+        firsts = self._ring.first_sent(index, reader)
+        parts = [self._run(x, half)[:, firsts[half] :] for x in (key, value) for half in (0, 1)]
+        chunks = {reader: torch.cat([part.reshape(-1) for part in parts])} if any(x.numel() for x in parts) else {}
+        buffer = self._empty(self._ring.tokens_sent(owner, index), key, value)
+        outputs = {} if buffer is None else {owner: buffer}
+        return _Arrival(self._axis_group.exchange(outputs, chunks), owner, buffer)
+
+    def _send_back(self, owner: int, grads: Sequence[torch.Tensor], key: torch.Tensor, value: torch.Tensor) -> _Arrival:
+        """Starts sending the gradients of another rank's block to it, and receiving those of this rank's block."""
+        index, size = self._axis_group.index, self._axis_group.size
+        reader = (2 * index - owner) % size
+        sent = torch.cat([grad.reshape(-1) for grad in grads]).to(key.dtype)
+        buffer = self._empty(self._ring.tokens_sent(index, reader), key, value)
+        pending = self._axis_group.exchange(
+            {} if buffer is None else {reader: buffer}, {owner: sent} if sent.numel() else {}
+        )
+        return _Arrival(pending, reader, buffer)
+
+    def _add_returned(self, returning: _Arrival | None, key_grad: torch.Tensor, value_grad: torch.Tensor) -> None:
+        """Waits for a reader's gradients of this rank's block and adds them; (B, S / c, K, E or E'), in place."""
+        if returning is None:
+            return
+        returning.pending.wait()
+        firsts = self._ring.first_sent(self._axis_group.index, returning.owner)
+        arrived = self._unpack(returning.buffer, firsts, key_grad, value_grad)
+        for grad, halves in zip((key_grad, value_grad), arrived):
+            for half in (0, 1):
+                self._run(grad, half)[:, firsts[half] :].add_(halves[half])
+
+    def _empty(self, tokens: int, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        """Returns a flat buffer for keys and values of so many tokens of each row; None for none."""
+        rows, _, heads, size = key.shape
+        return key.new_empty(rows * tokens * heads * (size + value.shape[-1])) if tokens else None
+
+    def _unpack(
+        self, buffer: torch.Tensor | None, firsts: tuple[int, int], key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """Returns keys (B, L, K, E) and values (B, L, K, E') of both runs, views of a flat buffer."""
+        flat = key.new_empty(0) if buffer is None else buffer
+        views, offset = [], 0
+        for like in (key, value):
+            for first in firsts:
+                shape = (like.shape[0], self._ring.run_tokens - first, *like.shape[2:])
+                views.append(flat[offset : offset + math.prod(shape)].view(shape))
+                offset += math.prod(shape)
+        return (views[0], views[1]), (views[2], views[3])
+
+    # -------------------------------------------------------- what sees what
+
+    def _pairs(self, owner: int, rows: int) -> Iterator[tuple[int, int, _Tiles]]:
+        """Yields (half of the queries, half of the owner's keys, tiles) of all that this rank's queries see."""
+        for query_half, query_run in enumerate(self._ring.runs(self._axis_group.index)):
+            for key_half, key_run in enumerate(self._ring.runs(owner)):
+                if key_run <= query_run:
+                    for tiles in _find_tiles(self._ring, query_run, key_run, rows, self._starts):
+                        yield query_half, key_half, tiles
+
+    def _run(self, x: torch.Tensor, half: int) -> torch.Tensor:
+        """Returns the early (0) or the late (1) run of ``x: (B, S / c, ...)``, a view."""
+        size = self._ring.run_tokens
+        return x[:, half * size : (half + 1) * size]
+
+
+def _take_queries(run: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
+    """Returns (T, ...), the tiles' queries of ``run: (B, L, ...)``, one after the other."""
+    if tiles.is_whole:
+        return run.flatten(0, 1)
+    return _joined([run[tile.row, slice(*tile.queries)] for tile in tiles.tiles])
+
+
+def _take_keys(run: torch.Tensor, tiles: _Tiles, first: int) -> torch.Tensor:
+    """Returns (U, ...), the tiles' keys of ``run: (B, L, ...)``, which begins at token ``first`` of its run."""
+    if tiles.is_whole:
+        return run.flatten(0, 1)
+    return _joined([run[tile.row, tile.keys[0] - first : tile.keys[1] - first] for tile in tiles.tiles])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
+def _query_views(run: torch.Tensor, tiles: _Tiles) -> list[torch.Tensor]:
+    """Returns views of the tiles' queries in ``run: (B, L, ...)``: all of it, or one for each tile."""
+    return [run] if tiles.is_whole else [run[tile.row, slice(*tile.queries)] for tile in tiles.tiles]
+
+
+def _key_views(run: torch.Tensor, tiles: _Tiles, first: int) -> list[torch.Tensor]:
+    """Returns views of the tiles' keys in ``run: (B, L, ...)``, which begins at token ``first`` of its run."""
+    if tiles.is_whole:
+        return [run]
+    return [run[tile.row, tile.keys[0] - first : tile.keys[1] - first] for tile in tiles.tiles]
+
+
+def _split_queries(x: torch.Tensor, tiles: _Tiles, rows: int) -> Sequence[torch.Tensor]:
+    """Returns ``x: (T, ...)`` in the shapes of `_query_views`."""
+    return [x.unflatten(0, (rows, -1))] if tiles.is_whole else x.split(list(tiles.segments.query_lengths))
+
+
+def _split_keys(x: torch.Tensor, tiles: _Tiles, rows: int) -> Sequence[torch.Tensor]:
+    """Returns ``x: (U, ...)`` in the shapes of `_key_views`."""
+    return [x.unflatten(0, (rows, -1))] if tiles.is_whole else x.split(list(tiles.segments.key_lengths))
+
+
+def _add(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:
+    for target, term in zip(targets, terms):
+        target.add_(term)
+
+
+def _zeros(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(like.shape, dtype=dtype, device=like.device)
+
+
+# ------------------------------------------------------------ where models meet it
+
+_CALL: ContextVar[RingCall] = ContextVar("ring call")
+
+
+@torch.library.custom_op("meshwright::ring_attention", mutates_args=())
+def ring_operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Runs `RingCall.forward` of the ring that `attend_in_ring` has made; one operator, which recompute can keep.
+
+    Args:
+        query: (B, S / c, H, E).
+        key: (B, S / c, K, E).
+        value: (B, S / c, K, E').
+
+    Returns:
+        Output (B, S / c, H, E') and log-sum-exp (B, S / c, H).
+    """
+    return _CALL.get().forward(query, key, value)
+
+
+@ring_operator.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    log_sums = query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+    return query.new_empty(*query.shape[:3], value.shape[-1]), log_sums
+
+
+def _save(
+    ctx: FunctionCtx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
+) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.call = _CALL.get()  # type: ignore[attr-defined]
+
+
+def _differentiate(
+    ctx: FunctionCtx, upstream: torch.Tensor, _: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    call: RingCall = ctx.call  # type: ignore[attr-defined]
+    return call.backward(upstream, *ctx.saved_tensors)  # type: ignore[attr-defined]
+
+
+ring_operator.register_autograd(_differentiate, setup_context=_save)
+
+RING_OPERATOR: TorchFunction = torch.ops.meshwright.ring_attention
+"""Operator behind `ring_operator`."""
+
+
+def attend_in_ring(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    axis_group: AxisGroup,
+    mask: PackedMask | None = None,
+    scale: float | None = None,
+    document_starts: tuple[int, ...] | None = None,
+) -> torch.Tensor:
+    """Computes causal attention of this rank's tokens with those of all ranks.
+
+    Args:
+        query: (B, H, S / c, E).
+        key: (B, K, S / c, E), K dividing H.
+        value: (B, K, S / c, E').
+        axis_group: ranks of the ring.
+        mask: documents and window; None for whole rows.
+        scale: factor on the scores; 1 / sqrt(E) by default.
+        document_starts: ``mask.starts`` on the host; read off the mask where not given.
+
+    Returns:
+        (B, S / c, H, E').
+
+    Raises:
+        RingRefusal: the tensors aren't of self-attention.
+    """
+    rows, heads, tokens, size = query.shape
+    if key.shape[2] != tokens or heads % key.shape[1]:
+        raise RingRefusal(f"attention=ring: queries {tuple(query.shape)} and keys {tuple(key.shape)} differ; {NEAREST}")
+    ring = KeyRing(axis_group.size, tokens // 2, mask.window if mask is not None else 0)
+    starts = document_starts
+    if mask is not None and starts is None:
+        starts = tuple(mask.starts.tolist())
+    if starts is not None and len(starts) == rows + 1:
+        starts = None  # a document a row
+    scale = 1.0 / math.sqrt(size) if scale is None else float(scale)
+    token = _CALL.set(RingCall(axis_group, ring, scale, starts))
+    try:
+        output: torch.Tensor = RING_OPERATOR(*(x.transpose(1, 2) for x in (query, key, value)))[0]
+    finally:
+        _CALL.reset(token)
+    return output
+
+
+class RingAttention(TorchFunctionMode):
+    """Makes attention inside of it go round the ring."""
+
+    def __init__(self, axis_group: AxisGroup) -> None:
+        super().__init__()
+        self._axis_group = axis_group
+
+    def __torch_function__(
+        self,
+        func: TorchFunction,
+        types: Collection[type],
+        args: TorchArgs = (),
+        kwargs: TorchKwargs | None = None,
+    ) -> object:
+        """Replaces attention and calls any other function as it is; torch calls this for each function."""
+        named = dict(kwargs or {})
+        if func is document_attention:
+            query, key, value, mask, scale = args
+            starts = getattr(mask, "document_starts", None)
+            return attend_in_ring(query, key, value, self._axis_group, unpack_mask(mask), scale, starts)
+        if func is not _ATTENTION:
+            return func(*args, **named)
+        named |= dict(zip(_NAMES, args))
+        if named.get("attn_mask") is not None:
+            raise RingRefusal(f"attention=ring reads no mask that a model's own code makes; {NEAREST}")
+        if not named.get("is_causal", False):
+            raise RingRefusal(f"attention=ring is causal, and some of the model's attention isn't; {NEAREST}")
+        if dropout := named.get("dropout_p", 0.0):
+            raise RingRefusal(f"attention=ring drops no attention weights, here with p = {dropout:g}; {NEAREST}")
+        query, key, value = (named[name] for name in _NAMES[:3])
+        return attend_in_ring(query, key, value, self._axis_group, scale=named.get("scale")).transpose(1, 2)
