@@ -355,7 +355,7 @@ class AxisGroup(DifferentiableCollectives):
         )
 
     def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> PendingCollective:
-        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, of some peers or none; any shapes."""
+        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, of any peers and shapes."""
         # Receives first, as in `all_gather`; NCCL takes all of them as one.
         operations = [
             dist.P2POp(dist.irecv, output, self._global[peer], group=self.group) for peer, output in outputs.items()

@@ -107,9 +107,7 @@ def attend_backward(
     if query.device.type == "cuda":
         starts, longest = _bounds(segments, query.device)
         flat_sums = log_sums.transpose(0, 1).contiguous()
-        grads = flash_backward(
-            upstream, query, key, value, output, flat_sums, starts, longest, segments.window, scale
-        )
+        grads = flash_backward(upstream, query, key, value, output, flat_sums, starts, longest, segments.window, scale)
     else:
         wide = accumulation_dtype(query.dtype)
         grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))  # type: ignore[assignment]
@@ -152,9 +150,7 @@ def _pad_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.shape[-1] == size else functional.pad(x, (0, size - x.shape[-1])) for x in tensors)
 
 
-def _bounds(
-    segments: Segments, device: torch.device
-) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
+def _bounds(segments: Segments, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
     """Returns the first tokens of the segments, (n + 1,) int32 of queries and of keys, and the longest of each."""
     lengths = segments.query_lengths, segments.key_lengths
     query_starts, key_starts = (_starts(item, device) for item in lengths)

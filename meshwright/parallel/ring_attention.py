@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -95,14 +96,12 @@ def _find_tiles(
             left = size - last - lag if last - 1 + lag > first else -1
             tiles_by_window.setdefault(left, []).append(_Tile(row, (0, last), (first, size)))
     whole = ((0, size), (0, size))
-    return tuple(
-        _Tiles(
-            tuple(tiles),
-            Segments(tuple(tile.queries[1] for tile in tiles), tuple(size - tile.keys[0] for tile in tiles), (left, -1)),
-            is_whole=len(tiles) == rows and all((tile.queries, tile.keys) == whole for tile in tiles),
-        )
-        for left, tiles in tiles_by_window.items()
-    )
+    found = []
+    for left, tiles in tiles_by_window.items():
+        lengths = tuple(tile.queries[1] for tile in tiles), tuple(size - tile.keys[0] for tile in tiles)
+        is_whole = len(tiles) == rows and all((tile.queries, tile.keys) == whole for tile in tiles)
+        found.append(_Tiles(tuple(tiles), Segments(*lengths, (left, -1)), is_whole))
+    return tuple(found)
 
 
 def _diagonal_tiles(ring: KeyRing, run: int, rows: int, starts: tuple[int, ...] | None) -> _Tiles:
@@ -112,7 +111,7 @@ def _diagonal_tiles(ring: KeyRing, run: int, rows: int, starts: tuple[int, ...] 
         first = (2 * ring.ranks * row + run) * size
         inside = [start - first for start in starts or () if first < start < first + size]
         bounds = [0, *inside, size]
-        tiles += [_Tile(row, span, span) for span in zip(bounds, bounds[1:])]
+        tiles += [_Tile(row, span, span) for span in pairwise(bounds)]
     lengths = tuple(tile.queries[1] - tile.queries[0] for tile in tiles)
     left = ring.window - 1 if 0 < ring.window < max(lengths) else -1
     return _Tiles(tuple(tiles), Segments(lengths, lengths, (left, 0)), is_whole=True)
@@ -160,9 +159,7 @@ class RingCall:
     def __init__(self, axis_group: AxisGroup, ring: KeyRing, scale: float, starts: tuple[int, ...] | None) -> None:
         self._axis_group, self._ring, self._scale, self._starts = axis_group, ring, scale, starts
 
-    def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Computes attention of this rank's queries with all keys that they see.
 
         Args:
@@ -188,8 +185,9 @@ class RingCall:
                     tiles.segments,
                     self._scale,
                 )
-                targets = _query_views(self._run(output, query_half), tiles), _query_views(
-                    self._run(log_sums, query_half), tiles
+                targets = (
+                    _query_views(self._run(output, query_half), tiles),
+                    _query_views(self._run(log_sums, query_half), tiles),
                 )
                 sources = _split_queries(local, tiles, rows), _split_queries(local_sums, tiles, rows)
                 for target, target_sums, source, source_sums in zip(*targets, *sources):
@@ -226,13 +224,14 @@ class RingCall:
             ]
             for query_half, key_half, tiles in self._pairs(block.owner, rows):
                 first = block.firsts[key_half]
-                grads = attend_backward(
-                    *(_take_queries(self._run(x, query_half), tiles) for x in (upstream, query)),
-                    *(_take_keys(x[key_half], tiles, first) for x in (block.keys, block.values)),
-                    *(_take_queries(self._run(x, query_half), tiles) for x in (output, log_sums)),
-                    tiles.segments,
-                    self._scale,
+                local_upstream, local_query, local_output, local_sums = (
+                    _take_queries(self._run(x, query_half), tiles) for x in (upstream, query, output, log_sums)
                 )
+                local_key, local_value = (_take_keys(x[key_half], tiles, first) for x in (block.keys, block.values))
+                grads = attend_backward(
+                    local_upstream, local_query, local_key, local_value, local_output, local_sums,
+                    tiles.segments, self._scale,
+                )  # fmt: skip
                 _add(_query_views(self._run(query_grad, query_half), tiles), _split_queries(grads[0], tiles, rows))
                 for target, grad in ((key_grads, grads[1]), (value_grads, grads[2])):
                     _add(_key_views(target[key_half], tiles, first), _split_keys(grad, tiles, rows))
@@ -402,9 +401,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torc
     return query.new_empty(*query.shape[:3], value.shape[-1]), log_sums
 
 
-def _save(
-    ctx: FunctionCtx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]
-) -> None:
+def _save(ctx: FunctionCtx, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.call = _CALL.get()  # type: ignore[attr-defined]
 

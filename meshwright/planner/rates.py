@@ -152,9 +152,9 @@ class MeasuredTimes:
             factor = 2.0 if layout.attention == "ring" else 1.0
             backward.cp = (factor + repeats) * forward.cp
             if layout.attention == "ring" and not self._serial:
-                forward.cp, backward.cp = (
-                    max(0.0, exposed_s) for exposed_s in (forward.cp - forward.attention, backward.cp - backward.attention)
-                )
+                # It travels while attention computes with the block before.
+                for pass_time in (forward, backward):
+                    pass_time.cp = np.maximum(0.0, pass_time.cp - pass_time.attention)
         if mode == "full":
             # Recompute stops at the last tensor that backward needs, so the last product isn't computed again.
             backward.recompute = recomputed_share * (forward.compute - operators.last_s * self._share)
@@ -230,8 +230,11 @@ class MeasuredTimes:
         if self._layout.attention == "ring":
             ring = KeyRing(degree, job.sequence // (2 * degree), block.window)
             token_bytes = feature_bytes / (job.sequence / degree) * (block.key_width + block.value_width) / tp
-            steps = [max(ring.tokens_sent(rank, (rank + step) % degree) for rank in range(degree)) for step in range(1, degree)]
-            return sum(self._collective_s("send", token_bytes * tokens, degree, tp) for tokens in steps if tokens)
+            most_tokens = [
+                max(ring.tokens_sent(rank, (rank + step) % degree) for rank in range(degree))
+                for step in range(1, degree)
+            ]
+            return sum(self._collective_s("send", token_bytes * tokens, degree, tp) for tokens in most_tokens if tokens)
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
         return sum(self._collective_s("all_to_all", feature_bytes * width / tp, degree, tp) for width in widths)
 

@@ -160,7 +160,8 @@ def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, toke
         )
     if context.attention in BALANCED_ATTENTIONS and layout.compile:
         raise PlanError(
-            f"attention={context.attention} looks for attention in the model's calls, which compile=true hides; drop one"
+            f"attention={context.attention} looks for attention in the model's calls, which compile=true hides; "
+            "drop one"
         )
     return context
 

@@ -101,7 +101,9 @@ def test_partial_outputs_are_merged_in_float32() -> None:
     dtype = torch.bfloat16
     query, key, _, _ = inputs(dtype)
     exact, whole = (
-        functional.scaled_dot_product_attention(*(x.to(kind) for x in (query, key, key)), is_causal=True, enable_gqa=True)
+        functional.scaled_dot_product_attention(
+            *(x.to(kind) for x in (query, key, key)), is_causal=True, enable_gqa=True
+        )
         for kind in (torch.float64, dtype)
     )
 

@@ -198,9 +198,7 @@ def _rehearse_attention(
     """
     ids = torch.randint(clone.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
     positions = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens) if documents else None
-    expected = run_passes(
-        lambda: clone.output_of(clone.module, ids, ids, positions), clone.module, random_output_grad
-    )
+    expected = run_passes(lambda: clone.output_of(clone.module, ids, ids, positions), clone.module, random_output_grad)
     full_logits = expected.output
     if full_logits.dim() != 3:
         return "its forward gives a loss over all tokens, and no logits"

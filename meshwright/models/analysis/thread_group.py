@@ -97,9 +97,7 @@ class ThreadGroup(DifferentiableCollectives):
             output.copy_(sent[self.index])
         return _FinishedExchange()
 
-    def exchange(
-        self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]
-    ) -> _FinishedExchange:
+    def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> _FinishedExchange:
         """Sends ``chunks[p]`` to thread p and writes into ``outputs[p]`` its chunk for this one; of any shapes.
 
         All threads call it, with empty mappings where they have nothing to send or receive.
