@@ -203,7 +203,10 @@ class PricedModel:
             return 0.0
         runtime, device = self.engine.runtime, self.machine.device
         dtype = "tf32" if self.job.products == "tf32" else self.job.precision
-        keys = layer.attended(self.job.sequence)
+        keys: Values = layer.attended(self.job.sequence)
+        if runtime.context == "gather" and layer.window:
+            # Its kernel gets a dense mask of the window, over all keys of the row, and skips none.
+            keys = np.where(self.layouts.cp > 1, self.job.sequence, keys)
         scores = self.tokens * layer.heads / self.layouts.tp
         scores = scores * runtime.attention_imbalance(self.layouts.cp)
         all_scores = scores * self.job.sequence
