@@ -94,8 +94,9 @@ class LayerTraffic:
 
     def _is_repeated(self, sent: LayerCollective) -> bool:
         """Whether recompute runs a collective of forward again."""
-        is_kept = sent.kept_by_selective and self._layout.recompute.mode == "selective"
-        return not (sent.is_backward or sent.skipped_by_recompute or is_kept)
+        if sent.kept_by_selective and self._layout.recompute.mode == "selective":
+            return False
+        return not sent.is_backward and not sent.skipped_by_recompute
 
     def _recomputed(self) -> frozenset[int]:
         """Returns the indices of the layers that recompute."""

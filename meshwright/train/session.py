@@ -169,9 +169,9 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         use_float64(model.module)
     # Gathering looks for attention where every kernel is called, with a mask to cut: it keeps the model's own. A ring
     # needs masks that say what they hide.
-    wants_varlen = model.config.attention == VARLEN and facts.attention != "gather"
-    if wants_varlen or (facts.attention == "ring" and model.structure.transformers):
-        use_varlen(model.module)
+    in_ring = facts.attention == "ring" and model.structure.transformers
+    if in_ring or (model.config.attention == VARLEN and facts.attention != "gather"):
+        use_varlen(model.module, in_ring)
     return ModelSource(
         module=model.module,
         layers=model.structure.layers,

@@ -208,7 +208,7 @@ def _rehearse_attention(
     def run_rank(axis_group: ThreadGroup) -> PassResult:
         module = duplicate_module(clone.module)
         if attention_mode == RING and clone.structure.transformers:
-            use_varlen(module)
+            use_varlen(module, in_ring=True)
         # the runtime's group of processes has the same collectives
         context.wrap_model(module, table, axis_group, attention=attention_mode)  # type: ignore[arg-type]
         return run_passes(
