@@ -15,19 +15,25 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
-from meshwright.parallel.block_attention import Segments, accumulation_dtype, attend, attend_backward, merge
+from meshwright.parallel.block_attention import accumulation_dtype, attend, attend_backward, merge
 from meshwright.parallel.document_attention import PackedMask, document_attention, unpack_mask
+from meshwright.parallel.ring_tiles import (
+    Tiles,
+    find_tiles,
+    key_views,
+    query_views,
+    split_keys,
+    split_queries,
+    take_keys,
+    take_queries,
+)
 from meshwright.spec.key_ring import KeyRing
-from meshwright.spec.placement import Span
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
@@ -37,90 +43,6 @@ NEAREST = "the nearest is attention=gather"
 
 class RingRefusal(ValueError):
     """Raised for attention that can't go round a ring; the text says why, and what works instead."""
-
-
-class _Tile(NamedTuple):
-    """Queries of a row's run that see some keys of a run: both of one document."""
-
-    row: int
-    queries: Span
-    """In the run of queries."""
-    keys: Span
-    """In the run of keys."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Tiles:
-    """Tiles that one call of the kernel computes."""
-
-    tiles: tuple[_Tile, ...]
-    segments: Segments
-    is_whole: bool
-    """Whether they are all queries and keys of both runs, one after the other."""
-
-
-@lru_cache(maxsize=1024)
-def _find_tiles(
-    ring: KeyRing, query_run: int, key_run: int, rows: int, starts: tuple[int, ...] | None
-) -> tuple[_Tiles, ...]:
-    """Returns what of a run of queries sees what of a run of keys.
-
-    Args:
-        ring: of the rows.
-        query_run: number of the run of queries.
-        key_run: number of the run of keys.
-        rows: B.
-        starts: first token of each document, the rows one after the other, then B S; None for one document a row.
-    """
-    size = ring.run_tokens
-    if query_run == key_run:
-        return (_diagonal_tiles(ring, query_run, rows, starts),)
-    first_key = ring.first_seen(query_run, key_run)
-    if first_key == size:
-        return ()
-    # Query i sees the keys from i + lag on, where there is a window: the last query is the one that sees one key.
-    distance = (query_run - key_run) * size
-    lag = distance - ring.window + 1 if ring.window else -size
-    last_query = min(size, size - lag)
-    tiles_by_window: dict[int, list[_Tile]] = {}
-    for row in range(rows):
-        first, last = first_key, last_query
-        if starts is not None:
-            # Only the document of the first query can reach back to another run, and then it holds that run's end.
-            row_start = row * 2 * ring.ranks * size
-            document = _document_of(starts, row_start + query_run * size)
-            first = max(first, document[0] - row_start - key_run * size)
-            last = min(last, document[1] - row_start - query_run * size)
-        if first < size:
-            # Aligned at the last query and key; -1 where the window reaches further than the first key.
-            left = size - last - lag if last - 1 + lag > first else -1
-            tiles_by_window.setdefault(left, []).append(_Tile(row, (0, last), (first, size)))
-    whole = ((0, size), (0, size))
-    found = []
-    for left, tiles in tiles_by_window.items():
-        lengths = tuple(tile.queries[1] for tile in tiles), tuple(size - tile.keys[0] for tile in tiles)
-        is_whole = len(tiles) == rows and all((tile.queries, tile.keys) == whole for tile in tiles)
-        found.append(_Tiles(tuple(tiles), Segments(*lengths, (left, -1)), is_whole))
-    return tuple(found)
-
-
-def _diagonal_tiles(ring: KeyRing, run: int, rows: int, starts: tuple[int, ...] | None) -> _Tiles:
-    """Returns the documents of a run, whose queries see its own keys up to themselves."""
-    size, tiles = ring.run_tokens, []
-    for row in range(rows):
-        first = (2 * ring.ranks * row + run) * size
-        inside = [start - first for start in starts or () if first < start < first + size]
-        bounds = [0, *inside, size]
-        tiles += [_Tile(row, span, span) for span in pairwise(bounds)]
-    lengths = tuple(tile.queries[1] - tile.queries[0] for tile in tiles)
-    left = ring.window - 1 if 0 < ring.window < max(lengths) else -1
-    return _Tiles(tuple(tiles), Segments(lengths, lengths, (left, 0)), is_whole=True)
-
-
-def _document_of(starts: Sequence[int], token: int) -> Span:
-    """Returns the first token of a token's document, and the one after its last."""
-    last = next(index for index, start in enumerate(starts) if start > token)
-    return starts[last - 1], starts[last]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,17 +101,17 @@ class RingCall:
                 queries = self._run(query, query_half)
                 keys, values, first = block.keys[key_half], block.values[key_half], block.firsts[key_half]
                 local, local_sums = attend(
-                    _take_queries(queries, tiles),
-                    _take_keys(keys, tiles, first),
-                    _take_keys(values, tiles, first),
+                    take_queries(queries, tiles),
+                    take_keys(keys, tiles, first),
+                    take_keys(values, tiles, first),
                     tiles.segments,
                     self._scale,
                 )
                 targets = (
-                    _query_views(self._run(output, query_half), tiles),
-                    _query_views(self._run(log_sums, query_half), tiles),
+                    query_views(self._run(output, query_half), tiles),
+                    query_views(self._run(log_sums, query_half), tiles),
                 )
-                sources = _split_queries(local, tiles, rows), _split_queries(local_sums, tiles, rows)
+                sources = split_queries(local, tiles, rows), split_queries(local_sums, tiles, rows)
                 for target, target_sums, source, source_sums in zip(*targets, *sources):
                     merge(target, target_sums, source, source_sums)
         return output.to(query.dtype), log_sums
@@ -225,16 +147,16 @@ class RingCall:
             for query_half, key_half, tiles in self._pairs(block.owner, rows):
                 first = block.firsts[key_half]
                 local_upstream, local_query, local_output, local_sums = (
-                    _take_queries(self._run(x, query_half), tiles) for x in (upstream, query, output, log_sums)
+                    take_queries(self._run(x, query_half), tiles) for x in (upstream, query, output, log_sums)
                 )
-                local_key, local_value = (_take_keys(x[key_half], tiles, first) for x in (block.keys, block.values))
+                local_key, local_value = (take_keys(x[key_half], tiles, first) for x in (block.keys, block.values))
                 grads = attend_backward(
                     local_upstream, local_query, local_key, local_value, local_output, local_sums,
                     tiles.segments, self._scale,
                 )  # fmt: skip
-                _add(_query_views(self._run(query_grad, query_half), tiles), _split_queries(grads[0], tiles, rows))
+                _add(query_views(self._run(query_grad, query_half), tiles), split_queries(grads[0], tiles, rows))
                 for target, grad in ((key_grads, grads[1]), (value_grads, grads[2])):
-                    _add(_key_views(target[key_half], tiles, first), _split_keys(grad, tiles, rows))
+                    _add(key_views(target[key_half], tiles, first), split_keys(grad, tiles, rows))
             if not is_own:
                 self._add_returned(returning, key_grad, value_grad)
                 returning = self._send_back(block.owner, [*key_grads, *value_grads], key, value)
@@ -312,58 +234,18 @@ class RingCall:
 
     # -------------------------------------------------------- what sees what
 
-    def _pairs(self, owner: int, rows: int) -> Iterator[tuple[int, int, _Tiles]]:
+    def _pairs(self, owner: int, rows: int) -> Iterator[tuple[int, int, Tiles]]:
         """Yields (half of the queries, half of the owner's keys, tiles) of all that this rank's queries see."""
         for query_half, query_run in enumerate(self._ring.runs(self._axis_group.index)):
             for key_half, key_run in enumerate(self._ring.runs(owner)):
                 if key_run <= query_run:
-                    for tiles in _find_tiles(self._ring, query_run, key_run, rows, self._starts):
+                    for tiles in find_tiles(self._ring, query_run, key_run, rows, self._starts):
                         yield query_half, key_half, tiles
 
     def _run(self, x: torch.Tensor, half: int) -> torch.Tensor:
         """Returns the early (0) or the late (1) run of ``x: (B, S / c, ...)``, a view."""
         size = self._ring.run_tokens
         return x[:, half * size : (half + 1) * size]
-
-
-def _take_queries(run: torch.Tensor, tiles: _Tiles) -> torch.Tensor:
-    """Returns (T, ...), the tiles' queries of ``run: (B, L, ...)``, one after the other."""
-    if tiles.is_whole:
-        return run.flatten(0, 1)
-    return _joined([run[tile.row, slice(*tile.queries)] for tile in tiles.tiles])
-
-
-def _take_keys(run: torch.Tensor, tiles: _Tiles, first: int) -> torch.Tensor:
-    """Returns (U, ...), the tiles' keys of ``run: (B, L, ...)``, which begins at token ``first`` of its run."""
-    if tiles.is_whole:
-        return run.flatten(0, 1)
-    return _joined([run[tile.row, tile.keys[0] - first : tile.keys[1] - first] for tile in tiles.tiles])
-
-
-def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat([*parts])
-
-
-def _query_views(run: torch.Tensor, tiles: _Tiles) -> list[torch.Tensor]:
-    """Returns views of the tiles' queries in ``run: (B, L, ...)``: all of it, or one for each tile."""
-    return [run] if tiles.is_whole else [run[tile.row, slice(*tile.queries)] for tile in tiles.tiles]
-
-
-def _key_views(run: torch.Tensor, tiles: _Tiles, first: int) -> list[torch.Tensor]:
-    """Returns views of the tiles' keys in ``run: (B, L, ...)``, which begins at token ``first`` of its run."""
-    if tiles.is_whole:
-        return [run]
-    return [run[tile.row, tile.keys[0] - first : tile.keys[1] - first] for tile in tiles.tiles]
-
-
-def _split_queries(x: torch.Tensor, tiles: _Tiles, rows: int) -> Sequence[torch.Tensor]:
-    """Returns ``x: (T, ...)`` in the shapes of `_query_views`."""
-    return [x.unflatten(0, (rows, -1))] if tiles.is_whole else x.split(list(tiles.segments.query_lengths))
-
-
-def _split_keys(x: torch.Tensor, tiles: _Tiles, rows: int) -> Sequence[torch.Tensor]:
-    """Returns ``x: (U, ...)`` in the shapes of `_key_views`."""
-    return [x.unflatten(0, (rows, -1))] if tiles.is_whole else x.split(list(tiles.segments.key_lengths))
 
 
 def _add(targets: Sequence[torch.Tensor], terms: Sequence[torch.Tensor]) -> None:

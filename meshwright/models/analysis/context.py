@@ -179,6 +179,12 @@ def _refusal_of_heads(table: ShardingTable, degree: int, tensor: int) -> str:
     return ""
 
 
+def _trial_rows(vocab: int, rows: int, tokens: int, documents: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns tokens (B, S) int64, and positions (B, S) that restart in the middle of a row; None for whole rows."""
+    ids = torch.randint(vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
+    return ids, (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens) if documents else None
+
+
 def _rehearse_attention(
     clone: Clone, table: ShardingTable, degree: int, rows: int, attention_mode: str, tokens: int, documents: bool
 ) -> str:
@@ -196,8 +202,7 @@ def _rehearse_attention(
     Returns:
         The difference in words; "" when they agree.
     """
-    ids = torch.randint(clone.vocab, (rows, tokens), generator=torch.Generator().manual_seed(7))
-    positions = (torch.arange(tokens) % (tokens // 2 + 1)).expand(rows, tokens) if documents else None
+    ids, positions = _trial_rows(clone.vocab, rows, tokens, documents)
     expected = run_passes(lambda: clone.output_of(clone.module, ids, ids, positions), clone.module, random_output_grad)
     full_logits = expected.output
     if full_logits.dim() != 3:
