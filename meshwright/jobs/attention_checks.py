@@ -1,4 +1,4 @@
-"""Checks attention by documents with a kernel of variable lengths, where a run asks for it."""
+"""Checks attention by documents with a kernel of variable lengths, and attention in a ring, where a run asks for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from meshwright.models.attention import VARLEN
 from meshwright.models.build import BuiltModel
 from meshwright.train.model_analysis import ModelAnalysis
 
-_GATHER = "gather"
-"""Context parallelism that gathers keys and values."""
+_GATHER, _RING = "gather", "ring"
+"""Context parallelism that gathers keys and values, or passes them round."""
 _KERNEL_PRECISIONS = ("bf16", "fp16")
 _LEAST_CAPABILITY = 8.0
 """Ampere. Source: FlashAttention-2, README, "CUDA support"."""
@@ -21,7 +21,7 @@ _HEAD_SIZES = ("head_dim", "global_head_dim", "swa_head_dim", "v_head_dim")
 
 
 def check_attention(built: BuiltModel, precision: str, analysis: ModelAnalysis, devices: Devices) -> None:
-    """Refuses attention by documents where a run asks for it and it can't be.
+    """Refuses attention by documents, or in a ring, where a run asks for it and it can't be.
 
     Args:
         built: the model, on meta.
@@ -32,9 +32,12 @@ def check_attention(built: BuiltModel, precision: str, analysis: ModelAnalysis, 
     Raises:
         ConfigError: with what works instead.
     """
-    if built.config.attention != VARLEN:
-        return
     refusal = _kernel_refusal(built, precision) if devices.kind == "cuda" else ""
+    # Whether its masks allow a ring was found by the rehearsal of `cp`.
+    if analysis.attention == _RING and refusal:
+        raise ConfigError(f"attention=ring: {refusal}; the nearest is attention=gather")
+    if built.config.attention != VARLEN or analysis.attention == _RING:
+        return
     if analysis.attention == _GATHER:
         refusal = "attention=gather cuts the mask for each rank's tokens"
     refusal = refusal or varlen_refusal(built)
@@ -50,6 +53,9 @@ def attention_header_row(built: BuiltModel, analysis: ModelAnalysis, kind: str) 
         analysis: of it for the layout.
         kind: of the devices, ``cpu`` or ``cuda``.
     """
+    if analysis.attention == _RING:
+        kernel = "FlashAttention" if kind == "cuda" else "the CPU's fused kernel"
+        return {"attention": f"keys and values go round the ranks of cp, {kernel} a block"}
     if built.config.attention != VARLEN:
         return {}
     # A layout for fewer ranks may gather keys though the run's own didn't.

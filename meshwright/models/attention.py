@@ -13,6 +13,7 @@ import importlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -31,6 +32,8 @@ VARLEN: Final = "varlen"
 """Value of ``model.attention`` for attention by documents."""
 _NAME = "meshwright_varlen"
 """The implementation's name in transformers; without "flash" in it, which transformers looks for."""
+_RING_NAME = "meshwright_ring"
+"""Its name where whole rows have a document mask too, since a ring reads no other."""
 
 
 @dataclass(slots=True)
@@ -68,28 +71,38 @@ def rows_announced() -> bool:
 
 def is_varlen(module: nn.Module) -> bool:
     """Returns whether a module's attention is by documents."""
-    return getattr(getattr(module, "config", None), "_attn_implementation", "") == _NAME
+    return getattr(getattr(module, "config", None), "_attn_implementation", "") in (_NAME, _RING_NAME)
 
 
-def use_varlen(module: nn.Module) -> None:
-    """Makes a transformers model attend by documents where it used "sdpa", in place."""
+def use_varlen(module: nn.Module, in_ring: bool = False) -> None:
+    """Makes a transformers model attend by documents where it used "sdpa", in place.
+
+    Args:
+        module: the model.
+        in_ring: whether rows without a boundary have a document mask too, for ``attention=ring``. Without one
+            transformers reads from the device whether a dense mask is needed.
+    """
+    name = _RING_NAME if in_ring else _NAME
     attention: Any = importlib.import_module("transformers.modeling_utils")
     masks: Any = importlib.import_module("transformers.masking_utils")
-    attention.AttentionInterface.register(_NAME, _attend)
-    masks.AttentionMaskInterface.register(_NAME, _make_mask)
+    attention.AttentionInterface.register(name, _attend)
+    masks.AttentionMaskInterface.register(name, partial(_make_mask, whole_rows=True) if in_ring else _make_mask)
     # composite models have a config for each submodel
     for config in {id(child.config): child.config for child in module.modules() if hasattr(child, "config")}.values():
         if getattr(config, "_attn_implementation", "") == "sdpa":
-            config._attn_implementation = _NAME
+            config._attn_implementation = name
 
 
-def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, **options: Any) -> torch.Tensor | None:
+def _make_mask(
+    *, q_length: int, kv_length: int, local_size: int | None = None, whole_rows: bool = False, **options: Any
+) -> torch.Tensor | None:
     """Returns the mask of one kind of layers, in place of ``sdpa_mask``.
 
     Args:
         q_length: S, tokens that ask.
         kv_length: tokens that are looked at; others than S under a cache.
         local_size: window in tokens.
+        whole_rows: whether rows of one document, without a window, have a document mask.
         options: ``sdpa_mask``'s other arguments.
     """
     masks: Any = importlib.import_module("transformers.masking_utils")
@@ -100,7 +113,7 @@ def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, 
             rows.refusals.append("its code adds something of its own to the causal mask")
         return _plain_mask(masks, q_length, kv_length, local_size, options)
     window = local_size if local_size and local_size < q_length else 0
-    if rows.bounds is None and not window:
+    if rows.bounds is None and not window and not whole_rows:
         # the causal kernel, which needs no mask
         return _plain_mask(masks, q_length, kv_length, local_size, options)
     batch, device = options["batch_size"], options["device"]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.parallel.gathered_attention import balanced_spans
+from meshwright.parallel.balanced_runs import balanced_spans
 from meshwright.parallel.keyed_random import RowBox
 
 Indices = NDArray[np.int64]

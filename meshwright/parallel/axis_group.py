@@ -355,7 +355,7 @@ class AxisGroup(DifferentiableCollectives):
         )
 
     def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> PendingCollective:
-        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, of some peers; any shapes."""
+        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, of any peers and shapes."""
         # Receives first, as in `all_gather`; NCCL takes all of them as one.
         operations = [
             dist.P2POp(dist.irecv, output, self._global[peer], group=self.group) for peer, output in outputs.items()
@@ -364,7 +364,8 @@ class AxisGroup(DifferentiableCollectives):
             dist.P2POp(dist.isend, chunk, self._global[peer], group=self.group) for peer, chunk in chunks.items()
         ]
         sent = sum(chunk.nbytes for chunk in chunks.values())
-        return PendingCollective(dist.batch_isend_irecv(operations), lambda: None, self, "send", sent)
+        works = dist.batch_isend_irecv(operations) if operations else []
+        return PendingCollective(works, lambda: None, self, "send", sent)
 
     def _peers(self) -> list[int]:
         """Peers in an order that spreads the load: each rank starts with its right-hand neighbour."""

@@ -5,23 +5,25 @@ own code as on one device; the first layer then takes this rank's tokens. Where 
 and values (`gathered_attention`), and ``heads`` gives each rank all tokens of some heads: the sharding table says which
 features these are, and the model's attention code runs as it is, with its own mask, on fewer heads. The module
 around it sees a hidden state of the whole row that holds no memory, so that shapes that it reads off it are right; the
-matrices in it get the real one.
+matrices in it get the real one. With ``ring`` keys and values go round the ranks (`ring_attention`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from meshwright.parallel import collectives, gathered_attention, parameter_slices, tensor_hooks
+from meshwright.parallel import balanced_runs, collectives, parameter_slices, tensor_hooks
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.gathered_attention import local_runs
+from meshwright.parallel.gathered_attention import GatheredAttention
 from meshwright.parallel.head_exchange import to_tokens, to_units
+from meshwright.parallel.ring_attention import RingAttention
 from meshwright.parallel.stage import local_layer
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.cp import AXIS
@@ -35,6 +37,12 @@ from meshwright.spec.sharding_table import (
     ShardingTable,
     local_group,
 )
+
+_ATTENDING: Mapping[str, tuple[Callable[[AxisGroup], AbstractContextManager[object]], str]] = {
+    "gather": (GatheredAttention, "attention gathers keys and values over the tokens' ranks"),
+    "ring": (RingAttention, "keys and values of the tokens' ranks go round a ring"),
+}
+"""How attention meets the keys of other ranks where each has an early and a late run of tokens."""
 
 
 def wrap_model(
@@ -52,15 +60,16 @@ def wrap_model(
         table: of the model.
         axis_group: the axis.
         tensor: (index, degree) of the rank along ``tp``.
-        attention: ``heads`` or ``gather``.
+        attention: ``heads``, ``gather`` or ``ring``.
         splits: number of parts into which ``tp`` splits the tokens between the groups.
     """
     for name, rows in table.layers.items():
         layer = local_layer(module, name)
         if layer is None:
             continue
-        if attention == "gather":
-            gathered_attention.wrap_layer(layer, axis_group, splits)
+        if attention in _ATTENDING:
+            mode, purpose = _ATTENDING[attention]
+            balanced_runs.wrap_layer(layer, axis_group, splits, partial(mode, axis_group), purpose)
             continue
         for group in rows.groups:
             if group.heads:
@@ -68,7 +77,7 @@ def wrap_model(
     first_layer = local_layer(module, next(iter(table.layers)))
     if first_layer is not None:
         take_tokens = partial(
-            local_tokens, index=axis_group.index, size=axis_group.size, balanced=attention == "gather"
+            local_tokens, index=axis_group.index, size=axis_group.size, balanced=attention in _ATTENDING
         )
         tensor_hooks.on_hidden(
             first_layer,
@@ -100,7 +109,7 @@ def _take_from_full_rows(module: nn.Module, size: int, take_tokens: tensor_hooks
 def local_tokens(x: torch.Tensor, index: int, size: int, balanced: bool = False) -> torch.Tensor:
     """Returns this rank's tokens of ``x: (B, S, ...)``: a run of them, or an early and a late one."""
     if balanced:
-        return local_runs(x, index, size)
+        return balanced_runs.local_runs(x, index, size)
     if x.shape[1] % size:
         raise ValueError(f"{x.shape[1]} tokens don't divide over cp={size}")
     return x.chunk(size, dim=1)[index]
@@ -288,7 +297,7 @@ def _apply(context: TransformContext) -> None:
     group = mesh.axis_groups[AXIS.name]
     for stage in context.stages:
         wrap_model(stage.module, source.table, group, tensor_index_and_degree, source.attention, splits)
-    context.view.tokens = (group.index, group.size, source.attention == "gather")
+    context.view.tokens = (group.index, group.size, source.attention in _ATTENDING)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.CONTEXT, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

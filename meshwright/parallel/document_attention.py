@@ -12,11 +12,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
+from torch.overrides import handle_torch_function, has_torch_function
 
 from meshwright.torch_compat.tensors import TorchFunction
 from meshwright.torch_compat.varlen import varlen_kernel
@@ -33,12 +34,15 @@ class DocumentBounds:
     """(n + 1,) int32: first token of each document, then the number of tokens B S."""
     longest: int
     """Tokens of the longest document."""
+    on_host: tuple[int, ...] | None = None
+    """``starts`` where the host has read them."""
 
     def to(self, device: torch.device) -> DocumentBounds:
         """Returns the bounds on a device; a copy to a GPU is queued and not waited for."""
         if device.type == "cpu":
             return self
-        return DocumentBounds(self.starts.pin_memory().to(device, non_blocking=True), self.longest)
+        moved = self.starts.pin_memory().to(device, non_blocking=True)
+        return DocumentBounds(moved, self.longest, tuple(self.starts.tolist()))
 
 
 def document_bounds(positions: torch.Tensor) -> DocumentBounds:
@@ -56,7 +60,9 @@ def document_bounds(positions: torch.Tensor) -> DocumentBounds:
 
 def row_bounds(rows: int, tokens: int, device: torch.device) -> DocumentBounds:
     """Returns the bounds of ``rows`` documents of ``tokens`` each: rows without a boundary inside."""
-    return DocumentBounds(torch.arange(0, (rows + 1) * tokens, tokens, dtype=torch.int32, device=device), tokens)
+    starts = range(0, (rows + 1) * tokens, tokens)
+    device_starts = torch.arange(0, starts.stop, tokens, dtype=torch.int32, device=device)
+    return DocumentBounds(device_starts, tokens, tuple(starts))
 
 
 class PackedMask(NamedTuple):
@@ -78,7 +84,10 @@ def pack_mask(bounds: DocumentBounds, window: int) -> torch.Tensor:
         window: number of tokens that a query sees, its own with them; 0 for all.
     """
     # A size of 1 would be a case of its own for the compiler; a longer bound costs the kernel nothing.
-    return bounds.starts.view(-1, 1, 1).expand(-1, max(2, bounds.longest), window + 1)
+    mask: Any = bounds.starts.view(-1, 1, 1).expand(-1, max(2, bounds.longest), window + 1)
+    # For `attention=ring`, whose host plans by them: it needn't wait for a device to read them.
+    mask.document_starts = bounds.on_host
+    return mask  # type: ignore[no-any-return]
 
 
 def is_packed_mask(mask: object) -> bool:
@@ -122,6 +131,12 @@ def document_attention(
     Returns:
         (B, S, H, E').
     """
+    # As torch's own functions, so that a TorchFunctionMode can take its place (`parallel.ring_attention`).
+    if has_torch_function((query, key, value)):
+        replaced: torch.Tensor = handle_torch_function(
+            document_attention, (query, key, value), query, key, value, mask, scale
+        )
+        return replaced
     rows, _, tokens, size = query.shape
     scale = 1.0 / math.sqrt(size) if scale is None else float(scale)
     # (B, heads, S, E) to (T, heads, E); models transpose what their linears give, so that this is a view mostly.

@@ -15,7 +15,7 @@ from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
 from meshwright.spec.sharding_table import ShardingGroup, ShardingTable
 
 ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"
@@ -68,7 +68,7 @@ def _token_split(mesh: Mesh, attention: str) -> TokenSplit:
     return TokenSplit(
         cp_index=context.index,
         cp_degree=context.size,
-        balanced=attention == "gather",
+        balanced=attention in BALANCED_ATTENTIONS,
         tp_index=tensor.index if mesh.layout.sequence else 0,
         tp_degree=tensor.size if mesh.layout.sequence else 1,
     )
@@ -90,7 +90,7 @@ def local_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str
     tensor, context = (mesh.axis_groups[layout.axis(mechanics)] for mechanics in (Mechanics.MATRICES, Mechanics.TOKENS))
     shares = group.shares(tensor.size) if tensor.size > 1 else None
     unit_start, unit_stop = shares[tensor.index] if shares is not None else (0, group.units)
-    if context.size > 1 and attention != "gather" and group.heads:
+    if context.size > 1 and attention not in BALANCED_ATTENTIONS and group.heads:
         local = local_group(group, tensor.index, tensor.size).shares(context.size)
         if local is not None:
             start, stop = local[context.index]

@@ -11,25 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.balanced_runs import balanced_spans
 from meshwright.parallel.collectives import all_gather_tokens
-from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.tensor_hooks import is_hidden
-from meshwright.spec.placement import Span
-from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, tree_map_only
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-
-
-def balanced_spans(tokens: int, index: int, ranks: int) -> tuple[Span, Span]:
-    """Returns a rank's early and late run of ``tokens``, which 2 x ``ranks`` must divide."""
-    size = tokens // (2 * ranks)
-    late = 2 * ranks - 1 - index
-    return (index * size, (index + 1) * size), (late * size, (late + 1) * size)
 
 
 def restore_token_order(x: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
@@ -86,38 +76,3 @@ class GatheredAttention(TorchFunctionMode):
                 )
             )
         return torch.cat(outputs, dim=-2)
-
-
-def local_runs(x: torch.Tensor, index: int, ranks: int) -> torch.Tensor:
-    """Returns a rank's early and late run of the tokens of ``x: (B, S, ...)``."""
-    return torch.cat([x[:, start:stop] for start, stop in balanced_spans(x.shape[1], index, ranks)], dim=1)
-
-
-def wrap_layer(layer: nn.Module, axis_group: AxisGroup, splits: int) -> None:
-    """Makes a layer compute this rank's runs of the tokens.
-
-    Args:
-        layer: takes a hidden state (B, S / (size splits), D); what else it takes counts all tokens.
-        axis_group: the axis.
-        splits: number of parts into which another axis splits this rank's tokens between the layers.
-    """
-
-    def gathering(plain: Forward) -> Forward:
-        def forward(*args: object, **kwargs: object) -> object:
-            hidden: list[torch.Tensor] = []
-            tree_map_only(torch.Tensor, lambda x: hidden.append(x) if is_hidden(x) else None, (args, kwargs))
-            # S of the whole row, by which positions and tables of angles are recognised among the arguments.
-            tokens = hidden[0].shape[1] * axis_group.size * splits if hidden else 0
-
-            def cut(x: torch.Tensor) -> torch.Tensor:
-                if x.dim() not in (2, 3) or x.shape[1] != tokens or x is hidden[0]:
-                    return x
-                return local_runs(x, axis_group.index, axis_group.size)
-
-            args, kwargs = tree_map_only(torch.Tensor, cut, (args, kwargs))
-            with GatheredAttention(axis_group):
-                return plain(*args, **kwargs)
-
-        return forward
-
-    wrap_forward(layer, ForwardLayer.CONTEXT, "attention gathers keys and values over the tokens' ranks", gathering)

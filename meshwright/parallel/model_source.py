@@ -41,7 +41,7 @@ class ModelSource:
     layer_graph: LayerGraph | None = None
     """How forward goes through the layers; needed by layouts with a pipeline."""
     attention: str = "heads"
-    """How ``cp`` computes attention: ``heads`` or ``gather``."""
+    """How ``cp`` computes attention: ``heads``, ``gather`` or ``ring``."""
     experts: Sequence[ExpertRows] = ()
     """Its experts modules; needed by layouts with ``ep``."""
     weigh: Callable[[RowBatch], torch.Tensor] | None = None

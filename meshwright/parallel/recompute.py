@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from meshwright.parallel.document_attention import REFERENCE_OPERATOR
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.ring_attention import RING_OPERATOR
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
@@ -34,6 +35,7 @@ KEPT = tuple(
         *FUSED_ATTENTION,
         VARLEN_OPERATOR,
         REFERENCE_OPERATOR,
+        RING_OPERATOR,
     )
 )
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""

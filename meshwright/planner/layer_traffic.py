@@ -12,6 +12,7 @@ from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
+from meshwright.spec.key_ring import KeyRing
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import LayerSharding, ParameterSplit, ShardingGroup, local_group
 
@@ -31,6 +32,8 @@ class LayerCollective:
     """Whether it belongs to backward, not forward."""
     skipped_by_recompute: bool = False
     """Whether no tensor that backward reads follows it, so that recompute stops before it."""
+    kept_by_selective: bool = False
+    """Whether ``selective`` recompute keeps the result of the operator that it is part of."""
 
 
 class LayerTraffic:
@@ -85,11 +88,15 @@ class LayerTraffic:
             layer_collectives = list(self._layer_collectives(layer))
             yield from layer_collectives
             if layer in recomputed:
-                yield from (
-                    sent for sent in layer_collectives if not sent.is_backward and not sent.skipped_by_recompute
-                )
+                yield from (sent for sent in layer_collectives if self._is_repeated(sent))
         if stages > 1:
             yield from self._stage_sends(start, stop, stage, stages)
+
+    def _is_repeated(self, sent: LayerCollective) -> bool:
+        """Whether recompute runs a collective of forward again."""
+        if sent.kept_by_selective and self._layout.recompute.mode == "selective":
+            return False
+        return not sent.is_backward and not sent.skipped_by_recompute
 
     def _recomputed(self) -> frozenset[int]:
         """Returns the indices of the layers that recompute."""
@@ -146,6 +153,8 @@ class LayerTraffic:
                 yield from self._tensor_parallel(name, group, layer, is_last)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)
+        if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "ring":
+            yield from self._key_value_ring(layer)
         for experts in dispatched_experts:
             yield from self._expert_dispatch(experts, layer, all(group.heads for group in splits))
 
@@ -231,6 +240,27 @@ class LayerTraffic:
         size = self._tokens * features * self._bytes.compute
         yield LayerCollective(self._cp, "all_gather", size)
         yield LayerCollective(self._cp, "reduce_scatter", size, is_backward=True)
+
+    def _key_value_ring(self, layer: int) -> Iterator[LayerCollective]:
+        """Yields the sends of keys and values, and of their gradients, to and from each other rank of cp.
+
+        Source: Liu et al., Ring Attention (2023), section 3; which tokens a rank needs is `spec.key_ring`'s rule.
+        """
+        block, ranks, index = self._job.shape.blocks[layer], self._cp.ranks, self._index(Mechanics.TOKENS)
+        if not block.heads:
+            return
+        ring = KeyRing(len(ranks), self._job.sequence // (2 * len(ranks)), block.window)
+        features = -(-block.kv_heads // self._layout.degree(Mechanics.MATRICES)) * (block.head_size + block.value_size)
+        size = self._rows * features * self._bytes.compute
+        for step in range(1, len(ranks)):
+            for peer, is_gradient in (((index + step) % len(ranks), False), ((index - step) % len(ranks), True)):
+                owner, reader = (peer, index) if is_gradient else (index, peer)
+                pair = CollectiveGroup(self._cp.axis, tuple(sorted((ranks[index], ranks[peer]))))
+                sent_bytes = size * ring.tokens_sent(owner, reader)
+                # Backward sends keys and values once more.
+                if not is_gradient:
+                    yield LayerCollective(pair, "send", sent_bytes, kept_by_selective=True)
+                yield LayerCollective(pair, "send", sent_bytes, is_backward=True)
 
     def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
         """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""

@@ -26,6 +26,7 @@ from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.timeline import price_send, schedule_of, simulated_s, stage_costs
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import assign_buckets
+from meshwright.spec.key_ring import KeyRing
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import LayerShape, ModelWork, ModuleWork
 
@@ -147,7 +148,13 @@ class MeasuredTimes:
             backward.tp = (1.0 + repeats) * forward.tp
         if cp > 1 and block.heads and self._links_are_known(cp, tp):
             forward.cp = self._cp_pass_s(block)
-            backward.cp = (1.0 + repeats) * forward.cp
+            # A ring sends gradients beside keys and values in backward.
+            factor = 2.0 if layout.attention == "ring" else 1.0
+            backward.cp = (factor + repeats) * forward.cp
+            if layout.attention == "ring" and not self._serial:
+                # It travels while attention computes with the block before.
+                for pass_time in (forward, backward):
+                    pass_time.cp = np.maximum(0.0, pass_time.cp - pass_time.attention)
         if mode == "full":
             # Recompute stops at the last tensor that backward needs, so the last product isn't computed again.
             backward.recompute = recomputed_share * (forward.compute - operators.last_s * self._share)
@@ -209,7 +216,8 @@ class MeasuredTimes:
         """Returns seconds of a layer's traffic over cp on a micro-batch, in forward; backward's are as long.
 
         With heads: an all-to-all of queries, keys, values and attention's output, in forward and backward. With
-        ``attention=gather``: an all-gather of keys and values in forward, a reduce-scatter in backward.
+        ``attention=gather``: an all-gather of keys and values in forward, a reduce-scatter in backward. With
+        ``attention=ring``: what the rank that sends most sends in each step, keys with values.
         """
         degree, tp = self._layout.degree(Mechanics.TOKENS), self._layout.degree(Mechanics.MATRICES)
         job = self._question.job
@@ -219,6 +227,14 @@ class MeasuredTimes:
             sizes = [degree * feature_bytes * width / tp for width in (block.key_width, block.value_width)]
             kinds = ("all_gather", "reduce_scatter")
             return sum(self._collective_s(kind, size, degree, tp) for kind in kinds for size in sizes) / 2
+        if self._layout.attention == "ring":
+            ring = KeyRing(degree, job.sequence // (2 * degree), block.window)
+            token_bytes = feature_bytes / (job.sequence / degree) * (block.key_width + block.value_width) / tp
+            most_tokens = [
+                max(ring.tokens_sent(rank, (rank + step) % degree) for rank in range(degree))
+                for step in range(1, degree)
+            ]
+            return sum(self._collective_s("send", token_bytes * tokens, degree, tp) for tokens in most_tokens if tokens)
         widths = (block.query_width, block.key_width, block.value_width, block.mixed_width)
         return sum(self._collective_s("all_to_all", feature_bytes * width / tp, degree, tp) for width in widths)
 

@@ -41,7 +41,10 @@ FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 """Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
 PRECISIONS = ("float32", "float64", "bf16", "fp16", *FLOAT8_RECIPES)
 OFFLOADS = ("none", "optimizer", "parameters")
-ATTENTIONS = ("heads", "gather")
+ATTENTIONS = ("heads", "gather", "ring")
+"""Ways in which ``cp`` computes attention."""
+BALANCED_ATTENTIONS = ("gather", "ring")
+"""Those under which a rank has an early and a late run of each row, for balance (`spec.key_ring`)."""
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"

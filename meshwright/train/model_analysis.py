@@ -17,7 +17,7 @@ from meshwright.parallel import tensor_stages
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
 from meshwright.spec.sharding_table import ShardingTable
 
 
@@ -158,8 +158,11 @@ def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, toke
             f"{layout.format_degree(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
             f"{context.refused}; use shard={degree}"
         )
-    if context.attention == "gather" and layout.compile:
-        raise PlanError("attention=gather looks for attention in the model's calls, which compile=true hides; drop one")
+    if context.attention in BALANCED_ATTENTIONS and layout.compile:
+        raise PlanError(
+            f"attention={context.attention} looks for attention in the model's calls, which compile=true hides; "
+            "drop one"
+        )
     return context
 
 
@@ -176,8 +179,8 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
         PlanError: with the numbers and the nearest that work.
     """
     divisor = layout.degree(Mechanics.TOKENS) * (layout.degree(Mechanics.MATRICES) if layout.sequence else 1)
-    # gather balances causal attention by giving each rank two chunks of tokens.
-    divisor *= 2 if facts.attention == "gather" else 1
+    # gather and ring balance causal attention by giving each rank two chunks of tokens.
+    divisor *= 2 if facts.attention in BALANCED_ATTENTIONS else 1
     if sequence % divisor:
         near = sequence // divisor * divisor or divisor
         raise PlanError(

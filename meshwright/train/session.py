@@ -167,9 +167,10 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
     trial = facts.trial or ForwardTrial()
     if layout.precision == "float64":
         use_float64(model.module)
-    # Gathering looks for attention where every kernel is called, with a mask to cut: it keeps the model's own.
-    if model.config.attention == VARLEN and facts.attention != "gather":
-        use_varlen(model.module)
+    # Gathering cuts dense masks, and keeps the model's own; a ring needs masks that say what they hide.
+    in_ring = facts.attention == "ring" and model.structure.transformers
+    if in_ring or (model.config.attention == VARLEN and facts.attention != "gather"):
+        use_varlen(model.module, in_ring)
     return ModelSource(
         module=model.module,
         layers=model.structure.layers,

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.parallel import collectives, context, gathered_attention, head_exchange
+from meshwright.parallel import collectives, context, gathered_attention, head_exchange, ring_attention
 from meshwright.parallel.gathered_attention import GatheredAttention
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.vocab_shard import VocabShard
@@ -222,6 +222,16 @@ def _dropped_mask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+def _averaged_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Partial outputs count alike, whatever the weights of their keys add up to."""
+    plain = ring_attention.merge
+
+    def averaged(output: torch.Tensor, sums: torch.Tensor, block: torch.Tensor, block_sums: torch.Tensor) -> None:
+        plain(output, sums, block, torch.where(sums.isfinite(), sums, block_sums))
+
+    monkeypatch.setattr(ring_attention, "merge", averaged)
+
+
 @pytest.mark.parametrize(
     ("plant", "model", "text"),
     [
@@ -233,6 +243,7 @@ def _dropped_mask(monkeypatch: pytest.MonkeyPatch) -> None:
         (_same_tokens, "llama", "cp=2"),
         (_shifted_heads, "llama", "cp=2,attention=heads"),
         (_dropped_mask, "gemma3_text", "cp=2,attention=gather"),
+        (_averaged_blocks, "llama", "cp=2,attention=ring"),
     ],
 )
 def test_planted_faults_are_caught(

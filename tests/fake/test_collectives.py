@@ -182,6 +182,22 @@ def test_each_rule_of_the_account_is_met_by_a_layout_that_is_named() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("window", cases([0, 5, 20], (20,)))
+def test_a_ring_sends_what_is_planned(window: int) -> None:
+    """Of a row of 64 tokens: all that lies before a query, less than a run of 8, and parts of three runs."""
+    name = "windowed" if window else "tied"
+    if window:
+        SIZES[name] = SIZES["llama"] | {"name": "mistral", "overrides": {"sliding_window": window}}
+    texts = [
+        "cp=4,tp=2,attention=ring,recompute=selective,precision=bf16",
+        "shard=2,cp=4,zero=3,attention=ring,recompute=full,microbatches=2",
+    ]
+    (text,) = run_contexts(1, work_named, name, texts, timeout=120)
+    SIZES.pop("windowed", None)
+    assert [row[2] for row in json.loads(text)] == [""] * len(texts)
+
+
+@pytest.mark.slow
 def test_state_of_every_layout_of_a_mixture_is_priced_as_it_is_held() -> None:
     model, off = Model("mixtral"), []
     experts = analyse_model(model.built, Layout.parse("shard=2,ep=2"), ModelAnalysis()).experts

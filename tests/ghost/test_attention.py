@@ -19,6 +19,9 @@ RUNS = {
     "recompute": ("llama", (), "replicate=2,precision=fp16,recompute=selective"),
     "compile": ("llama", (), "replicate=2,precision=bf16,compile=true"),
     "heads": ("llama", (), "cp=2,attention=heads,precision=bf16"),
+    "ring": ("llama", (), "cp=2,attention=ring,recompute=selective,precision=bf16"),
+    "ring-gemma3": ("llama", ("--model", "gemma3_text", "--model.layers", "6", "--model.overrides", "sliding_window",
+                              "16"), "cp=2,attention=ring,precision=bf16"),
     "pipeline": ("llama", (), "pp=2,microbatches=2,precision=bf16"),
     "qwen3": ("llama", ("--model", "qwen3"), "tp=2,precision=bf16"),
     "gemma3": ("llama", ("--model", "gemma3_text", "--model.layers", "6", "--model.overrides", "sliding_window", "16"),
@@ -60,6 +63,12 @@ def launched(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, attention: 
 def test_the_kernel_computes_forward_and_backward(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     _, found = launched(root, monkeypatch, name, "varlen")
     assert found[FORWARD] and found[BACKWARD] and not found[WITH_MASK], found
+
+
+def test_a_ring_needs_no_other_setting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, found = launched(root, monkeypatch, "ring", "auto")
+    assert found[FORWARD] and found[BACKWARD] and not found[WITH_MASK], found
+    assert not run.disagreements
 
 
 def test_without_it_a_mask_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

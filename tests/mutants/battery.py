@@ -55,6 +55,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "pp=2,shard=2,zero=3,microbatches=4,schedule=1f1b",
             "cp=2,tp=2",
             "cp=2,attention=gather",
+            "cp=2,attention=ring",
         ),
     ),
     (
@@ -84,6 +85,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             # By name: where the trial of one fails, the layout takes the other, which is right.
             "cp=4,attention=heads",
             "cp=4,attention=gather",
+            "cp=4,attention=ring",
         ),
     ),
     (("--model", "phi3", "--model.layers", "2", "--model.heads", "4", "--model.kv-heads", "2"), ("tp=4",)),

@@ -32,7 +32,8 @@ CASES = {
     "llama": [
         "replicate=2", "shard=2,zero=1,microbatches=2", "shard=2,zero=2,microbatches=2",
         "shard=2,zero=3,microbatches=2",
-        "tp=2,microbatches=2", "tp=2,sequence=true", "cp=2", "cp=2,attention=gather", "pp=2,microbatches=2",
+        "tp=2,microbatches=2", "tp=2,sequence=true", "cp=2", "cp=2,attention=gather", "cp=2,attention=ring",
+        "pp=2,microbatches=2",
         "pp=2,microbatches=4,schedule=interleaved", "shard=2,zero=3,precision=bf16", "cp=2,recompute=full",
         "replicate=2,shard=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3", "pp=2,shard=2,zero=1,microbatches=2",
         "tp=2,cp=2",

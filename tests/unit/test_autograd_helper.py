@@ -94,7 +94,7 @@ def test_threads_of_a_helper_find_torch_s_thread_pool() -> None:
     product = torch.ones(300, 300)
 
     def multiply(wire: ThreadGroup) -> float:
-        wire.exchange(None)  # so that all begin at once
+        wire.share(None)  # so that all begin at once
         return float((product * wire.index).mean())
 
     threads = torch.get_num_threads()

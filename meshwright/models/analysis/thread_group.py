@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -53,7 +53,7 @@ class ThreadGroup(DifferentiableCollectives):
         if self._barrier.n_waiting:
             self._barrier.abort()
 
-    def exchange(self, value: Any) -> list[Any]:
+    def share(self, value: Any) -> list[Any]:
         """Returns every thread's value, in order of index."""
         # a thread that has finished would never come to the barrier: fail now instead of after the timeout
         if any(isinstance(item, _FinishedThread) for item in self._slots):
@@ -67,24 +67,24 @@ class ThreadGroup(DifferentiableCollectives):
 
     def all_reduce(self, tensor: torch.Tensor) -> _FinishedExchange:
         """Sums a tensor of any shape over the threads, in place."""
-        contributions = self.exchange(tensor.detach().clone())
+        contributions = self.share(tensor.detach().clone())
         with torch.no_grad():
             tensor.copy_(torch.stack(contributions).sum(0))
         return _FinishedExchange()
 
     def all_reduce_max(self, tensor: torch.Tensor) -> _FinishedExchange:
         """Replaces a tensor of any shape by the elementwise maximum over the threads."""
-        tensor.copy_(torch.stack(self.exchange(tensor.clone())).amax(0))
+        tensor.copy_(torch.stack(self.share(tensor.clone())).amax(0))
         return _FinishedExchange()
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor) -> _FinishedExchange:
         """Concatenates every thread's flattened ``part``, (n,), into ``output``, (n · size,), in order of index."""
-        output.copy_(torch.cat([item.reshape(-1) for item in self.exchange(part.detach().clone())]))
+        output.copy_(torch.cat([item.reshape(-1) for item in self.share(part.detach().clone())]))
         return _FinishedExchange()
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor) -> _FinishedExchange:
         """Sums ``tensor: (size * n,)`` over the threads and writes this thread's chunk into ``output: (n,)``."""
-        contributions = self.exchange(tensor.detach().clone())
+        contributions = self.share(tensor.detach().clone())
         output.copy_(torch.stack(contributions).sum(0).view(self.size, -1)[self.index].view_as(output))
         return _FinishedExchange()
 
@@ -93,8 +93,18 @@ class ThreadGroup(DifferentiableCollectives):
 
         Both have ``size`` tensors of any shapes; what thread i sends to j has the shape of j's ``outputs[i]``.
         """
-        for output, sent in zip(outputs, self.exchange([part.detach().clone() for part in parts])):
+        for output, sent in zip(outputs, self.share([part.detach().clone() for part in parts])):
             output.copy_(sent[self.index])
+        return _FinishedExchange()
+
+    def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> _FinishedExchange:
+        """Sends ``chunks[p]`` to thread p and writes into ``outputs[p]`` its chunk for this one; of any shapes.
+
+        All threads call it, with empty mappings where they have nothing to send or receive.
+        """
+        sent = self.share({peer: chunk.detach().clone() for peer, chunk in chunks.items()})
+        for peer, output in outputs.items():
+            output.copy_(sent[peer][self.index])
         return _FinishedExchange()
 
 

@@ -154,8 +154,10 @@ class RuntimeModel:
     """Host time of a micro-batch beside its layers."""
     host_step_s: float = 0.01
     """Of a step: data, logging, reading the loss."""
+    context: str = "ring"
+    """How attention meets the keys of cp's other ranks: one of `spec.layout.ATTENTIONS`."""
     cp_overlap: float = 0.5
-    """Share of cp's traffic that hides under attention."""
+    """Share of a ring's traffic that hides under attention."""
     ep_overlap: float = 0.0
     """Share of ep's traffic that hides."""
     dp_overlap: float = 0.8
@@ -315,17 +317,18 @@ class FrameworkProfile:
             raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
 
     def for_layout(self, layout: Layout) -> FrameworkProfile:
-        """Returns the profile for a layout: with fused passes and fewer launches where ``compile`` is on.
+        """Returns the profile for a layout: its way of attention over cp, and fused passes where ``compile`` is on.
 
         Saved activations stay priced as eager: which of them a compiled layer recomputes isn't known in advance.
         """
         runtime = self.runtime
-        if not layout.compile or not runtime.fused_width:
-            return self
-        compiled_runtime = dataclasses.replace(
-            runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
-        )
-        return dataclasses.replace(self, runtime=compiled_runtime)
+        if layout.attention:
+            runtime = dataclasses.replace(runtime, context=layout.attention)
+        if layout.compile and runtime.fused_width:
+            runtime = dataclasses.replace(
+                runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
+            )
+        return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime)
 
     def with_options(self, **options: Any) -> FrameworkProfile:
         """Returns the profile with options changed, each named ``group__field`` or ``field``.

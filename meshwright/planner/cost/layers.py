@@ -203,7 +203,10 @@ class PricedModel:
             return 0.0
         runtime, device = self.engine.runtime, self.machine.device
         dtype = "tf32" if self.job.products == "tf32" else self.job.precision
-        keys = layer.attended(self.job.sequence)
+        keys: Values = layer.attended(self.job.sequence)
+        if runtime.context == "gather" and layer.window:
+            # Its kernel gets a dense mask of the window, over all keys of the row, and skips none.
+            keys = np.where(self.layouts.cp > 1, self.job.sequence, keys)
         scores = self.tokens * layer.heads / self.layouts.tp
         scores = scores * runtime.attention_imbalance(self.layouts.cp)
         all_scores = scores * self.job.sequence
@@ -260,18 +263,56 @@ class PricedModel:
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False)
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
         if layer.heads:
-            key_values = self.tokens * 2.0 * (layer.key_width + layer.value_width) / 2
-            key_value_bytes = key_values * self.element * layouts.cp / layouts.tp
-            exposed_share = 1.0 - runtime.cp_overlap
-            ring_s = groups.seconds(traffic.all_gather_s, key_value_bytes, groups.cp)
-            # Attention hides a share of the ring at most, and no more than its own seconds; backward sends twice.
-            forward.cp = np.maximum(exposed_share * ring_s, ring_s - forward.attention)
-            backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
+            self._add_context_traffic(layer, forward, backward)
         if layer.experts:
             routed = self.tokens / layouts.tp * layer.active_experts * layer.width * self.element
             exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
             # Tokens go to their experts and back: two all-to-alls a pass.
             forward.ep = backward.ep = 2.0 * exchange
+
+    def _add_context_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
+        """Adds the exposed seconds of cp to both passes, by the way in which attention meets other ranks' keys."""
+        layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
+        feature_bytes = self.tokens * self.element / layouts.tp
+        if runtime.context == "heads":
+            # All-to-alls of queries, keys, values, and of attention's output back: DeepSpeed Ulysses (2023), 3.
+            widths = (layer.query_width, layer.key_width, layer.value_width, layer.mixed_width)
+            forward.cp = sum(groups.seconds(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths)
+            backward.cp = 1.0 * forward.cp
+            return
+        row_bytes = feature_bytes * (layer.key_width + layer.value_width) * layouts.cp
+        if runtime.context == "gather":
+            forward.cp = groups.seconds(traffic.all_gather_s, row_bytes, groups.cp)
+            backward.cp = groups.seconds(traffic.reduce_scatter_s, row_bytes, groups.cp)
+            return
+        # Of a window's run the keys that it reaches back to travel: W - 1 tokens of each of a rank's two runs, where
+        # all other ranks' would be (c - 1) / c of the row.
+        if layer.window:
+            all_tokens = self.job.sequence * np.maximum(1.0, layouts.cp - 1) / layouts.cp
+            row_bytes = row_bytes * np.minimum(1.0, 2.0 * (layer.window - 1) / all_tokens)
+        ring_s = groups.seconds(traffic.all_gather_s, row_bytes, groups.cp)
+        exposed_share = 1.0 - runtime.cp_overlap
+        # Attention hides a share of the ring at most, and no more than its own seconds; backward sends twice.
+        forward.cp = np.maximum(exposed_share * ring_s, ring_s - forward.attention)
+        backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
+
+    def _context_bytes(self, layer: LayerShape) -> tuple[Values, Values]:
+        """Returns the bytes of split tokens' attention: (saved for backward, allocated only while it runs), (N,)."""
+        layouts, runtime, w = self.layouts, self.engine.runtime, self.element
+        if not layer.heads:
+            return 0.0, 0.0
+        local_elements = self.tokens * (layer.key_width + layer.value_width) / layouts.tp
+        is_split = layouts.cp > 1
+        if runtime.context == "gather":
+            # Keys and values of the whole row beside the rank's own, and a mask for each of its queries, of which an
+            # average one reaches over half of the row: scaled_dot_product_attention keeps it in the type of compute.
+            masks = self.tokens * w * self.job.sequence * (1.0 + 1.0 / (2.0 * layouts.cp)) / 2.0
+            return is_split * (w * local_elements * (layouts.cp - 1) + masks), 0.0
+        if runtime.context != "ring":
+            return 0.0, 0.0
+        # Blocks that come and go, and sums in float32: of the output, or of the gradients of q, k, v and the block.
+        sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
+        return 0.0, is_split * (4.0 * w * local_elements + sums)
 
     def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime) -> None:
         """Adds recompute to backward; ``repeated`` is the forward that is computed again."""
@@ -302,7 +343,8 @@ class PricedModel:
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
         # tp divides heads and F; what lies outside its linears is divided by sequence parallelism alone.
-        all_bytes = self.tokens * (outside_tp / self.token_shards + (inside_tp + scores) / layouts.tp)
+        context_saved, context_transient = self._context_bytes(layer)
+        all_bytes = self.tokens * (outside_tp / self.token_shards + (inside_tp + scores) / layouts.tp) + context_saved
         # Selective recompute keeps a share of the products' outputs: attention output, feed-forward output, qkv, up.
         inside_outputs = qkv + layer.ffn * (2.0 if layer.gated else 1.0)
         product_outputs = 2 * layer.width / self.token_shards + inside_outputs / layouts.tp
@@ -317,6 +359,7 @@ class PricedModel:
         if self._is_unfused(layer):
             cost.working = cost.working + self.tokens * transient_scores / layouts.tp
         dense = [item.inner * item.outer for item in layer.products if item.split and not item.experts]
+        cost.working = cost.working + context_transient
         buffers = saved.buffer_bytes(layouts, self.tokens * layer.width, max(dense, default=0))
         cost.working = cost.working + buffers
 

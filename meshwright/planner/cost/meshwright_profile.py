@@ -42,6 +42,7 @@ MESHWRIGHT = FrameworkProfile(
         loss_passes=(24.0, 24.0),
         host_layer_s=4e-4,
         dp_overlap=0.8,
+        context="heads",
         fused_width=FUSED_WIDTH,
         fused_ffn=FUSED_FFN,
         fused_layer_s=FUSED_LAYER_S,
