@@ -18,6 +18,7 @@ from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
+from meshwright.planner.cases import candidate_json
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -90,7 +91,7 @@ class PlanResult:
             "objective": question.objective,
             "reason": self.reason,
             "plan": str(self.layout),
-            "best": [_candidate_json(candidate) | self._join_json(candidate) for candidate in choice.shown],
+            "best": [candidate_json(candidate) | self._join_json(candidate) for candidate in choice.shown],
             "ties": choice.ties,
             "front": [{"step_s": step, "peak_bytes": peak, "layout": text} for step, peak, text in choice.front],
             "search": {
@@ -129,24 +130,13 @@ class ScalingResult:
         rows = [
             {
                 "devices": point.devices,
-                "best": _candidate_json(point.best) if point.best else None,
+                "best": candidate_json(point.best) if point.best else None,
                 "why": point.why,
                 "efficiency": point.efficiency,
             }
             for point in self.points
         ]
         return {"points": rows, "knee": self.knee}
-
-
-def _candidate_json(candidate: Candidate) -> dict[str, object]:
-    """Returns a layout and its price as plain values."""
-    return {
-        "layout": candidate.layout.to_json(),
-        "price": dataclasses.asdict(candidate.price),
-        "tokens_per_s": candidate.tokens_per_s,
-        "cost_per_mtoken": candidate.cost_per_mtoken,
-        "joules_per_token": candidate.joules_per_token,
-    }
 
 
 def model_of_sizes(text: str) -> PlannableModel:

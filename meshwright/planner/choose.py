@@ -24,6 +24,7 @@ from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
+from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -65,6 +66,10 @@ class Candidate:
     """Dollars for a million tokens; None without a price of the devices."""
     joules_per_token: float | None
     """At the power under load; None where it isn't known."""
+    flops_per_device: float
+    """Model FLOP/s of a device: of a training step without what is recomputed (`ModelShape.train_flops_per_token`)."""
+    mfu: float
+    """Model FLOPs utilisation: share of the data sheet's dense peak (`utilization.data_sheet_flops`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -269,12 +274,15 @@ def priced_candidate(question: Question, layout: Layout, layout_price: Price) ->
     """Returns a layout with its price, and the rates that follow from its seconds a step."""
     tokens, step_s = question.job.rows * question.job.sequence, layout_price.step_s
     dollars, watts = question.cluster.price_per_hour, question.cluster.watts
+    job = job_for(question.job, layout, question.cluster)
     return Candidate(
         layout=layout,
         price=layout_price,
         tokens_per_s=tokens / step_s,
         cost_per_mtoken=None if dollars is None else dollars / 3600.0 * step_s / tokens * 1e6,
         joules_per_token=watts * step_s / tokens if watts else None,
+        flops_per_device=model_flops_per_s(job, step_s) / question.cluster.devices,
+        mfu=model_flops_per_s(job, step_s) / data_sheet_flops(question.cluster, job.dtype),
     )
 
 
