@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.errors import ConfigError, nearest
 from meshwright.jobs.model_reading import make_measure
 from meshwright.jobs.plan_model import (
     PlannableModel,
     PlanResult,
     ScalingResult,
+    model_name,
     model_of_sizes,
     plan_model,
+    preset_model,
     scale_model,
 )
 from meshwright.jobs.requests import Layouts, PlanConfig, with_fields
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
+from meshwright.planner.presets import presets
 
 VOCABULARY = 50304
 """Of a model type that names none: GPT-2's, padded to 64."""
@@ -25,15 +29,25 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
     """Reads a model once, so that it can be planned for any number of clusters; nothing is allocated.
 
     Args:
-        model: a type such as ``"llama"``, a directory or ``module:function``; or a config with its sizes.
+        model: a type such as ``"llama"``, a directory, its ``config.json``, a public model such as ``"llama-3-70b"``,
+            or ``module:function``; or a config with its sizes.
         sequence: most tokens of a row.
 
     Raises:
         ConfigError: for a model that can't be built.
     """
-    config = ModelConfig(name=model) if isinstance(model, str) else model
+    config = ModelConfig(name=model_name(model)) if isinstance(model, str) else model
+    preset = preset_model(config)
+    if preset is not None:
+        return preset
     has_vocabulary = config.kind == "directory" or config.vocab
-    built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
+    try:
+        built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
+    except ConfigError as error:
+        near = nearest(config.name, presets())
+        if config.kind != "type" or not near.startswith("; did"):
+            raise
+        raise ConfigError(f"{error}; of the public models that are known by their sizes{near}") from error
     return PlannableModel(
         shape=measure_shape(built), measure=lambda tokens, precision: make_measure(built, tokens, precision)
     )

@@ -38,6 +38,12 @@ class Case:
             "why": self.why,
         }
 
+    def shape_json(self) -> dict[str, object]:
+        """Returns the case with the sizes of its model."""
+        shape = self.question.job.shape
+        sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab}
+        return {"sizes": sizes, **self.to_json()}
+
 
 def solve_case(name: str, question: Question, solve: Solve) -> Case:
     """Returns the case of a question; one that nothing fits has the reason instead of a layout."""

@@ -188,7 +188,7 @@ def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple
 def _data_variants(
     job: PricedJob, space: Space, readers: int, block: int, ep: int, modes: Sequence[str]
 ) -> tuple[tuple[int, int, int, int], ...]:
-    """Returns the variants of cores with ``readers`` readers of ``block`` ranks (cp x tp), under recompute ``modes``."""
+    """Returns the variants of cores with ``readers`` readers of ``block`` ranks (cp x tp) each."""
     fixed_rows = _fixed_copies_and_shards(tuple(space.fixed.items()))
     if fixed_rows[2:] == (0, 1) and not space.allows(SHARDS):
         fixed_rows = (*fixed_rows[:2], 1, 1)
