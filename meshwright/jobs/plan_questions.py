@@ -6,12 +6,13 @@ Each function takes a request and a model that was read, and returns a typed ans
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import ClusterError, ConfigError
+from meshwright.errors import ClusterError, ConfigError, PlanError
 from meshwright.jobs.plan_model import (
     PlannableModel,
     make_solver,
@@ -33,8 +34,10 @@ from meshwright.planner.capacity import (
     longest_rows,
 )
 from meshwright.planner.cases import Case, solve_case
-from meshwright.planner.emit import Emitted, emit_plan
-from meshwright.planner.measured_price import measure_activations
+from meshwright.planner.choose import price_possible
+from meshwright.planner.emit import Emitted, emit_plan, narrowed_question, recomputed_whole
+from meshwright.planner.finalists import choose_finalists
+from meshwright.planner.measured_price import measure_activations, price_layout
 from meshwright.planner.measured_run import MeasuredRun, measure_run
 from meshwright.planner.reshape import Reshape, reshape
 from meshwright.planner.scaling import sizes
@@ -57,6 +60,11 @@ class BudgetResult:
     """Of every cluster and number of devices that was asked."""
     chosen: Budget | None
     """The cheapest that meets the deadline; None where none does."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether some cluster meets the deadline."""
+        return self.chosen is not None
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
@@ -153,6 +161,11 @@ class WhatIfResult:
     changed: tuple[Case, ...]
     """With all changes; of several also with each alone."""
 
+    @property
+    def is_met(self) -> bool:
+        """Whether something fits with all changes."""
+        return self.changed[0].best is not None
+
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
         return {"today": self.today.to_json(), "changed": [case.to_json() for case in self.changed]}
@@ -216,13 +229,24 @@ def plan_walls(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
 
 
 def plan_emit(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> Emitted:
-    """Writes the plan, or the first of its runners-up that the framework can express, for ``config.emit``.
+    """Writes the plan, or the fastest other layout that is found which the framework can express, for ``config.emit``.
 
     Raises:
         ConfigError, ClusterError, PlanError: for what can't be, when nothing fits, or when it can express none.
     """
     result = plan_model(config, model, cluster)
-    return emit_plan(config.emit, result.question, (*result.choice.best, *result.choice.more))
+    question, candidates = result.question, [*result.choice.best, *result.choice.more]
+    # Where the framework lacks what the plan has, the search is made again without that.
+    with contextlib.suppress(PlanError):
+        measure = None if model.measure is None else model.measure(config.sequence, question.job.precision)
+        narrowed = narrowed_question(config.emit, question)
+        choice = choose_finalists(narrowed, config.show, measure, config.allow)
+        others = [*choice.best, *choice.more]
+        whole = recomputed_whole([candidate.layout for candidate in others])
+        others += price_possible(whole, lambda layout: price_layout(narrowed, layout, measure))
+        others = [candidate for candidate in others if candidate.price.peak <= question.usable_bytes]
+        candidates += sorted(others, key=lambda candidate: candidate.price.step_s)
+    return emit_plan(config.emit, question, candidates)
 
 
 Answer = BudgetResult | LargestModel | LongestRows | BatchCurve | WhatIfResult | MeasuredRun | Reshape | Walls | Emitted

@@ -13,6 +13,8 @@ from meshwright.planner.shape_changes import heads_step, resized, with_positions
 from meshwright.spec.layout import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
+SHORTEST_SEQUENCE = 64
+"""Tokens of a row at which the search for the longest begins."""
 LONGEST_SEQUENCE = 1 << 24
 """Tokens of a row at which the search for the longest ends."""
 SEQUENCE_STEPS = 16
@@ -55,6 +57,11 @@ class LargestModel:
     """The model that was given."""
     largest: tuple[Case, ...]
     """The largest with its state on the devices, and where hosts are known the largest with state in their memory."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether some model fits; otherwise the question is refused."""
+        return bool(self.largest)
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
@@ -140,12 +147,17 @@ class LongestRows:
 
     asked: Case
     """Rows as given."""
-    longest: Case
-    """The longest, as many."""
+    longest: tuple[Case, ...]
+    """The longest with the state on the devices, and where hosts are known the longest with state in their memory."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the longest rows have a plan."""
+        return any(case.best for case in self.longest)
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
-        return {"asked": self.asked.to_json(), "longest": self.longest.to_json()}
+        return {"asked": self.asked.to_json(), "longest": [case.to_json() for case in self.longest]}
 
 
 def longest_rows(question: Question, solve: Solve) -> LongestRows:
@@ -158,32 +170,43 @@ def longest_rows(question: Question, solve: Solve) -> LongestRows:
     Raises:
         PlanError: when not even the shortest rows fit.
     """
-    unit = 64
-
-    def asked(tokens: int) -> Question:
-        job = question.job
-        return dataclasses.replace(
-            question,
-            job=dataclasses.replace(job, sequence=tokens, shape=with_positions(job.shape, tokens), activations=None),
+    cases = []
+    for name, offloads in _offload_choices(question):
+        limited = dataclasses.replace(question, limits={**question.limits, "offloads": offloads})
+        tokens = _longest_sequence(limited)
+        if tokens:
+            cases.append(solve_case(f"{name}: {tokens} tokens", with_sequence(limited, tokens), solve))
+    if not cases:
+        raise PlanError(
+            f"no layout of {question.cluster} fits {question.job.shape.name} with {question.job.rows} rows of "
+            f"{SHORTEST_SEQUENCE} tokens, so no rows are short enough; take a smaller model or more devices"
         )
+    return LongestRows(
+        asked=solve_case(f"asked: {question.job.sequence} tokens", question, solve), longest=tuple(cases)
+    )
+
+
+def with_sequence(question: Question, tokens: int) -> Question:
+    """Returns the question with rows of so many tokens; learned positions grow with them."""
+    shape = with_positions(question.job.shape, tokens)
+    return dataclasses.replace(
+        question, job=dataclasses.replace(question.job, sequence=tokens, shape=shape, activations=None)
+    )
+
+
+def _longest_sequence(question: Question) -> int:
+    """Returns the most tokens of a row that fit, to a part of the power of two below; 0 where none do."""
 
     def holds(tokens: int) -> bool:
-        return fits(asked(tokens))
+        return fits(with_sequence(question, tokens))
 
-    power = unit
+    power = SHORTEST_SEQUENCE
+    if not holds(power):
+        return 0
     while 2 * power <= LONGEST_SEQUENCE and holds(2 * power):
         power *= 2
-    if power == unit and not holds(unit):
-        raise PlanError(
-            f"no layout of {question.cluster} fits {question.job.shape.name} with {question.job.rows} rows of {unit} "
-            "tokens, so no rows are short enough; take a smaller model or more devices"
-        )
-    step = max(unit, power // SEQUENCE_STEPS)
-    tokens = power + step * largest_that(lambda count: holds(power + step * count), 1, power // step - 1)
-    return LongestRows(
-        asked=solve_case(f"asked: {question.job.sequence} tokens", question, solve),
-        longest=solve_case(f"longest: {tokens} tokens", asked(tokens), solve),
-    )
+    step = max(SHORTEST_SEQUENCE, power // SEQUENCE_STEPS)
+    return power + step * largest_that(lambda count: holds(power + step * count), 1, power // step - 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -201,6 +224,11 @@ class BatchCurve:
             return None
         best = max(rate for _, rate in planned)
         return next(rows for rows, rate in planned if rate >= NEAR_BEST * best)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether some batch has a plan."""
+        return any(case.best for case in self.cases)
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIG
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
+from meshwright.planner.remedies import leaner_optimizer, smaller_jobs
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
@@ -270,6 +272,20 @@ def price_candidate(question: Question, layout: Layout) -> Candidate:
     return priced_candidate(question, layout, layout_price)
 
 
+def price_possible(layouts: Iterable[Layout], price_one: Callable[[Layout], Candidate]) -> list[Candidate]:
+    """Returns the prices of variants that can run; one that a host, say, has no room for is left out.
+
+    Args:
+        layouts: variants that are tried, not asked for.
+        price_one: prices one, or raises `PlanError` where it can't run.
+    """
+    candidates = []
+    for layout in layouts:
+        with contextlib.suppress(PlanError):
+            candidates.append(price_one(layout))
+    return candidates
+
+
 def priced_candidate(question: Question, layout: Layout, layout_price: Price) -> Candidate:
     """Returns a layout with its price, and the rates that follow from its seconds a step."""
     tokens, step_s = question.job.rows * question.job.sequence, layout_price.step_s
@@ -400,7 +416,9 @@ def _nothing_fits_message(question: Question, result: SearchResult) -> str:
     if fitting_layers:
         remedies.append(f"{fitting_layers} layers instead of {len(job.shape.blocks)}")
     engine = question.runtime.for_layout(question.base)
+    remedies += smaller_jobs(job, question.machine, engine, question.space, usable_bytes, question.base)
     remedies += with_host_memory(job, question.cluster, engine, question.space, usable_bytes, question.base)
+    remedies += leaner_optimizer({name: float(values[0]) for name, values in prices.memory.items()}, usable_bytes)
     return (
         f"no layout of {question.cluster} holds {job.shape.name} with {job.rows} rows of {job.sequence} tokens: the "
         f"leanest of {result.considered} ({layout}) needs {format_bytes(needed_bytes)} on its fullest rank, of "

@@ -11,18 +11,23 @@ docs/_pages/config-json.md).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.cases import candidate_json
 from meshwright.planner.choose import Candidate, Question
+from meshwright.schedules.spec import searched_schedules
+from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_seconds
 
 TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(
@@ -30,13 +35,15 @@ TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(
         "1f1b": "1F1B",
         "gpipe": "GPipe",
         "interleaved": "Interleaved1F1B",
-        "looped_bfs": "LoopedBFS",
+        "loopedbfs": "LoopedBFS",
         "zbv": "ZBVZeroBubble",
         "dualpipev": "DualPipeV",
     }
 )
 """Our schedules by torch's names, by which torchtitan looks them up. Source: torch.distributed.pipelining.schedules,
 `get_schedule_class`."""
+MEGATRON_SCHEDULES = ("1f1b", "interleaved")
+"""Our schedules that Megatron-LM has."""
 FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-FSDP's strategies by ZeRO level."""
 
@@ -53,6 +60,11 @@ class Emitted:
     """Flags, one a line, or a JSON configuration."""
     notes: tuple[str, ...]
     """What differs there, and why layouts before this one weren't written."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the question has an answer, as always where it isn't refused."""
+        return True
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
@@ -94,13 +106,27 @@ class _Batch:
         )
 
 
+def narrowed_question(framework: str, question: Question) -> Question:
+    """Returns the question with a search bounded to what a framework is likelier to express; given choices stay."""
+    return dataclasses.replace(question, limits={**SPACES[framework], **question.limits})
+
+
+def recomputed_whole(layouts: Sequence[Layout]) -> list[Layout]:
+    """Returns forms of layouts that recompute every layer, of those that recompute some whole ones."""
+    return [
+        dataclasses.replace(layout, recompute=Recompute("full"))
+        for layout in layouts
+        if layout.recompute.mode == "full"
+    ]
+
+
 def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate]) -> Emitted:
     """Writes the first of some layouts that a framework can express.
 
     Args:
         framework: one of `FRAMEWORKS`.
         question: what was planned.
-        candidates: the plan first, then its runners-up.
+        candidates: the plan first, then others by time.
 
     Raises:
         PlanError: when it can express none of them, with the reason for the plan.
@@ -115,14 +141,14 @@ def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate
         if index:
             slower = candidate.price.step_s / candidates[0].price.step_s - 1
             notes = [
-                f"the plan is {candidates[0].layout}, and {reasons[0]}; this is number {index + 1} of the best, "
+                f"the plan is {candidates[0].layout}, and {reasons[0]}; this one takes "
                 f"{format_seconds(candidate.price.step_s)} a step, {slower:+.1%}",
                 *notes,
             ]
         return Emitted(framework=framework, candidate=candidate, text=text, notes=tuple(notes))
     raise PlanError(
-        f"{framework} can express none of the {len(candidates)} best layouts; of the plan, {candidates[0].layout}: "
-        f"{reasons[0]}"
+        f"{framework} can express none of {len(candidates)} layouts that were planned for it; of the plan, "
+        f"{candidates[0].layout}: {reasons[0]}"
     )
 
 
@@ -258,8 +284,8 @@ def _megatron_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
     if batch.pp == 1:
         return []
     schedule, stages = layout.schedule or DEFAULT_SCHEDULE, layout.stages_per_rank
-    if schedule not in ("1f1b", "interleaved"):
-        raise PlanError(f"megatron has no schedule={schedule}; it has 1f1b and interleaved")
+    if schedule not in MEGATRON_SCHEDULES:
+        raise PlanError(f"megatron has no schedule={schedule}; it has {' and '.join(MEGATRON_SCHEDULES)}")
     if schedule == "interleaved" and layout.microbatches % batch.pp:
         raise PlanError(
             f"megatron's interleaved schedule takes micro-batches in groups of pp, and {layout.microbatches} is no "
@@ -361,6 +387,27 @@ def _deepspeed(question: Question, layout: Layout) -> tuple[str, list[str]]:
     return json.dumps(config, indent=2), notes
 
 
+def _axes_without(*mechanics: Mechanics) -> tuple[str, ...]:
+    return tuple(name for name, axis in known_axes().items() if axis.mechanics not in mechanics)
+
+
+SPACES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "torchtitan": {
+            "levels": (0, 2, 3),
+            "recomputes": ("none", "full"),
+            "schedules": tuple(name for name in searched_schedules() if name in TORCHTITAN_SCHEDULES),
+            "offloads": ("none", "parameters"),
+        },
+        "megatron": {
+            "recomputes": ("none", "full"),
+            "schedules": MEGATRON_SCHEDULES,
+            "offloads": ("none", "optimizer"),
+        },
+        "deepspeed": {"recomputes": ("none", "full"), "axes": _axes_without(Mechanics.STAGES, Mechanics.TOKENS)},
+    }
+)
+"""Bounds of a search for layouts that a framework is likelier to express, fields of `Space`."""
 FRAMEWORKS: Mapping[str, Callable[[Question, Layout], tuple[str, list[str]]]] = MappingProxyType(
     {"torchtitan": _torchtitan, "megatron": _megatron, "deepspeed": _deepspeed}
 )

@@ -48,6 +48,11 @@ class MeasuredRun:
         gaps = {NAMES[name]: ours.get(name, 0.0) - best.get(name, 0.0) for name in NAMES}
         return gaps | {"unpredicted": self.measured_s - self.predicted.price.step_s}
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the question has an answer, as always where it isn't refused."""
+        return True
+
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
         names = ("measured_s", "tokens_per_s", "flops_per_device", "mfu", "shortage")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.capacity import with_shape
@@ -54,9 +54,14 @@ class Reshape:
     today: Case
     """The given model's plan."""
     better: tuple[Reshaped, ...]
-    """Those with more FLOP/s, the best first."""
+    """Of each kind of change the one with most FLOP/s, where it has more; the best first."""
     tried: int
     """Nearby models that were planned."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the question has an answer, as always where it isn't refused."""
+        return True
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
@@ -71,11 +76,11 @@ def nearby_shapes(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
         shape: of the given model.
     """
     for vocab in _rounded(shape.vocab):
-        yield f"vocabulary {shape.vocab} to {vocab}", with_vocabulary(shape, vocab)
+        yield f"vocabulary of {shape.vocab} to {vocab}", with_vocabulary(shape, vocab)
     for head_size in HEAD_SIZES:
         changed = with_head_size(shape, head_size) if shape.heads and head_size != shape.head_size else None
         if changed is not None:
-            yield f"{shape.heads} heads of {shape.head_size} to {changed.heads} of {head_size}", changed
+            yield f"heads: {shape.heads} of {shape.head_size} to {changed.heads} of {head_size}", changed
     ffn = max((block.ffn for block in shape.blocks if not block.experts), default=0)
     for size in _rounded(ffn) if ffn else ():
         changed = with_feed_forward(shape, size)
@@ -89,7 +94,7 @@ def nearby_shapes(shape: ModelShape) -> Iterator[tuple[str, ModelShape]]:
                 yield f"width {shape.width} to {changed.width} ({heads} heads)", changed
         for layers in sorted({shape.layers - 1, shape.layers + 1, *_rounded(shape.layers, (4, 8, 16))}):
             if 0 < layers != shape.layers:
-                yield f"{shape.layers} layers to {layers}", resized(shape, layers, shape.heads)
+                yield f"layers: {shape.layers} to {layers}", resized(shape, layers, shape.heads)
 
 
 def _rounded(size: int, multiples: tuple[int, ...] = MULTIPLES) -> list[int]:
@@ -118,9 +123,19 @@ def reshape(question: Question, solve: Solve) -> Reshape:
         case = solve_case(name, with_shape(question, nearby), solve)
         if case.best is not None:
             reshaped.append(_compare(case, case.best, best, shape))
-    better = sorted((item for item in reshaped if item.utilization > LEAST_GAIN), key=lambda item: -item.utilization)
     today = Case(name="today", question=question, best=best)
-    return Reshape(today=today, better=tuple(better), tried=tried)
+    return Reshape(today=today, better=tuple(_best_by_kind(reshaped)), tried=tried)
+
+
+def _best_by_kind(reshaped: Sequence[Reshaped]) -> list[Reshaped]:
+    """Returns of each kind of change the model with most FLOP/s, of equals the one that changes least; best first."""
+    best: dict[str, Reshaped] = {}
+    for item in sorted(reshaped, key=lambda item: abs(item.parameters)):
+        kind = item.case.name.partition(" ")[0]
+        gain = item.utilization - (best[kind].utilization if kind in best else 0.0)
+        if gain > LEAST_GAIN:
+            best[kind] = item
+    return sorted(best.values(), key=lambda item: -item.utilization)
 
 
 def _compare(case: Case, planned: Candidate, best: Candidate, shape: ModelShape) -> Reshaped:

@@ -72,6 +72,11 @@ class Walls:
         rate = self.today.best.tokens_per_s
         return {case.name: case.best.tokens_per_s / rate - 1 for case in self.doubled if case.best}
 
+    @property
+    def is_met(self) -> bool:
+        """Whether the question has an answer, as always where it isn't refused."""
+        return True
+
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
         names = [item.name for item in dataclasses.fields(self) if item.name not in ("today", "doubled")]
