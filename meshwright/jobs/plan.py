@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError, nearest
 from meshwright.jobs.model_reading import make_measure
@@ -40,6 +43,9 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
     preset = preset_model(config)
     if preset is not None:
         return preset
+    # A plan needs no weights, so a directory with a config.json alone is enough.
+    if config.kind == "directory" and not any(Path(config.name).glob("*.safetensors")):
+        config = dataclasses.replace(config, fresh=True)
     has_vocabulary = config.kind == "directory" or config.vocab
     try:
         built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
@@ -47,7 +53,7 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
         near = nearest(config.name, presets())
         if config.kind != "type" or not near.startswith("; did"):
             raise
-        raise ConfigError(f"{error}; of the public models that are known by their sizes{near}") from error
+        raise ConfigError(f"{error} Of public models by their sizes:{near.removeprefix(';')}") from error
     return PlannableModel(
         shape=measure_shape(built), measure=lambda tokens, precision: make_measure(built, tokens, precision)
     )

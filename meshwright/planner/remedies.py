@@ -1,4 +1,4 @@
-"""What would make a job fit where nothing does: shorter rows, fewer of them, a leaner optimizer; and what each gives."""
+"""What would make a job fit where nothing does: shorter rows, fewer of them, a leaner optimizer; what each gives."""
 
 from __future__ import annotations
 
