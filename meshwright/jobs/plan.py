@@ -18,6 +18,7 @@ from meshwright.jobs.plan_model import (
     preset_model,
     scale_model,
 )
+from meshwright.jobs.plan_questions import Answer, answer_question
 from meshwright.jobs.requests import Layouts, PlanConfig, with_fields
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -127,6 +128,36 @@ def scaling(
     """
     request = _request(config, model, cluster, batch, sequence, sizes, devices, None, fix)
     return scale_model(request, _model(request, model), cluster if isinstance(cluster, Cluster) else None)
+
+
+def ask(
+    config: PlanConfig,
+    /,
+    *,
+    model: str | ModelConfig | PlannableModel | None = None,
+    cluster: str | Cluster | None = None,
+) -> Answer:
+    """Answers a question about a plan: what training takes, what fits at most, what would be otherwise.
+
+    Example::
+
+        config = meshwright.PlanConfig(cluster="512xh100", tokens="15T", sequence=8192)
+        print(meshwright.ask(config, model="llama-3-70b").to_json())
+
+    Args:
+        config: one of its fields asks: ``tokens``, ``largest``, ``longest``, ``batch="auto"``, ``what_if``,
+            ``measured_s``, ``reshape``, ``walls`` or ``emit``.
+        model: goes before the config's, as in `plan`.
+        cluster: goes before the config's, as in `plan`.
+
+    Raises:
+        ConfigError: when no field asks; as ClusterError for what can't be.
+        PlanError: when nothing fits.
+    """
+    request = _request(config, model, cluster, None, None, None, None, None, None)
+    if not request.question:
+        raise ConfigError("no question is asked; set tokens, largest, walls or another (docs/planning.md), or use plan")
+    return answer_question(request, _model(request, model), cluster if isinstance(cluster, Cluster) else None)
 
 
 def _request(

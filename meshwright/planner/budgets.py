@@ -88,14 +88,16 @@ def smallest_devices(question: Question, tokens: float, days: float) -> float:
 
 
 def cluster_sizes(question: Question) -> list[int]:
-    """Returns the numbers of devices to ask: whole nodes, 2^a 3^b of them, and all; of several kinds all alone.
+    """Returns the numbers of devices to ask: 2^a 3^b whole nodes, or devices of a single node, and all.
+
+    Of several kinds together only all are asked.
 
     Degrees have to divide the devices and the batch, which other numbers of nodes do badly.
     """
     cluster = question.cluster
     if not cluster.uniform:
         return [cluster.devices]
-    node = cluster.node_devices
+    node = cluster.node_devices if cluster.nodes > 1 else 1
     most = max(1, cluster.devices // node)
     powers_of_3 = [3**power for power in range(most.bit_length())]
     counts = {2**power * odd for power in range(most.bit_length()) for odd in powers_of_3 if 2**power * odd <= most}

@@ -81,7 +81,7 @@ def test_a_budget_is_steps_times_their_price() -> None:
 
 
 def test_the_cheapest_cluster_within_days_is_that_of_asking_one_by_one() -> None:
-    config = asked(tokens="20B", days=2.0, cluster="2xh100,2xa100-80", batch=64)
+    config = asked(tokens="20B", days=2.0, cluster="2xh100,2xa100-80", batch=64, fix="offload=none")
     result = plan_budget(config, MODEL)
     by_hand = []
     for kind in ("h100", "a100-80"):
@@ -193,11 +193,11 @@ def test_nothing_largest_where_nothing_fits() -> None:
 
 
 def test_the_batch_curve_is_flat_from_its_knee() -> None:
-    curve = plan_batch(asked(batch="auto", cluster="2xh100"), MODEL)
+    curve = plan_batch(asked(batch="auto", cluster="2xh100", fix="offload=none"), MODEL)
     rates = {case.question.job.rows: case.best.tokens_per_s for case in curve.cases if case.best}
     assert curve.knee is not None and rates[curve.knee] >= 0.95 * max(rates.values())
     assert all(rate < 0.95 * max(rates.values()) for rows, rate in rates.items() if rows < curve.knee)
-    single = plan_model(asked(batch=curve.knee, cluster="2xh100"), MODEL)
+    single = plan_model(asked(batch=curve.knee, cluster="2xh100", fix="offload=none"), MODEL)
     assert single.tokens_per_s == pytest.approx(rates[curve.knee])
     growing = BatchCurve(cases=curve.cases[:2])
     assert rates[curve.cases[0].question.job.rows] < 0.9 * rates[curve.cases[1].question.job.rows]
@@ -207,7 +207,8 @@ def test_the_batch_curve_is_flat_from_its_knee() -> None:
 def test_a_changed_cluster_is_the_one_that_has_the_figures() -> None:
     """Twice everything of a device halves what it computes; a file with the figures is another way to say it."""
     question = question_of(asked(cluster="2xh100"), MODEL)
-    config = asked(cluster="2xh100", what_if="flops=2x,bandwidth=2x,inside=2x,latency=0.5x,launch=0.5x")
+    what_if = "flops=2x,bandwidth=2x,inside=2x,latency=0.5x,launch=0.5x"
+    config = asked(cluster="2xh100", what_if=what_if, fix="offload=none")
     result = plan_what_if(config, MODEL)
     assert result.today.best is not None and len(result.changed) == 6
     group = question.cluster.groups[0]
@@ -252,7 +253,10 @@ def test_a_measured_run_loses_what_adds_up() -> None:
 
 def test_nearby_sizes_have_more_flops_by_the_plan_of_their_own() -> None:
     sizes = "layers=8,width=1024,heads=16,vocab=50257,ffn=2730"
-    odd, config = model_of_sizes(sizes), asked(sizes=sizes, cluster="1xh100", batch=16)
+    odd, config = (
+        model_of_sizes(sizes),
+        asked(sizes=sizes, cluster="1xh100", batch=16, fix="offload=none,microbatches=2"),
+    )
     found = plan_reshape(config, odd)
     assert found.better and found.better == tuple(sorted(found.better, key=lambda item: -item.utilization))
     vocabulary = next(item for item in found.better if item.case.name.startswith("vocabulary"))
@@ -264,7 +268,9 @@ def test_nearby_sizes_have_more_flops_by_the_plan_of_their_own() -> None:
 
 
 def test_the_nearest_wall_is_the_resource_that_brings_most() -> None:
-    walls = plan_walls(asked(walls=True, cluster="2x1xh100@ethernet-10g", batch=8, sequence=512), MODEL)
+    walls = plan_walls(
+        asked(walls=True, cluster="2x1xh100@ethernet-10g", batch=8, sequence=512, fix="offload=none"), MODEL
+    )
     assert walls.nearest == "network" and max(walls.gains.values()) == walls.gains["network"] > 0.2
     assert walls.tokens_per_device == 8 * 512 / 2
     # 989.4 TFLOP/s at the reached share, over the node's cards: 6 bytes of 6 N operations, N with the embedding's rows.
@@ -275,7 +281,7 @@ def test_the_nearest_wall_is_the_resource_that_brings_most() -> None:
     shape = MODEL.shape
     assert walls.hidden_tokens == pytest.approx(rate * shape.parameters / shape.matmul_parameters, rel=1e-6)
     assert walls.state_bytes == 16 * shape.parameters and walls.fewest_devices == 1
-    alone = plan_walls(asked(walls=True, cluster="1xh100", batch=16, sequence=4096), MODEL)
+    alone = plan_walls(asked(walls=True, cluster="1xh100", batch=16, sequence=4096, fix="offload=none"), MODEL)
     assert alone.nearest == "compute" and alone.hidden_tokens is None and "network" not in alone.gains
     assert sum(case.best is not None for case in alone.doubled) == len(alone.gains)
 
