@@ -9,6 +9,7 @@ import pytest
 
 import meshwright
 from meshwright.cli.main import main
+from meshwright.cli.plan import _named_models
 from meshwright.errors import ConfigError
 
 SIZES = "layers=4,width=512,heads=8,vocab=8000,ffn=1376"
@@ -69,9 +70,10 @@ def test_a_model_is_named_by_its_preset_or_its_config(tmp_path: Path, capsys: py
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     # No weights lie beside it; transformers builds the family, another way to the same sizes.
-    assert main(["plan", "--model", str(tmp_path / "config.json"), *rest]) == 0
-    read = json.loads(capsys.readouterr().out)
-    assert read["model"]["parameters"] == named["model"]["parameters"] == 134_515_008
+    words = _named_models(["--model", str(tmp_path / "config.json")])
+    assert words == ["--model", str(tmp_path)]
+    read = meshwright.plannable_model(str(tmp_path / "config.json"), 512)
+    assert read.shape.parameters == named["model"]["parameters"] == 134_515_008
     assert main(["plan", "--model", "smollm2-134m", *rest]) == 2
     assert "did you mean 'smollm2-135m'?" in capsys.readouterr().err
 
