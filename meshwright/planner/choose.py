@@ -1,3 +1,4 @@
+# long: a question, its answer and the choice among finalists are one noun
 """Chooses the plan: the fastest layout that fits, its runners-up, and how certain the choice is."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# long: three frameworks, each a writer, share one view of a layout
 """A plan in the words of other frameworks: flags of torchtitan and Megatron-LM, a configuration of DeepSpeed.
 
 Layout, batch and precision are written; the model, its data and its optimizer stay with the reader. What a framework

@@ -1,3 +1,4 @@
+# long: cores, their variants and what is left out are one enumeration
 """Enumerates the layouts to choose from: every degree, schedule and micro-batch that model, batch and runtime allow.
 
 The enumeration has two steps, so that a bound can prune most of the second: a *core* fixes how the model is cut and
