@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from meshwright.jobs.inspect import InspectResult as InspectResult
     from meshwright.jobs.inspect import inspect as inspect
     from meshwright.jobs.nodes import NodeOptions as NodeOptions
+    from meshwright.jobs.plan import ask as ask
     from meshwright.jobs.plan import plan as plan
     from meshwright.jobs.plan import plannable_model as plannable_model
     from meshwright.jobs.plan import scaling as scaling
@@ -118,6 +119,7 @@ _MODULES = {
     "InspectResult": "meshwright.jobs.inspect",
     "inspect": "meshwright.jobs.inspect",
     "NodeOptions": "meshwright.jobs.nodes",
+    "ask": "meshwright.jobs.plan",
     "plan": "meshwright.jobs.plan",
     "plannable_model": "meshwright.jobs.plan",
     "scaling": "meshwright.jobs.plan",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NewType
 
 Flops = NewType("Flops", float)
@@ -21,6 +22,19 @@ def _scaled(value: float, base: float, names: tuple[str, ...]) -> str:
 def format_bytes(value: float) -> str:
     """Formats a number of bytes with binary prefixes: ``1536`` becomes ``1.50 KiB``."""
     return _scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def parse_count(text: str) -> float | None:
+    """Parses a plain count with a decimal prefix: ``15T`` becomes 15e12; None for any other text."""
+    text = text.strip().replace("_", "")
+    prefixes = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
+    factor = prefixes.get(text[-1:], 1.0)
+    digits = text[:-1] if text[-1:] in prefixes else text
+    try:
+        value = float(digits) * factor
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
 
 
 def format_count(value: float) -> str:

@@ -11,13 +11,23 @@ from rich.table import Table
 import meshwright
 from meshwright.cli.arguments import print_result
 from meshwright.cli.main import load_file
-from meshwright.jobs.plan_model import ScalingResult, model_of_sizes, plan_model, scale_model, spans_devices
+from meshwright.errors import REFUSED
+from meshwright.jobs.plan_model import (
+    PlannableModel,
+    ScalingResult,
+    model_of_sizes,
+    plan_model,
+    preset_model,
+    scale_model,
+    spans_devices,
+)
+from meshwright.jobs.plan_questions import answer_question
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.explain import NAMES, against, format_chance, reason
-from meshwright.planner.scaling import KNEE, Point, knee
+from meshwright.planner.scaling import KNEE, Point, best_size
 from meshwright.planner.timeline import timeline
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.schedules import draw
@@ -28,6 +38,8 @@ LEAST = 0.002
 """Share of a step or of a rank's memory from which a part has a line of its own."""
 WIDTH = 140
 """Columns where the output is no terminal."""
+TFLOPS = "TFLOP/s"
+"""Heading of a device's model FLOP/s."""
 MOST_RANKS = 16
 """Ranks of a pipeline up to which its timeline is drawn in a terminal."""
 
@@ -35,7 +47,14 @@ MOST_RANKS = 16
 def answer_plan(config: PlanConfig, as_json: bool) -> int:
     """Plans and prints the answer; exit status 0 when something fits."""
     # Sizes need no torch, which takes longer to import than a plan.
-    model = model_of_sizes(config.sizes) if config.sizes else meshwright.plannable_model(config.model, config.sequence)
+    model = read_plannable(config)
+    if config.question:
+        answer = answer_question(config, model)
+        if as_json:
+            print_result(json.dumps(answer.to_json(), indent=2))
+        else:
+            load_file("plan_tables").show_answer(answer)
+        return 0 if answer.is_met else REFUSED
     if spans_devices(config):
         return _answer_scaling(scale_model(config, model), as_json)
     result = plan_model(config, model)
@@ -50,6 +69,13 @@ def answer_plan(config: PlanConfig, as_json: bool) -> int:
     return 0
 
 
+def read_plannable(config: PlanConfig) -> PlannableModel:
+    """Returns the model of a request; torch is loaded where its modules are read."""
+    if config.sizes:
+        return model_of_sizes(config.sizes)
+    return preset_model(config.model) or meshwright.plannable_model(config.model, config.sequence)
+
+
 def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
     if as_json:
         print_result(json.dumps(result.to_json(), indent=2))
@@ -58,7 +84,8 @@ def _answer_scaling(result: ScalingResult, as_json: bool) -> int:
     return 0 if any(point.best for point in result.points) else 1
 
 
-def _make_console() -> Console:
+def make_console() -> Console:
+    """Returns a console for tables, wide where the output is no terminal."""
     console = Console(highlight=False)
     # Rich assumes 80 columns for a file or a pipe, where nothing has to be folded.
     return console if console.is_terminal else Console(highlight=False, width=WIDTH)
@@ -66,7 +93,7 @@ def _make_console() -> Console:
 
 def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> None:
     """Prints the plan for people."""
-    console = _make_console()
+    console = make_console()
     job, best = question.job, choice.best[0]
     console.print(
         f"[bold]{job.shape.name}[/bold], {format_count(job.shape.parameters)} parameters, {job.rows} rows of "
@@ -93,7 +120,8 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
 
 def _ranking_table(question: Question, choice: Choice) -> Table:
     table = Table(title="the best", title_justify="left")
-    for name in ("layout", "step", f"{INTERVAL:.0%} between", "tokens/s", "fullest rank", "fits", "against the first"):
+    columns = ("step", f"{INTERVAL:.0%} between", "tokens/s", TFLOPS, "MFU", "fullest rank", "fits")
+    for name in ("layout", *columns, "against the first"):
         table.add_column(name, justify="left" if name in ("layout", "against the first") else "right", overflow="fold")
     if question.objective == "cost":
         table.add_column("$/Mtoken", justify="right")
@@ -102,9 +130,9 @@ def _ranking_table(question: Question, choice: Choice) -> Table:
     for candidate in choice.shown:
         comparison = against(candidate, choice.best[0], question.same) if candidate is not choice.best[0] else ""
         text = str(candidate.layout).replace(f",precision={question.job.precision}", "")
-        chances, step = candidate_chances(question, candidate), format_seconds(candidate.price.step_s)
+        chances, (step, *rates) = candidate_chances(question, candidate), rate_cells(candidate)
         between = f"{format_seconds(chances.step_low_s)}, {format_seconds(chances.step_high_s)}"
-        cells = [text, step, between, format_count(candidate.tokens_per_s)]
+        cells = [text, step, between, *rates]
         cells += [format_bytes(candidate.price.peak), format_chance(chances.fits), comparison]
         if question.objective == "cost":
             cells.append(f"{candidate.cost_per_mtoken:.4f}")
@@ -112,6 +140,21 @@ def _ranking_table(question: Question, choice: Choice) -> Table:
             cells.append(f"{candidate.joules_per_token:.3f}")
         table.add_row(*cells)
     return table
+
+
+def format_tflops(flops_per_s: float) -> str:
+    """Formats FLOP/s as TFLOP/s, of processor cores with two digits behind the point."""
+    return f"{flops_per_s / 1e12:.{0 if flops_per_s > 1e13 else 2}f}"
+
+
+def rate_cells(candidate: Candidate) -> list[str]:
+    """Returns seconds of a step, tokens a second, TFLOP/s of a device and MFU as cells."""
+    return [
+        format_seconds(candidate.price.step_s),
+        format_count(candidate.tokens_per_s),
+        format_tflops(candidate.flops_per_device),
+        f"{candidate.mfu:.1%}",
+    ]
 
 
 def _step_table(best: Candidate) -> Table:
@@ -162,27 +205,36 @@ def _equal_runs(rows: list[list[float]]) -> list[tuple[int, int]]:
 
 def show_curve(question: Question, points: list[Point]) -> None:
     """Prints how the plan changes with the number of devices."""
-    console = _make_console()
+    console = make_console()
     table = Table(title=f"{question.job.shape.name} on {question.cluster.name or question.cluster}")
-    for name in ("devices", "step", "tokens/s", "efficiency", "$/Mtoken", "layout"):
+    for name in ("devices", "step", "tokens/s", TFLOPS, "MFU", "efficiency", "$/Mtoken", "J/token", "layout"):
         table.add_column(name, justify="left" if name == "layout" else "right", overflow="fold")
     for point in points:
         if point.best is None:
-            table.add_row(str(point.devices), "", "", "", "", point.why)
+            table.add_row(str(point.devices), *[""] * 7, point.why)
             continue
         best = point.best
         cost = "" if best.cost_per_mtoken is None else f"{best.cost_per_mtoken:.4f}"
-        table.add_row(
-            str(point.devices),
-            format_seconds(best.price.step_s),
-            format_count(best.tokens_per_s),
-            f"{point.efficiency:.0%}",
-            cost,
-            str(best.layout),
-        )
+        energy = "" if best.joules_per_token is None else f"{best.joules_per_token:.3f}"
+        cells = [str(point.devices), *rate_cells(best), f"{point.efficiency:.0%}", cost, energy, str(best.layout)]
+        table.add_row(*cells)
     console.print(table)
-    knee_devices, most_devices = knee(points), points[-1].devices
-    if knee_devices is not None:
-        console.print(f"knee: {knee_devices} devices; beyond it a doubling brings less than {KNEE:.0%} of its part")
-    elif sum(point.best is not None for point in points) > 1:
-        console.print(f"no knee up to {most_devices} devices: every growth brought at least {KNEE:.0%} of its part")
+    console.print(size_sentence(question.objective, points))
+
+
+def size_sentence(objective: str, points: list[Point]) -> str:
+    """Returns a sentence on the number of devices that an objective asks for, or that none in the range is it."""
+    planned = [point for point in points if point.best]
+    if len(planned) < 2:
+        return "no knee: fewer than two of these numbers of devices have a plan"
+    size, last = best_size(points, objective), planned[-1].devices
+    if objective != "time":
+        figure = "dollars" if objective == "cost" else "joules"
+        best = next((point.best for point in planned if point.devices == size), None)
+        if size is None or best is None:
+            return f"{figure} a token are unknown for these devices"
+        value = f"${best.cost_per_mtoken:.4f} a million" if objective == "cost" else f"{best.joules_per_token:.3f} J a"
+        return f"fewest {figure} a token: {size} devices, {value} token{'s' if objective == 'cost' else ''}"
+    if size is None:
+        return f"no knee up to {last} devices: every growth brought at least {KNEE:.0%} of its part"
+    return f"knee: {size} devices; the next growth brings less than {KNEE:.0%} of its part"

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 from meshwright.cluster.cluster import Cluster
+from meshwright.errors import ConfigError, nearest
 from meshwright.jobs.model_reading import make_measure
 from meshwright.jobs.plan_model import (
     PlannableModel,
     PlanResult,
     ScalingResult,
+    model_name,
     model_of_sizes,
     plan_model,
+    preset_model,
     scale_model,
 )
+from meshwright.jobs.plan_questions import Answer, answer_question
 from meshwright.jobs.requests import Layouts, PlanConfig, with_fields
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
+from meshwright.planner.presets import presets
 
 VOCABULARY = 50304
 """Of a model type that names none: GPT-2's, padded to 64."""
@@ -25,15 +33,28 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
     """Reads a model once, so that it can be planned for any number of clusters; nothing is allocated.
 
     Args:
-        model: a type such as ``"llama"``, a directory or ``module:function``; or a config with its sizes.
+        model: a type such as ``"llama"``, a directory, its ``config.json``, a public model such as ``"llama-3-70b"``,
+            or ``module:function``; or a config with its sizes.
         sequence: most tokens of a row.
 
     Raises:
         ConfigError: for a model that can't be built.
     """
-    config = ModelConfig(name=model) if isinstance(model, str) else model
+    config = ModelConfig(name=model_name(model)) if isinstance(model, str) else model
+    preset = preset_model(config)
+    if preset is not None:
+        return preset
+    # A plan needs no weights, so a directory with a config.json alone is enough.
+    if config.kind == "directory" and not any(Path(config.name).glob("*.safetensors")):
+        config = dataclasses.replace(config, fresh=True)
     has_vocabulary = config.kind == "directory" or config.vocab
-    built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
+    try:
+        built = build_meta(config, vocab=None if has_vocabulary else VOCABULARY, context=sequence)
+    except ConfigError as error:
+        near = nearest(config.name, presets())
+        if config.kind != "type" or not near.startswith("; did"):
+            raise
+        raise ConfigError(f"{error} Of public models by their sizes:{near.removeprefix(';')}") from error
     return PlannableModel(
         shape=measure_shape(built), measure=lambda tokens, precision: make_measure(built, tokens, precision)
     )
@@ -107,6 +128,36 @@ def scaling(
     """
     request = _request(config, model, cluster, batch, sequence, sizes, devices, None, fix)
     return scale_model(request, _model(request, model), cluster if isinstance(cluster, Cluster) else None)
+
+
+def ask(
+    config: PlanConfig,
+    /,
+    *,
+    model: str | ModelConfig | PlannableModel | None = None,
+    cluster: str | Cluster | None = None,
+) -> Answer:
+    """Answers a question about a plan: what training takes, what fits at most, what would be otherwise.
+
+    Example::
+
+        config = meshwright.PlanConfig(cluster="512xh100", tokens="15T", sequence=8192)
+        print(meshwright.ask(config, model="llama-3-70b").to_json())
+
+    Args:
+        config: one of its fields asks: ``tokens``, ``largest``, ``longest``, ``batch="auto"``, ``what_if``,
+            ``measured_s``, ``reshape``, ``walls`` or ``emit``.
+        model: goes before the config's, as in `plan`.
+        cluster: goes before the config's, as in `plan`.
+
+    Raises:
+        ConfigError: when no field asks; as ClusterError for what can't be.
+        PlanError: when nothing fits.
+    """
+    request = _request(config, model, cluster, None, None, None, None, None, None)
+    if not request.question:
+        raise ConfigError("no question is asked; set tokens, largest, walls or another (docs/planning.md), or use plan")
+    return answer_question(request, _model(request, model), cluster if isinstance(cluster, Cluster) else None)
 
 
 def _request(

@@ -18,6 +18,8 @@ from meshwright.jobs.machines import Machines, cluster_of_machines
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
+from meshwright.models.config import ModelConfig
+from meshwright.planner.cases import Solve, candidate_json
 from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -27,10 +29,10 @@ from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout
-from meshwright.planner.scaling import Point, curve, knee, replan, sizes
+from meshwright.planner.presets import presets
+from meshwright.planner.scaling import Point, best_size, curve, knee, replan, sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
-from meshwright.planner.utilisation import utilisation
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.model_shape import ModelShape
@@ -136,37 +138,32 @@ class ScalingResult:
         """Devices beyond which a doubling brings little; None where there is no such number."""
         return knee(list(self.points))
 
+    @property
+    def size(self) -> int | None:
+        """Devices that the objective asks for: the knee, or the number with the cheapest or most frugal tokens."""
+        return best_size(list(self.points), self.question.objective)
+
     def to_json(self) -> dict[str, object]:
         """Returns the curve as plain values."""
         rows = [
             {
                 "devices": point.devices,
-                "best": _candidate_json(self._question_on(point.devices), point.best) if point.best else None,
+                "best": _candidate_json(self.question, point.best) if point.best else None,
                 "why": point.why,
                 "efficiency": point.efficiency,
             }
             for point in self.points
         ]
-        return {"points": rows, "knee": self.knee}
-
-    def _question_on(self, devices: int) -> Question:
-        return replace(self.question, cluster=self.question.cluster.restricted(devices))
+        return {"points": rows, "knee": self.knee, "objective": self.question.objective, "size": self.size}
 
 
 def _candidate_json(question: Question, candidate: Candidate) -> dict[str, object]:
     """Returns a layout and its price as plain values, with the chances of its time and memory."""
-    used = utilisation(question.job, question.cluster, candidate)
     chances = candidate_chances(question, candidate)
     return {
-        "layout": candidate.layout.to_json(),
-        "price": dataclasses.asdict(candidate.price),
+        **candidate_json(candidate),
         "step_range_s": [chances.step_low_s, chances.step_high_s],
         "fits": chances.fits,
-        "tokens_per_s": candidate.tokens_per_s,
-        "cost_per_mtoken": candidate.cost_per_mtoken,
-        "joules_per_token": candidate.joules_per_token,
-        "tflops_per_device": used.flops_per_s / 1e12,
-        "mfu": used.mfu,
     }
 
 
@@ -180,6 +177,36 @@ def model_of_sizes(text: str) -> PlannableModel:
         ConfigError: for a size that isn't known, isn't a number, or is missing.
     """
     return PlannableModel(shape=shape_from_sizes(_parse_sizes(text)))
+
+
+def model_name(text: str) -> str:
+    """Returns a model's name: of a ``config.json`` its directory, where no weights need to be; else the text."""
+    path = Path(text)
+    return str(path.parent) if path.name == "config.json" and path.is_file() else text
+
+
+def preset_model(config: ModelConfig) -> PlannableModel | None:
+    """Returns a public model by its name, as ``llama-3-70b``, as sizes; None for other names.
+
+    Args:
+        config: of a model; sizes that it sets replace the preset's.
+
+    Raises:
+        ConfigError: for a setting that a model of sizes alone doesn't have.
+    """
+    preset = presets().get(config.name)
+    if preset is None or config.kind != "type":
+        return None
+    plain = ModelConfig(name=config.name)
+    fields = {"layers", "width", "heads", "kv_heads", "ffn", "vocab"}
+    for item in dataclasses.fields(ModelConfig):
+        if item.name not in {*fields, "name"} and getattr(config, item.name) != getattr(plain, item.name):
+            raise ConfigError(
+                f"model.{item.name} can't be set for {config.name}, which is known by its sizes alone; take its "
+                f"directory or family, or set {', '.join(sorted(fields))}"
+            )
+    changed = {name: value for name, value in config.sizes.items() if name in fields}
+    return PlannableModel(shape=shape_from_sizes(replace(preset.sizes, **changed)))  # type: ignore[arg-type]
 
 
 def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> PlanResult:
@@ -217,8 +244,26 @@ def scale_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         ConfigError, ClusterError, PlanError: for what can't be.
     """
     question = question_of(config, model, cluster)
-    points = curve(question, sizes(config.devices, question.cluster.devices))
+    points = curve(question, sizes(config.devices, question.cluster.devices), make_solver(config, model))
     return ScalingResult(question=question, points=tuple(points))
+
+
+def make_solver(config: PlanConfig, model: PlannableModel) -> Solve:
+    """Returns a function that plans as `plan_model` does, for questions about clusters, batches and rows.
+
+    Args:
+        config: what the plan may do to the numbers of training.
+        model: its modules are measured anew for each length of rows; without them its sizes are priced.
+    """
+
+    def solve(question: Question) -> Candidate:
+        measure = None
+        if model.measure is not None:
+            measure = model.measure(question.job.sequence, question.job.precision)
+            question = measure_activations(question, measure)
+        return choose_finalists(question, 1, measure, config.allow).best[0]
+
+    return solve
 
 
 def spans_devices(config: PlanConfig) -> bool:
@@ -232,7 +277,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     Raises:
         ConfigError, ClusterError, PlanError: for what can't be.
     """
-    cluster = cluster if cluster is not None else _read_cluster(config)
+    cluster = cluster if cluster is not None else read_cluster(config)
     if config.devices.isdigit():
         cluster = cluster.restricted(int(config.devices))
     precision = config.precision
@@ -249,7 +294,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     job = PricedJob(
         shape=model.shape,
         sequence=config.sequence,
-        rows=config.batch,
+        rows=config.rows,
         precision=base.compute_precision,
         products=base.product_precision,
     )
@@ -270,7 +315,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     return replan(question_without_lost, 1)[0] if question_without_lost.cluster.uniform else question_without_lost
 
 
-def _read_cluster(config: PlanConfig) -> Cluster:
+def read_cluster(config: PlanConfig) -> Cluster:
     """Returns the cluster that the request names, with its calibration if one is given."""
     if config.hostfile:
         cluster = Cluster.from_hostfile(Path(config.hostfile), config.device)
@@ -340,7 +385,7 @@ def _compare_layouts(
     config: PlanConfig, question: Question, choice: Choice, measure: Measure | None
 ) -> tuple[Choice, dict[str, str]]:
     """Returns the choice, which a named layout may improve, and for each named layout why it isn't the plan."""
-    layouts = [_parse_named_layout(text, question) for text in config.layout]
+    layouts = [named_layout(text, question) for text in config.layout]
     reasons: dict[str, str] = {}
     candidates: list[Candidate] = []
     for layout in layouts:
@@ -359,7 +404,7 @@ def _compare_layouts(
     return choice, {str(layout): reasons[str(layout)] for layout in layouts}
 
 
-def _parse_named_layout(text: str, question: Question) -> Layout:
+def named_layout(text: str, question: Question) -> Layout:
     """Parses a layout; precision and compile default to the question's where the text doesn't name them."""
     layout = Layout.parse(text)
     precision = layout.precision if "precision" in text else question.base.precision

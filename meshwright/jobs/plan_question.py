@@ -15,6 +15,8 @@ from meshwright.config import Config
 from meshwright.errors import ConfigError, nearest
 from meshwright.jobs.plan_model import model_of_sizes
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.closed_form import TableSizes
+from meshwright.planner.presets import presets
 from meshwright.spec.layout import PRECISIONS
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
@@ -237,3 +239,18 @@ def _fields_of_cluster(text: str) -> dict[str, object]:
             "plan for others without --serve"
         )
     return fields
+
+
+def page_presets() -> dict[str, dict[str, int | bool]]:
+    """Returns the public models that the question's fields describe in full, by name, each with all of its sizes.
+
+    Learned positions and what dropout costs aren't asked on the page; they are under 1 % of these models' parameters.
+    """
+    asked = {*SIZES, *(name for name, _ in _SWITCHES)}
+    left_out = {"name", "positions", "dropout", *asked}
+    defaults = {item.name: item.default for item in dataclasses.fields(TableSizes) if item.name not in left_out}
+    return {
+        name: {size: getattr(preset.sizes, size) for size in (*SIZES, *(switch for switch, _ in _SWITCHES))}
+        for name, preset in presets().items()
+        if all(getattr(preset.sizes, name) == value for name, value in defaults.items())
+    }

@@ -11,9 +11,8 @@ from urllib.parse import urlsplit
 from markupsafe import Markup
 
 from meshwright.errors import ConfigError
-from meshwright.jobs.model_presets import PRESETS, preset_sizes
 from meshwright.jobs.plan_desk import PlanDesk, PlanProcess, Superseded, Unanswered
-from meshwright.jobs.plan_question import BOUNDS, PlanQuestion, devices, networks
+from meshwright.jobs.plan_question import BOUNDS, PlanQuestion, devices, networks, page_presets
 from meshwright.jobs.plan_sections import FRONT, HEAD, LAYOUTS, MEMORY, NOTES, PIPELINE, SCALING
 from meshwright.jobs.plan_worker import COMMAND, KINDS
 from meshwright.json_types import JsonObject
@@ -184,7 +183,7 @@ def _question_form(question: PlanQuestion) -> Markup:
     ]
     sizes = [number(name, label) for name, label in _NUMBERS]
     sizes += [switch("gated", "gated (Llama's block, else GPT's)"), switch("tied", "head is the embedding")]
-    presets = [(name, write_json(preset_sizes(name))) for name in PRESETS]
+    presets = [(name, write_json(sizes)) for name, sizes in page_presets().items()]
     return _form([("Machines", machines), ("Batch", job)], sizes, presets)
 
 

@@ -16,8 +16,11 @@ from meshwright.schedules.spec import find_schedule
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import check_allowed, check_fits
 from meshwright.train.config import OuterConfig
+from meshwright.units import parse_count
 
 C = TypeVar("C", bound=Config)
+DEFAULT_BATCH = 512
+"""Rows of a plan's global batch."""
 
 
 def with_fields(config: C, **fields: Any) -> C:
@@ -54,7 +57,8 @@ class PlanConfig(Config):
     """A standard transformer by its sizes instead, which loads no library:
     ``layers=96,width=12288,heads=96,vocab=51200,gated=false``."""
     cluster: str = ""
-    """The machines: ``64xh100``, ``2x8xa100-80``, ``64xh100+32xa100``, a .toml file; the one at hand when empty."""
+    """The machines: ``64xh100``, ``2x8xa100-80``, ``64xh100+32xa100``, a .toml file; the one at hand when empty. With
+    ``tokens`` several may follow each other, separated by commas, and are compared."""
     hostfile: str = ""
     """Nodes by a hostfile, each with devices as ``device`` says."""
     device: str = ""
@@ -63,8 +67,8 @@ class PlanConfig(Config):
     """So many of the cluster's devices; ``8..512`` plans for each doubling and names the knee."""
     lost: int = 0
     """Nodes that are gone: plans for those left, a few of which may stand idle where that is faster."""
-    batch: int = 512
-    """Rows of the global batch."""
+    batch: int | Literal["auto"] = DEFAULT_BATCH
+    """Rows of the global batch; ``auto`` plans for each doubling and names the knee of the throughput."""
     sequence: int = 2048
     """Tokens a row."""
     precision: str = "bf16"
@@ -95,10 +99,53 @@ class PlanConfig(Config):
     """Layouts in the table."""
     html: str = ""
     """File for the plan as one page."""
+    tokens: str = ""
+    """Tokens to train on, as ``15T``: days, device hours, dollars and energy that this takes."""
+    days: float = 0.0
+    """With ``tokens``: days that the training may take. Finds the cheapest number of devices that meets it."""
+    largest: bool = False
+    """Find the largest model of the given one's family that fits: its layers and widths grow alike."""
+    longest: bool = False
+    """Find the longest rows that fit, in as many rows."""
+    what_if: str = ""
+    """Plan for a changed cluster too: ``nic=2x,memory=1.5x,bandwidth=0.5x,flops=2x``."""
+    measured_s: float = 0.0
+    """Seconds of a step that were measured under ``layout``: its utilisation, and where it loses against the plan."""
+    reshape: bool = False
+    """Find nearby sizes of the model that use the devices better."""
+    walls: bool = False
+    """Say which of compute, memory and network bounds the plan, and what more of each would bring."""
+    emit: Literal["", "torchtitan", "megatron", "deepspeed"] = ""
+    """Write the plan as flags or a configuration of this framework."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the global batch; where they are to be found, of a first one."""
+        return DEFAULT_BATCH if self.batch == "auto" else self.batch
+
+    @property
+    def question(self) -> str:
+        """The field that asks for more than a plan; empty for a plan."""
+        asked = {
+            "tokens": bool(self.tokens),
+            "largest": self.largest,
+            "longest": self.longest,
+            "batch": self.batch == "auto",
+            "what_if": bool(self.what_if),
+            "measured_s": self.measured_s > 0,
+            "reshape": self.reshape,
+            "walls": self.walls,
+            "emit": bool(self.emit),
+        }
+        names = [name for name, is_asked in asked.items() if is_asked]
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(names)} are questions of their own; ask one at a time")
+        return names[0] if names else ""
 
     def check(self) -> None:
         """Refuses settings that can't be."""
-        if self.batch < 1 or self.sequence < 1 or self.show < 1:
+        self._check_question()
+        if self.rows < 1 or self.sequence < 1 or self.show < 1:
             raise ConfigError("batch, sequence and show must be at least 1")
         check_fits(self.fits)
         if self.usable is not None and not 0 < self.usable <= 1:
@@ -114,6 +161,26 @@ class PlanConfig(Config):
             if name.startswith(PREFIX):
                 raise ConfigError(f"schedules: {name} is of one size; compare it by --layout pp=N,schedule={name}")
             find_schedule(name)
+
+    def _check_question(self) -> None:
+        """Refuses questions that other settings don't go with."""
+        question, spans = self.question, ".." in self.devices or "," in self.devices
+        if self.days < 0 or self.measured_s < 0:
+            raise ConfigError(f"days = {self.days} and measured_s = {self.measured_s} can't be below 0")
+        if self.days and not self.tokens:
+            raise ConfigError(f"days = {self.days} is the time for some tokens; say how many, as --tokens 15T")
+        if self.tokens and not (parse_count(self.tokens) or 0) > 0:
+            raise ConfigError(f"tokens = {self.tokens}: write a number above 0, as 300B or 15T")
+        if "," in self.cluster and question != "tokens":
+            raise ConfigError("several clusters are compared by --tokens; name one, or kinds of one joined by +")
+        if spans and question not in ("", "tokens"):
+            raise ConfigError(f"{question} is asked of one number of devices; devices = {self.devices} is several")
+        if question and self.html:
+            raise ConfigError(f"html is the page of a plan; {question} prints a table, or --json")
+        if question == "measured_s" and len(self.layout) != 1:
+            raise ConfigError("measured_s is of one layout; name it by --layout")
+        if question not in ("", "measured_s") and self.layout:
+            raise ConfigError(f"layout names what to compare with a plan; {question} compares other things")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
 
+from meshwright.models.hugging_face import AutoModelForCausalLM
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.attention import VARLEN
 from meshwright.models.config import ModelConfig

@@ -6,10 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from meshwright.models.hugging_face import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoConfig, PreTrainedConfig
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.config import ModelConfig
 from meshwright.models.sizes import (

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
+from meshwright.models.hugging_face import WeightConverter, WeightRenaming, get_model_conversion_mapping, rename_source_key
 from meshwright.errors import CheckpointError
 from meshwright.models.deferred import Box
 from meshwright.names import plain_name

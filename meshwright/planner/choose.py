@@ -1,10 +1,12 @@
+# long: a question, its answer and the choice among finalists are one noun
 """Chooses the plan: the fastest layout that fits, its runners-up, and how certain the choice is."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +21,14 @@ from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIG
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
+from meshwright.planner.remedies import leaner_optimizer, smaller_jobs
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
 from meshwright.planner.timeline import pipeline_s
 from meshwright.planner.uncertainty import Seen, TimeSpread, fitted_spreads
+from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
@@ -69,6 +73,10 @@ class Candidate:
     """Dollars for a million tokens; None without a price of the devices."""
     joules_per_token: float | None
     """At the power under load; None where it isn't known."""
+    flops_per_device: float
+    """Model FLOP/s of a device: of a training step without what is recomputed (`ModelShape.train_flops_per_token`)."""
+    mfu: float
+    """Model FLOPs utilisation: share of the data sheet's dense peak (`utilization.data_sheet_flops`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -315,16 +323,33 @@ def price_candidate(question: Question, layout: Layout) -> Candidate:
     return priced_candidate(question, layout, layout_price)
 
 
+def price_possible(layouts: Iterable[Layout], price_one: Callable[[Layout], Candidate]) -> list[Candidate]:
+    """Returns the prices of variants that can run; one that a host, say, has no room for is left out.
+
+    Args:
+        layouts: variants that are tried, not asked for.
+        price_one: prices one, or raises `PlanError` where it can't run.
+    """
+    candidates = []
+    for layout in layouts:
+        with contextlib.suppress(PlanError):
+            candidates.append(price_one(layout))
+    return candidates
+
+
 def priced_candidate(question: Question, layout: Layout, layout_price: Price) -> Candidate:
     """Returns a layout with its price, and the rates that follow from its seconds a step."""
     tokens, step_s = question.job.rows * question.job.sequence, layout_price.step_s
     dollars, watts = question.cluster.price_per_hour, question.cluster.watts
+    job = job_for(question.job, layout, question.cluster)
     return Candidate(
         layout=layout,
         price=layout_price,
         tokens_per_s=tokens / step_s,
         cost_per_mtoken=None if dollars is None else dollars / 3600.0 * step_s / tokens * 1e6,
         joules_per_token=watts * step_s / tokens if watts else None,
+        flops_per_device=model_flops_per_s(job, step_s) / question.cluster.devices,
+        mfu=model_flops_per_s(job, step_s) / data_sheet_flops(question.cluster, job.dtype),
     )
 
 
@@ -448,7 +473,9 @@ def _nothing_fits_message(question: Question, result: SearchResult) -> str:
     if fitting_layers:
         remedies.append(f"{fitting_layers} layers instead of {len(job.shape.blocks)}")
     engine = question.runtime.for_layout(question.base)
+    remedies += smaller_jobs(job, question.machine, engine, question.space, usable_bytes, question.base)
     remedies += with_host_memory(job, question.cluster, engine, question.space, usable_bytes, question.base)
+    remedies += leaner_optimizer({name: float(values[0]) for name, values in prices.memory.items()}, usable_bytes)
     return (
         f"no layout of {question.cluster} holds {job.shape.name} with {job.rows} rows of {job.sequence} tokens: the "
         f"leanest of {result.considered} ({layout}) needs {format_bytes(needed_bytes)} on its fullest rank, of "

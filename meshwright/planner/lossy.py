@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.planner.choose import Candidate, Choice, Question, choose, price_possible, sort_candidates
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import Compression
 from meshwright.spec.groups import row_axes
@@ -99,7 +99,7 @@ def no_lossy_note(subject: str) -> str:
 
 def _fastest_variant(layout: Layout, question: Question, price: Callable[[Layout], Candidate]) -> Candidate | None:
     """Returns the fastest way to round what a layout sends; None where it sends nothing that can be."""
-    variants = [price(variant) for variant in lossy_variants(layout, question.machine.fabric.devices)]
+    variants = price_possible(lossy_variants(layout, question.machine.fabric.devices), price)
     fitting = [variant for variant in variants if variant.price.peak <= question.usable_bytes]
     return min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
 

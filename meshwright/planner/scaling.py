@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
+from meshwright.planner.cases import Solve
 from meshwright.planner.choose import Candidate, Choice, Question, build_choice, choose, search_space
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
@@ -57,13 +58,20 @@ def sizes(text: str, available: int) -> list[int]:
     return counts
 
 
-def curve(question: Question, counts: list[int]) -> list[Point]:
-    """Returns the best plan for each number of devices, with the batch unchanged (strong scaling)."""
+def curve(question: Question, counts: list[int], solve: Solve | None = None) -> list[Point]:
+    """Returns the best plan for each number of devices, with the batch unchanged (strong scaling).
+
+    Args:
+        question: its cluster has the most devices.
+        counts: numbers of devices, the smallest first.
+        solve: plans; by the closed form where none is given.
+    """
+    solve = solve or (lambda smaller: choose(smaller, 1).best[0])
     points: list[Point] = []
     for count in counts:
         smaller = dataclasses.replace(question, cluster=question.cluster.restricted(count))
         try:
-            points.append(Point(devices=count, best=choose(smaller, 1).best[0]))
+            points.append(Point(devices=count, best=solve(smaller)))
         except PlanError as error:
             points.append(Point(devices=count, best=None, why=str(error)))
     baseline = next((point for point in points if point.best), None)
@@ -79,12 +87,38 @@ def curve(question: Question, counts: list[int]) -> list[Point]:
 
 
 def knee(points: list[Point]) -> int | None:
-    """Returns the last number of devices before efficiency falls by more than `KNEE` allows; None if it never does."""
+    """Returns the last number of devices before growth stops paying; None if it pays up to the last one.
+
+    Between neighbours tokens a second grow as devices ** a. A doubling that brings `KNEE` of its part has
+    a = log2(2 KNEE), so steps of any size are held to the same exponent.
+    """
+    least_exponent = math.log2(2 * KNEE)
     feasible = [point for point in points if point.best]
     for smaller, larger in itertools.pairwise(feasible):
-        if larger.efficiency < smaller.efficiency * KNEE:
+        ratio = larger.devices / smaller.devices
+        growth = larger.efficiency * ratio / smaller.efficiency
+        # The tolerance is of rounding: a doubling that brings exactly KNEE of its part pays.
+        if growth < ratio**least_exponent * (1 - 1e-9):
             return smaller.devices
     return None
+
+
+def best_size(points: list[Point], objective: str) -> int | None:
+    """Returns the number of devices that the objective asks for.
+
+    Args:
+        points: plans for several numbers of devices.
+        objective: ``cost`` and ``energy`` take the number with the fewest dollars or joules a token, ``time`` the knee.
+    """
+    if objective == "time":
+        return knee(points)
+    figures = {
+        point.devices: point.best.cost_per_mtoken if objective == "cost" else point.best.joules_per_token
+        for point in points
+        if point.best
+    }
+    known = {devices: figure for devices, figure in figures.items() if figure is not None}
+    return min(known, key=lambda devices: known[devices]) if known else None
 
 
 def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.cluster import traffic
-from meshwright.planner.choose import Candidate, Choice, Question, notes, sort_candidates
+from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import Recompute
@@ -54,7 +54,7 @@ def consider_secondary(question: Question, choice: Choice, price: Callable[[Layo
     devices, layers = question.machine.fabric.devices, len(question.job.shape.blocks)
     modes = question.space.recomputes
     for option in choice.best:
-        candidates = [price(layout) for layout in with_secondary(option.layout, devices, layers, modes)]
+        candidates = price_possible(with_secondary(option.layout, devices, layers, modes), price)
         fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
         fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
         if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:

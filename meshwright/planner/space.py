@@ -1,3 +1,4 @@
+# long: cores, their variants and what is left out are one enumeration
 """Enumerates the layouts to choose from: every degree, schedule and micro-batch that model, batch and runtime allow.
 
 The enumeration has two steps, so that a bound can prune most of the second: a *core* fixes how the model is cut and
@@ -140,7 +141,9 @@ def _expert_degrees(job: PricedJob, space: Space, readers: int, cp: int, tp: int
         return [1]
     ranks = readers * cp * tp
     candidates = _allowed_degrees("ep", divisors(experts), space)
-    return [ep for ep in candidates if ranks % ep == 0 and experts % ep == 0]
+    candidates = [ep for ep in candidates if ranks % ep == 0 and experts % ep == 0]
+    # A degree of which no shard degree takes up the experts has no layout.
+    return [ep for ep in candidates if _data_variants(job, space, readers, cp * tp, ep, ("none",))]
 
 
 def _microbatch_counts(job: PricedJob, space: Space, readers: int) -> list[int]:
@@ -180,12 +183,21 @@ def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple
     """Returns (replicate, shard, ZeRO level, index into `RECOMPUTES`) of every variant of a core, a row of `cores`."""
     pp, cp, tp, ep = (int(value) for value in core[:4])
     readers = space.devices // (pp * cp * tp)
+    return _data_variants(job, space, readers, cp * tp, ep, space.recomputes_under(schedule_names()[int(core[5])]))
+
+
+def _data_variants(
+    job: PricedJob, space: Space, readers: int, block: int, ep: int, modes: Sequence[str]
+) -> tuple[tuple[int, int, int, int], ...]:
+    """Returns the variants of cores with ``readers`` readers of ``block`` ranks (cp x tp) each."""
     fixed_rows = _fixed_copies_and_shards(tuple(space.fixed.items()))
     if fixed_rows[2:] == (0, 1) and not space.allows(SHARDS):
         fixed_rows = (*fixed_rows[:2], 1, 1)
-    mode_names = space.recomputes_under(schedule_names()[int(core[5])])
-    modes = tuple(RECOMPUTES.index(mode) for mode in mode_names)
-    return _cached_variants(readers, cp * tp, ep, job.shape.experts, fixed_rows, space.levels, modes)
+    # More ranks than experts to shard are a waste that nobody would search for, and run where both degrees are given.
+    is_given = space.given("ep") is not None and space.given(SHARDS) is not None
+    experts = 0 if is_given else job.shape.experts
+    codes = tuple(RECOMPUTES.index(mode) for mode in modes)
+    return _cached_variants(readers, block, ep, experts, fixed_rows, space.levels, codes)
 
 
 @lru_cache(maxsize=64)

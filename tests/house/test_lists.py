@@ -21,6 +21,8 @@ REASONS = {
     "planner/cost/axis_columns.py WIRE_ORDER": "symbols of the formulas, in the order in which they nest",
     "planner/space.py CORE": "columns of `LayoutBatch`, symbols of the formulas",
     "planner/explain.py NAMES": "words for the parts of a price, which are all there",
+    "planner/emit.py TORCHTITAN_SCHEDULES": "words of another framework for those of our schedules that it has",
+    "planner/emit.py MEGATRON_SCHEDULES": "those of our schedules that another framework has",
     "strategy/hybrid.py __init__": "keywords of the public interface, a parameter for each axis",
 }
 """Literal lists that are there for a reason, by file and what holds them."""

@@ -22,10 +22,9 @@ from meshwright.cli.main import main
 from meshwright.cluster import catalogue
 from meshwright.errors import ConfigError
 from meshwright.jobs import plan_desk
-from meshwright.jobs.model_presets import PRESETS, preset_sizes
 from meshwright.jobs.plan_desk import PlanDesk, PlanProcess, Superseded, Unanswered
 from meshwright.jobs.plan_model import model_of_sizes
-from meshwright.jobs.plan_question import BOUNDS, MOST_DEVICES, PlanQuestion, networks
+from meshwright.jobs.plan_question import page_presets, BOUNDS, MOST_DEVICES, PlanQuestion, networks
 from meshwright.jobs.plan_server import PlanServer
 from meshwright.jobs.plan_worker import answer_line
 from meshwright.jobs.requests import PlanConfig
@@ -324,7 +323,7 @@ def test_the_page_has_the_figures_of_plan_json(real: Site, capsys: pytest.Captur
 
 
 def test_what_fits_nowhere_is_said(real: Site) -> None:
-    answer = real.plan(**preset_sizes("Llama 3 405B"), device="t4", nodes=1)
+    answer = real.plan(**page_presets()["llama-3-405b"], device="t4", nodes=1)
     assert answer.status == 422 and "nearest that would" in answer.text
     odd = real.plan(width=1000, heads=3, kv_heads=0)
     assert odd.status == 422 and "3 heads" in odd.text
@@ -352,14 +351,14 @@ def test_a_question_is_the_commands() -> None:
 @pytest.mark.parametrize(
     ("name", "billions"),
     # Parameters as the models' cards and papers give them.
-    [("GPT-2 1.5B", 1.558), ("GPT-3 175B", 174.6), ("Llama 3 8B", 8.03), ("Llama 3 70B", 70.55),
-     ("Llama 3 405B", 405.85), ("Qwen3 8B", 8.19), ("Qwen3 30B-A3B", 30.53), ("Mixtral 8x7B", 46.70)],
+    [("gpt2-xl", 1.558), ("gpt-3-175b", 174.6), ("llama-3-8b", 8.03), ("llama-3-70b", 70.55),
+     ("llama-3-405b", 405.85), ("qwen3-8b", 8.19), ("qwen3-30b-a3b", 30.53), ("mixtral-8x7b", 46.70)],
 )  # fmt: skip
 def test_presets_have_the_models_parameters(name: str, billions: float) -> None:
-    question = PlanQuestion.from_dict(preset_sizes(name))
+    question = PlanQuestion.from_dict(page_presets()[name])
     question.check_all()
     parameters = model_of_sizes(question.config().sizes).shape.parameters
-    assert parameters / 1e9 == pytest.approx(billions, rel=2e-3) and len(PRESETS) == 8
+    assert parameters / 1e9 == pytest.approx(billions, rel=2e-3)
 
 
 def test_networks_are_links_between_nodes() -> None:

@@ -1,0 +1,27 @@
+"""What the room uses of transformers, imported once torchao has been.
+
+transformers imports torchao where that is installed, which would touch the GPUs before ranks are forked
+(`torch_compat.torchao_import`).
+"""
+
+from meshwright.torch_compat.torchao_import import import_before_transformers
+
+import_before_transformers()
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig  # noqa: E402
+from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+
+__all__ = [
+    "CONFIG_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "AutoConfig",
+    "AutoModelForCausalLM",
+    "PreTrainedConfig",
+    "WeightConverter",
+    "WeightRenaming",
+    "get_model_conversion_mapping",
+    "rename_source_key",
+]

@@ -1,0 +1,74 @@
+"""A question and its best layout as one line of an answer that compares several: clusters, sizes, batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from meshwright.errors import PlanError
+from meshwright.planner.choose import Candidate, Question, search_space
+
+Solve = Callable[[Question], Candidate]
+"""Maps a question to its plan, as `plan` would choose it; raises `PlanError` where nothing fits."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """A question with its best layout, or why there is none."""
+
+    name: str
+    """What is different in it."""
+    question: Question
+    """What was planned."""
+    best: Candidate | None
+    """None where no layout exists or fits."""
+    why: str = ""
+    """The reason for that."""
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the case as plain values."""
+        return {
+            "name": self.name,
+            "devices": self.question.cluster.devices,
+            "parameters": self.question.job.shape.parameters,
+            "batch": self.question.job.rows,
+            "sequence": self.question.job.sequence,
+            "best": None if self.best is None else candidate_json(self.best),
+            "why": self.why,
+        }
+
+    def shape_json(self) -> dict[str, object]:
+        """Returns the case with the sizes of its model."""
+        shape = self.question.job.shape
+        sizes = {"layers": shape.layers, "width": shape.width, "heads": shape.heads, "vocab": shape.vocab}
+        return {"sizes": sizes, **self.to_json()}
+
+
+def solve_case(name: str, question: Question, solve: Solve) -> Case:
+    """Returns the case of a question; one that nothing fits has the reason instead of a layout."""
+    try:
+        return Case(name=name, question=question, best=solve(question))
+    except PlanError as error:
+        return Case(name=name, question=question, best=None, why=str(error))
+
+
+def fits(question: Question) -> bool:
+    """Returns whether some layout of a question exists and fits."""
+    try:
+        return search_space(question).best is not None
+    except PlanError:
+        return False
+
+
+def candidate_json(candidate: Candidate) -> dict[str, object]:
+    """Returns a layout and its price as plain values."""
+    return {
+        "layout": candidate.layout.to_json(),
+        "price": dataclasses.asdict(candidate.price),
+        "tokens_per_s": candidate.tokens_per_s,
+        "cost_per_mtoken": candidate.cost_per_mtoken,
+        "joules_per_token": candidate.joules_per_token,
+        "tflops_per_device": candidate.flops_per_device / 1e12,
+        "mfu": candidate.mfu,
+    }

@@ -1,0 +1,415 @@
+# long: three frameworks, each a writer, share one view of a layout
+"""A plan in the words of other frameworks: flags of torchtitan and Megatron-LM, a configuration of DeepSpeed.
+
+Layout, batch and precision are written; the model, its data and its optimizer stay with the reader. What a framework
+can't express is refused with a sentence, and nothing is left out in silence: differences are notes.
+
+Source of the names, all of August 2026: torchtitan b5bcd76 (torchtitan/config/configs.py,
+distributed/activation_checkpoint.py), Megatron-LM d98e8a6 (megatron/training/arguments.py,
+megatron/core/model_parallel_config.py), DeepSpeed edaa722 (deepspeed/runtime/config.py, runtime/zero/config.py,
+docs/_pages/config-json.md).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from meshwright.errors import PlanError
+from meshwright.planner.cases import candidate_json
+from meshwright.planner.choose import Candidate, Question
+from meshwright.schedules.spec import searched_schedules
+from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Holds, Mechanics
+from meshwright.spec.groups import row_axes
+from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout_choices import Recompute
+from meshwright.units import format_seconds
+
+TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(
+    {
+        "1f1b": "1F1B",
+        "gpipe": "GPipe",
+        "interleaved": "Interleaved1F1B",
+        "loopedbfs": "LoopedBFS",
+        "zbv": "ZBVZeroBubble",
+        "dualpipev": "DualPipeV",
+    }
+)
+"""Our schedules by torch's names, by which torchtitan looks them up. Source: torch.distributed.pipelining.schedules,
+`get_schedule_class`."""
+MEGATRON_SCHEDULES = ("1f1b", "interleaved")
+"""Our schedules that Megatron-LM has."""
+FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
+"""Megatron-FSDP's strategies by ZeRO level."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Emitted:
+    """A layout in the words of another framework."""
+
+    framework: str
+    """One of `FRAMEWORKS`."""
+    candidate: Candidate
+    """The layout that was written."""
+    text: str
+    """Flags, one a line, or a JSON configuration."""
+    notes: tuple[str, ...]
+    """What differs there, and why layouts before this one weren't written."""
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the question has an answer, as always where it isn't refused."""
+        return True
+
+    def to_json(self) -> dict[str, object]:
+        """Returns the answer as plain values."""
+        written = {"framework": self.framework, "text": self.text, "notes": list(self.notes)}
+        return written | {"best": candidate_json(self.candidate)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Batch:
+    """A layout's sizes as other frameworks count them."""
+
+    replicate: int
+    """Ranks that hold copies."""
+    shard: int
+    """Ranks that share the state and read other rows."""
+    pp: int
+    tp: int
+    cp: int
+    ep: int
+    rows: int
+    """Of the global batch."""
+    micro_rows: int
+    """Of a micro-batch on a data rank."""
+
+    @classmethod
+    def of(cls, question: Question, layout: Layout) -> _Batch:
+        replicate = math.prod(layout.degree(name) for name in row_axes(Holds.COPY))
+        shard = math.prod(layout.degree(name) for name in row_axes(Holds.SHARD))
+        rows = question.job.rows
+        return cls(
+            replicate=replicate,
+            shard=shard,
+            pp=layout.degree(Mechanics.STAGES),
+            tp=layout.degree(Mechanics.MATRICES),
+            cp=layout.degree(Mechanics.TOKENS),
+            ep=layout.degree(Mechanics.EXPERTS),
+            rows=rows,
+            micro_rows=rows // (replicate * shard * layout.microbatches),
+        )
+
+
+def narrowed_question(framework: str, question: Question) -> Question:
+    """Returns the question with a search bounded to what a framework is likelier to express; given choices stay."""
+    return dataclasses.replace(question, limits={**SPACES[framework], **question.limits})
+
+
+def recomputed_whole(layouts: Sequence[Layout]) -> list[Layout]:
+    """Returns forms of layouts that recompute every layer, of those that recompute some whole ones."""
+    return [
+        dataclasses.replace(layout, recompute=Recompute("full"))
+        for layout in layouts
+        if layout.recompute.mode == "full"
+    ]
+
+
+def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate]) -> Emitted:
+    """Writes the first of some layouts that a framework can express.
+
+    Args:
+        framework: one of `FRAMEWORKS`.
+        question: what was planned.
+        candidates: the plan first, then others by time.
+
+    Raises:
+        PlanError: when it can express none of them, with the reason for the plan.
+    """
+    reasons: list[str] = []
+    for index, candidate in enumerate(candidates):
+        try:
+            text, notes = FRAMEWORKS[framework](question, candidate.layout)
+        except PlanError as error:
+            reasons.append(str(error))
+            continue
+        if index:
+            slower = candidate.price.step_s / candidates[0].price.step_s - 1
+            notes = [
+                f"the plan is {candidates[0].layout}, and {reasons[0]}; this one takes "
+                f"{format_seconds(candidate.price.step_s)} a step, {slower:+.1%}",
+                *notes,
+            ]
+        return Emitted(framework=framework, candidate=candidate, text=text, notes=tuple(notes))
+    raise PlanError(
+        f"{framework} can express none of {len(candidates)} layouts that were planned for it; of the plan, "
+        f"{candidates[0].layout}: {reasons[0]}"
+    )
+
+
+def _refuse_our_own(framework: str, layout: Layout) -> None:
+    """Refuses what no other framework of the three has in this form."""
+    for has, what, cure in (
+        (layout.islands > 1, "islands that join once in some steps", "leave islands out"),
+        (bool(layout.compress.name != "none"), f"compress={layout.compress}", "leave compress out"),
+        (layout.compress_weights != "none", f"compress_weights={layout.compress_weights}", "leave it out"),
+        (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
+        (layout.precision == "float64", "precision=float64", "take float32 or bf16"),
+    ):
+        if has:
+            raise PlanError(f"{framework} has no {what}; {cure}")
+
+
+def _torchtitan(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    _refuse_our_own("torchtitan", layout)
+    batch, job, notes = _Batch.of(question, layout), question.job, []
+    if layout.zero == 1:
+        raise PlanError("torchtitan shards parameters wherever it shards (FSDP2), so it has no zero=1; zero=2 works")
+    if batch.tp > 1 and not layout.sequence:
+        raise PlanError("torchtitan's tp splits tokens too unless a model's own code says otherwise; add sequence=true")
+    if layout.precision == "fp16":
+        raise PlanError("torchtitan has no fp16 (mixed_precision_param is bfloat16 or float32); take bf16")
+    if layout.offload == "optimizer":
+        raise PlanError("torchtitan offloads parameters, gradients and optimizer together; take offload=parameters")
+    if layout.secondary:
+        raise PlanError("torchtitan keeps no secondary copy of gathered weights; leave secondary out")
+    schedule = TORCHTITAN_SCHEDULES.get(layout.schedule or DEFAULT_SCHEDULE)
+    if batch.pp > 1 and schedule is None:
+        raise PlanError(f"torchtitan has no schedule={layout.schedule}; it has {', '.join(TORCHTITAN_SCHEDULES)}")
+    section = "--parallelism"
+    flags = [
+        f"--training.max_context_length {job.sequence}",
+        f"--training.num_tokens_per_microbatch_per_dp_rank {batch.micro_rows * job.sequence}",
+        f"--training.num_tokens_per_train_step {batch.rows * job.sequence}",
+        f"--training.mixed_precision_param {'bfloat16' if layout.precision == 'bf16' else 'float32'}",
+        f"{section}.data_parallel_replicate_degree {batch.replicate}",
+        f"{section}.data_parallel_shard_degree {batch.shard}",
+    ]
+    if layout.zero:
+        flags.append(f"{section}.fsdp_reshard_after_forward {'always' if layout.zero == 3 else 'never'}")
+    if batch.tp > 1:
+        flags.append(f"{section}.tensor_parallel_degree {batch.tp}")
+    if batch.cp > 1:
+        flags.append(f"{section}.context_parallel_degree {batch.cp}")
+        notes.append("torchtitan's cp passes keys and values around; the planner prices heads or a gather")
+    if batch.ep > 1:
+        flags.append(f"{section}.expert_parallel_degree {batch.ep}")
+    if batch.pp > 1:
+        flags += [
+            f"{section}.pipeline_parallel_degree {batch.pp}",
+            f"{section}.pipeline_parallel_schedule {schedule}",
+            f"{section}.num_pp_microbatches {layout.microbatches}",
+        ]
+        stages, layers = batch.pp * layout.stages_per_rank, job.shape.layers
+        if layers % stages == 0:
+            flags += [
+                f"{section}.pipeline_parallel_layers_per_stage {layers // stages}",
+                f"{section}.pipeline_parallel_first_stage_less_layers 0",
+                f"{section}.pipeline_parallel_last_stage_less_layers 0",
+            ]
+        notes.append("the stages' layers are balanced by cost here and by number there")
+    if layout.offload == "parameters":
+        flags.append("--training.enable_cpu_offload")
+    if layout.compile:
+        flags.append("--compile.enable")
+    # tyro takes the word of a subcommand behind all flags.
+    flags.append(f"activation-checkpoint:{_whole_recompute('torchtitan', layout, job.shape.layers) or 'none'}")
+    return "\n".join(flags), notes
+
+
+def _whole_recompute(framework: str, layout: Layout, layers: int) -> str:
+    """Returns ``full`` or an empty text; refuses what recomputes a part of the layers, or a part of each."""
+    if not layout.recompute:
+        return ""
+    if layout.recompute.mode != "full" or layout.recompute.share(layers) < 1:
+        raise PlanError(
+            f"{framework} has no recompute={layout.recompute}: it recomputes all layers whole, or by a rule of its "
+            "own; recompute=full works"
+        )
+    return "full"
+
+
+def _megatron(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    _refuse_our_own("megatron", layout)
+    batch, job, notes = _Batch.of(question, layout), question.job, []
+    if layout.secondary:
+        raise PlanError("megatron keeps no secondary copy of gathered weights; leave secondary out")
+    if layout.offload == "parameters":
+        raise PlanError("megatron offloads the optimizer alone; take offload=optimizer")
+    if layout.compile:
+        raise PlanError("megatron compiles no layers by a flag; leave compile out")
+    flags = [
+        f"--tensor-model-parallel-size {batch.tp}",
+        f"--pipeline-model-parallel-size {batch.pp}",
+        f"--context-parallel-size {batch.cp}",
+        f"--micro-batch-size {batch.micro_rows}",
+        f"--global-batch-size {batch.rows}",
+        f"--seq-length {job.sequence}",
+    ]
+    if batch.tp > 1 and layout.sequence:
+        flags.append("--sequence-parallel")
+    if batch.cp > 1:
+        flags.append(f"--cp-comm-type {_megatron_cp(question, layout, batch)}")
+    if job.shape.experts:
+        flags.append(f"--expert-model-parallel-size {batch.ep}")
+        # Without ep tp splits each expert; with it ep divides tp's ranks too, and an expert is whole.
+        flags.append(f"--expert-tensor-parallel-size {1 if batch.ep > 1 else batch.tp}")
+    flags += _megatron_pipeline(job.shape.layers, layout, batch)
+    flags += _megatron_data(layout, batch)
+    if layout.precision != "float32":
+        flags.append(f"--{layout.precision}")
+    flags += _megatron_recompute(job.shape.layers, layout, batch)
+    if layout.offload == "optimizer":
+        flags.append("--optimizer-cpu-offload")
+    if layout.zero > 1:
+        notes.append("megatron's FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment")
+    if layout.recompute.mode == "full" and layout.recompute.share(job.shape.layers) < 1:
+        notes.append("megatron recomputes the first layers of each stage; the plan spaces them evenly over the model")
+    return "\n".join(flags), notes
+
+
+def _megatron_cp(question: Question, layout: Layout, batch: _Batch) -> str:
+    heads = min((block.kv_heads for block in question.job.shape.blocks if block.kv_heads), default=0)
+    # As `attention=` leaves it open: heads where they divide, else a gather.
+    exchanges = layout.attention == "heads" or (not layout.attention and heads and heads % (batch.cp * batch.tp) == 0)
+    return "a2a" if exchanges else "allgather"
+
+
+def _megatron_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
+    if batch.pp == 1:
+        return []
+    schedule, stages = layout.schedule or DEFAULT_SCHEDULE, layout.stages_per_rank
+    if schedule not in MEGATRON_SCHEDULES:
+        raise PlanError(f"megatron has no schedule={schedule}; it has {' and '.join(MEGATRON_SCHEDULES)}")
+    if schedule == "interleaved" and layout.microbatches % batch.pp:
+        raise PlanError(
+            f"megatron's interleaved schedule takes micro-batches in groups of pp, and {layout.microbatches} is no "
+            f"multiple of {batch.pp}"
+        )
+    flags = [f"--num-virtual-stages-per-pipeline-rank {stages}"] if stages > 1 else []
+    if layout.split or layers % (batch.pp * stages):
+        parts = layout.split.layers or _even_split(layers, batch.pp * stages)
+        # E embedding, t decoder layers, L loss; | between stages.
+        texts = ["t" * count for count in parts]
+        texts[0], texts[-1] = "E" + texts[0], texts[-1] + "L"
+        flags = [f"--pipeline-model-parallel-layout '{'|'.join(texts)}'"]
+    return flags
+
+
+def _even_split(layers: int, stages: int) -> list[int]:
+    """Returns layers by stage, the first ones with one more."""
+    least, more = divmod(layers, stages)
+    return [least + (stage < more) for stage in range(stages)]
+
+
+def _megatron_data(layout: Layout, batch: _Batch) -> list[str]:
+    overlap = ["--overlap-grad-reduce"] if batch.replicate * batch.shard > 1 else []
+    if not layout.zero:
+        return overlap
+    flags = ["--use-distributed-optimizer", *overlap, "--overlap-param-gather"]
+    if layout.zero > 1:
+        flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {FSDP_STRATEGIES[layout.zero]}"]
+        flags.append("--ckpt-format fsdp_dtensor")
+    if batch.replicate > 1:
+        flags.append(f"--num-distributed-optimizer-instances {batch.replicate}")
+    return flags
+
+
+def _megatron_recompute(layers: int, layout: Layout, batch: _Batch) -> list[str]:
+    if not layout.recompute:
+        return []
+    if layout.recompute.mode == "block":
+        return ["--recompute-granularity selective", "--recompute-modules core_attn"]
+    if layout.recompute.mode != "full":
+        raise PlanError(
+            f"megatron has no recompute={layout.recompute}: its selective recompute runs whole modules again, ours "
+            "everything but products and attention; recompute=full works"
+        )
+    share = layout.recompute.share(layers)
+    if share >= 1:
+        return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]
+    by_stage = math.ceil(share * layers / (batch.pp * layout.stages_per_rank))
+    return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {by_stage}"]
+
+
+def _deepspeed(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    _refuse_our_own("deepspeed", layout)
+    batch, notes = _Batch.of(question, layout), []
+    if batch.pp > 1:
+        raise PlanError(
+            "deepspeed's pipelines are code (PipelineModule), which its configuration can't ask for; pp=1 works"
+        )
+    if batch.cp > 1:
+        raise PlanError("deepspeed's Ulysses changes the model's attention by code, no configuration does; cp=1 works")
+    if batch.tp > 1 and batch.ep > 1:
+        raise PlanError("deepspeed's AutoTP and AutoEP can't be combined; take ep=1 with tp, or tp=1 with ep")
+    if batch.replicate > 1 and batch.shard > 1 and (layout.zero < 3 or batch.ep > 1):
+        raise PlanError(
+            f"deepspeed shards zero={layout.zero} over all data ranks, so it has no replicate={batch.replicate} beside "
+            f"shard={batch.shard}; replicate=1 works, and zero=3 without experts by MiCS"
+        )
+    if layout.offload != "none" and not layout.zero:
+        raise PlanError("deepspeed offloads what ZeRO shards; take zero=1, 2 or 3 with offload")
+    if layout.offload == "parameters" and layout.zero < 3:
+        raise PlanError("deepspeed offloads parameters under zero=3 alone; take offload=optimizer")
+    zero: dict[str, object] = {"stage": layout.zero}
+    if batch.replicate > 1 and batch.shard > 1:
+        zero["mics_shard_size"] = batch.shard
+    if layout.secondary:
+        zero["zero_hpz_partition_size"] = layout.secondary
+    if layout.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    if layout.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": True}
+    config: dict[str, object] = {
+        "train_batch_size": batch.rows,
+        "train_micro_batch_size_per_gpu": batch.micro_rows,
+        "gradient_accumulation_steps": layout.microbatches,
+        "zero_optimization": zero,
+    }
+    if layout.precision in ("bf16", "fp16"):
+        config[layout.precision] = {"enabled": True}
+    if batch.tp > 1:
+        config["tensor_parallel"] = {"autotp_size": batch.tp}
+        notes.append("deepspeed's AutoTP splits no tokens between its products (sequence parallelism)")
+    if batch.ep > 1:
+        config["expert_parallel"] = {"enabled": True, "autoep_size": batch.ep}
+        notes.append('add "preset_model" to expert_parallel: the family of the mixture')
+    if _whole_recompute("deepspeed", layout, question.job.shape.layers):
+        notes.append("recompute=full is the model's own: call gradient_checkpointing_enable() on it")
+    if layout.compile:
+        notes.append("compile=true is a call there: engine.compile()")
+    return json.dumps(config, indent=2), notes
+
+
+def _axes_without(*mechanics: Mechanics) -> tuple[str, ...]:
+    return tuple(name for name, axis in known_axes().items() if axis.mechanics not in mechanics)
+
+
+SPACES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "torchtitan": {
+            "levels": (0, 2, 3),
+            "recomputes": ("none", "full"),
+            "schedules": tuple(name for name in searched_schedules() if name in TORCHTITAN_SCHEDULES),
+            "offloads": ("none", "parameters"),
+        },
+        "megatron": {
+            "recomputes": ("none", "full"),
+            "schedules": MEGATRON_SCHEDULES,
+            "offloads": ("none", "optimizer"),
+        },
+        "deepspeed": {"recomputes": ("none", "full"), "axes": _axes_without(Mechanics.STAGES, Mechanics.TOKENS)},
+    }
+)
+"""Bounds of a search for layouts that a framework is likelier to express, fields of `Space`."""
+FRAMEWORKS: Mapping[str, Callable[[Question, Layout], tuple[str, list[str]]]] = MappingProxyType(
+    {"torchtitan": _torchtitan, "megatron": _megatron, "deepspeed": _deepspeed}
+)
+"""Each framework's writer: returns the text and its notes, or raises `PlanError`."""

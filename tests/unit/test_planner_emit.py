@@ -1,0 +1,167 @@
+"""A plan in other frameworks' words: what each flag says of the layout, and what can't be said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from meshwright.errors import PlanError
+from meshwright.jobs.plan_model import model_of_sizes, question_of
+from meshwright.jobs.plan_questions import plan_emit
+from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.choose import Candidate, Question, price_candidate
+from meshwright.planner.emit import FRAMEWORKS, emit_plan
+from meshwright.spec.layout import Layout
+
+DENSE = "layers=8,width=1024,heads=16,kv_heads=4,vocab=32000,ffn=2816"
+EXPERTS = "layers=8,width=1024,heads=16,kv_heads=4,vocab=32000,experts=8,active_experts=2,expert_ffn=1408"
+# Names that stand in the sources of torchtitan b5bcd76, Megatron-LM d98e8a6 and DeepSpeed edaa722.
+KNOWN = {
+    "torchtitan": {
+        "training.max_context_length",
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "training.num_tokens_per_train_step",
+        "training.mixed_precision_param",
+        "training.enable_cpu_offload",
+        "parallelism.data_parallel_replicate_degree",
+        "parallelism.data_parallel_shard_degree",
+        "parallelism.fsdp_reshard_after_forward",
+        "parallelism.tensor_parallel_degree",
+        "parallelism.context_parallel_degree",
+        "parallelism.expert_parallel_degree",
+        "parallelism.pipeline_parallel_degree",
+        "parallelism.pipeline_parallel_schedule",
+        "parallelism.num_pp_microbatches",
+        "parallelism.pipeline_parallel_layers_per_stage",
+        "parallelism.pipeline_parallel_first_stage_less_layers",
+        "parallelism.pipeline_parallel_last_stage_less_layers",
+        "compile.enable",
+    },
+    "megatron": {
+        "tensor-model-parallel-size",
+        "pipeline-model-parallel-size",
+        "pipeline-model-parallel-layout",
+        "num-virtual-stages-per-pipeline-rank",
+        "context-parallel-size",
+        "cp-comm-type",
+        "expert-model-parallel-size",
+        "expert-tensor-parallel-size",
+        "sequence-parallel",
+        "micro-batch-size",
+        "global-batch-size",
+        "seq-length",
+        "use-distributed-optimizer",
+        "num-distributed-optimizer-instances",
+        "use-megatron-fsdp",
+        "data-parallel-sharding-strategy",
+        "ckpt-format",
+        "overlap-grad-reduce",
+        "overlap-param-gather",
+        "bf16",
+        "fp16",
+        "recompute-granularity",
+        "recompute-method",
+        "recompute-num-layers",
+        "recompute-modules",
+        "optimizer-cpu-offload",
+    },
+}
+
+
+def question(sizes: str = DENSE, devices: int = 16) -> Question:
+    config = PlanConfig(sizes=sizes, cluster=f"{devices}xh100", batch=64, sequence=1024)
+    return question_of(config, model_of_sizes(sizes))
+
+
+def written(framework: str, text: str, sizes: str = DENSE) -> tuple[dict[str, str], tuple[str, ...]]:
+    """The flags of a layout by name, and the notes."""
+    layout = Layout.parse(text if "precision" in text else text + ",precision=bf16")
+    asked = question(sizes, layout.world)
+    emitted = emit_plan(framework, asked, [price_candidate(asked, layout)])
+    words = [line.removeprefix("--").partition(" ") for line in emitted.text.splitlines()]
+    return {name: value for name, _, value in words}, emitted.notes
+
+
+def test_torchtitans_flags_say_the_layout() -> None:
+    flags, notes = written("torchtitan", "pp=2,shard=4,tp=2,zero=3,microbatches=8,sequence=true,recompute=full")
+    assert flags["parallelism.data_parallel_shard_degree"] == "4"
+    assert flags["parallelism.data_parallel_replicate_degree"] == "1"
+    assert flags["parallelism.fsdp_reshard_after_forward"] == "always"
+    # 64 rows over 4 readers and 8 micro-batches are 2 rows of 1024 tokens.
+    assert flags["training.num_tokens_per_microbatch_per_dp_rank"] == str(2 * 1024)
+    assert flags["training.num_tokens_per_train_step"] == str(64 * 1024)
+    assert flags["parallelism.num_pp_microbatches"] == "8" and flags["parallelism.pipeline_parallel_schedule"] == "1F1B"
+    assert "activation-checkpoint:full" in flags and any("balanced by cost" in note for note in notes)
+    assert {name for name in flags if "." in name} <= KNOWN["torchtitan"]
+
+
+def test_megatrons_flags_say_the_layout() -> None:
+    text = "pp=2,replicate=2,shard=2,tp=2,zero=1,microbatches=4,schedule=interleaved,stages=2,sequence=true"
+    flags, notes = written("megatron", text + ",recompute=full:4")
+    assert flags["tensor-model-parallel-size"] == flags["pipeline-model-parallel-size"] == "2"
+    # 64 rows over 4 data ranks and 4 micro-batches.
+    assert flags["micro-batch-size"] == "4" and flags["global-batch-size"] == "64"
+    assert "use-distributed-optimizer" in flags and flags["num-distributed-optimizer-instances"] == "2"
+    assert flags["num-virtual-stages-per-pipeline-rank"] == "2" and "sequence-parallel" in flags
+    # 4 of 8 layers over 4 stages.
+    assert flags["recompute-method"] == "block" and flags["recompute-num-layers"] == "1" and notes
+    assert set(flags) <= KNOWN["megatron"]
+    experts, _ = written("megatron", "shard=8,ep=4,zero=3", EXPERTS)
+    assert experts["expert-model-parallel-size"] == "4" and experts["expert-tensor-parallel-size"] == "1"
+    assert experts["data-parallel-sharding-strategy"] == "optim_grads_params" and set(experts) <= KNOWN["megatron"]
+    long_rows, _ = written("megatron", "cp=8,attention=gather")
+    assert long_rows["cp-comm-type"] == "allgather" and written("megatron", "cp=4")[0]["cp-comm-type"] == "a2a"
+    uneven, _ = written("megatron", "pp=3,microbatches=4")
+    assert uneven["pipeline-model-parallel-layout"] == "'Ettt|ttt|ttL'"
+
+
+def test_deepspeeds_configuration_says_the_layout() -> None:
+    asked = question(devices=16)
+    layout = Layout.parse("replicate=2,shard=8,zero=3,microbatches=2,precision=bf16,offload=parameters")
+    config = json.loads(emit_plan("deepspeed", asked, [price_candidate(asked, layout)]).text)
+    accumulated = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
+    assert accumulated * 16 == config["train_batch_size"] == 64
+    zero = config["zero_optimization"]
+    assert zero["stage"] == 3 and zero["mics_shard_size"] == 8 and zero["offload_param"]["device"] == "cpu"
+    assert config["bf16"] == {"enabled": True}
+
+
+@pytest.mark.parametrize(
+    ("framework", "layout", "sizes", "why"),
+    [
+        ("torchtitan", "shard=2,zero=1", DENSE, "no zero=1; zero=2 works"),
+        ("torchtitan", "shard=2,zero=3,recompute=selective", DENSE, "recompute=full works"),
+        ("torchtitan", "shard=2,zero=3,offload=optimizer", DENSE, "take offload=parameters"),
+        ("torchtitan", "tp=2", DENSE, "add sequence=true"),
+        ("torchtitan", "replicate=2,precision=fp16", DENSE, "take bf16"),
+        ("megatron", "shard=2,zero=3,offload=parameters", DENSE, "take offload=optimizer"),
+        ("megatron", "pp=2,microbatches=4,schedule=zbv", DENSE, "it has 1f1b and interleaved"),
+        ("megatron", "shard=2,zero=1,recompute=selective", DENSE, "recompute=full works"),
+        ("deepspeed", "pp=2,microbatches=4", DENSE, "pp=1 works"),
+        ("deepspeed", "cp=2", DENSE, "cp=1 works"),
+        ("deepspeed", "replicate=2,shard=2,zero=2", DENSE, "replicate=1 works"),
+        ("deepspeed", "shard=2,tp=2,ep=2,zero=1", EXPERTS, "can't be combined"),
+        ("megatron", "replicate=4,compress=int8", DENSE, "leave compress out"),
+    ],
+)
+def test_what_a_framework_lacks_is_refused_in_a_sentence(framework: str, layout: str, sizes: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        written(framework, layout, sizes)
+
+
+def test_where_the_plan_cannot_be_said_the_next_best_is() -> None:
+    asked = question(devices=2)
+    layouts = ("pp=2,microbatches=8,precision=bf16", "shard=2,zero=2,precision=bf16")
+    candidates: list[Candidate] = [price_candidate(asked, Layout.parse(text)) for text in layouts]
+    emitted = emit_plan("deepspeed", asked, candidates)
+    assert emitted.candidate is candidates[1] and "pp=1 works" in emitted.notes[0] and layouts[0] in emitted.notes[0]
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_plan_can_be_written_for_each(framework: str) -> None:
+    config = PlanConfig(sizes=DENSE, cluster="2xh100", batch=64, sequence=1024, emit=framework)  # type: ignore[arg-type]
+    emitted = plan_emit(config, model_of_sizes(DENSE))
+    assert emitted.text and emitted.is_met and emitted.to_json()["framework"] == framework
+    assert dataclasses.is_dataclass(emitted.candidate)
