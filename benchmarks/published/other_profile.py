@@ -221,9 +221,9 @@ class OtherRuntime(RuntimeModel):
         """Returns in how many collectives ZeRO-1 and 2 gather parameters."""
         return np.maximum(1.0, self.gather_pieces * layers)
 
-    def scattered_s(self, seconds: Array) -> Array:
-        """Returns seconds of collectives that reach a share of the links' rate."""
-        return seconds / self.scatter_share
+    def scattered_share(self) -> float:
+        """Returns seconds of collectives that reach a share of the links' rate, over those at that rate."""
+        return 1.0 / self.scatter_share
 
     def sharded_overlap(self) -> float:
         """Returns the share of compute under which scattered gradients and gathered parameters can go."""

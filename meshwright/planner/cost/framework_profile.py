@@ -273,9 +273,12 @@ class RuntimeModel:
         """Returns in how many collectives ZeRO-1 and 2 gather parameters, (N or 1, P) or a scalar."""
         return 1.0
 
-    def scattered_s(self, seconds: Array) -> Array:
-        """Returns seconds of the collectives by which gradients are scattered and parameters gathered once a step."""
-        return seconds
+    def scattered_share(self) -> float:
+        """Returns seconds of the collectives that scatter gradients and gather parameters once a step, over a wire's.
+
+        1 where they reach the links' rate.
+        """
+        return 1.0
 
     def sharded_overlap(self) -> float:
         """Returns the share of compute under which these collectives can go."""

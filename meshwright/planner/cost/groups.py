@@ -68,6 +68,53 @@ class GroupSpan:
         return GroupSpan(on_node, nodes, sharing), across
 
 
+@dataclass(frozen=True, slots=True)
+class WireTime:
+    """Seconds of traffic, and of these the seconds in which each class of links is full; (N,), (N, P) or scalars.
+
+    One link carries one collective at a time, so what hides under compute hides beside the compute's own traffic.
+    """
+
+    seconds: Values = 0.0
+    """From start to end."""
+    inside: Values = 0.0
+    """In which the links inside nodes are full."""
+    outside: Values = 0.0
+    """In which the network is full."""
+
+    def __add__(self, other: WireTime) -> WireTime:
+        """Returns one after the other."""
+        return WireTime(self.seconds + other.seconds, self.inside + other.inside, self.outside + other.outside)
+
+    def scaled(self, factor: Values) -> WireTime:
+        """Returns ``factor`` of them, of a shape that broadcasts."""
+        return WireTime(self.seconds * factor, self.inside * factor, self.outside * factor)
+
+    def where(self, condition: Array, other: WireTime) -> WireTime:
+        """Returns this traffic where the condition holds, else the other."""
+        return WireTime(
+            np.where(condition, self.seconds, other.seconds),
+            np.where(condition, self.inside, other.inside),
+            np.where(condition, self.outside, other.outside),
+        )
+
+    def exposed_s(self, busy_s: Values, carried: WireTime, overlap: Values) -> Array:
+        """Returns the seconds that ``busy_s`` of compute and its own traffic don't hide.
+
+        On each class of links compute hides at most what its own traffic leaves free: a step takes at least as long as
+        the bytes of each link over its rate.
+
+        Args:
+            busy_s: seconds of compute and of the traffic that it waits for.
+            carried: its own traffic, hidden or not, in these seconds.
+            overlap: share of them that can hide other traffic.
+        """
+        exposed_s = np.maximum(self.seconds - overlap * busy_s, 0.0)
+        for own_s, other_s in ((self.inside, carried.inside), (self.outside, carried.outside)):
+            exposed_s = np.maximum(exposed_s, own_s - overlap * np.maximum(busy_s - other_s, 0.0))
+        return np.asarray(exposed_s)
+
+
 def span(rank_stride: Values, degree: Values, devices: int, world: Values) -> GroupSpan:
     """Returns the span of groups along an axis as arrays (N,); see `cluster.traffic.span`."""
     inside, nodes, sharing = traffic.span(rank_stride, degree, devices, world)
@@ -113,6 +160,27 @@ class CollectiveTimes:
                 setattr(selected, name, GroupSpan(value.inside[index], value.nodes[index], value.sharing[index]))
         selected._layouts = layouts
         return selected
+
+    def wire(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> WireTime:
+        """Returns a collective's seconds, and those in which it fills each class of links.
+
+        The arguments are those of `seconds`.
+        """
+        return self.booked(self.seconds(kind, size, group), group)
+
+    def booked(self, seconds: Array, group: GroupSpan) -> WireTime:
+        """Returns ``seconds`` of a group's collectives, (N,) or (N, P), with the links that these fill meanwhile.
+
+        A group on one node fills its links. A ring over nodes fills the network, and between its members of a node the
+        links inside for (k-1)/k of the bytes, with k members there.
+        """
+        fabric, crosses = self._machine.fabric, group.nodes > 1
+        local_rate = fabric.inside.rate_among(group.inside)
+        ring_rate = np.minimum(local_rate, fabric.network(group.inside, group.sharing))
+        inside_share = np.where(crosses, ring_rate / local_rate * (1.0 - 1.0 / group.inside), 1.0)
+        if np.ndim(seconds) == 2:
+            crosses, inside_share = crosses[:, None], inside_share[:, None]
+        return WireTime(seconds, seconds * inside_share, np.where(crosses, seconds, 0.0))
 
     def seconds(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
