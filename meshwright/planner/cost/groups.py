@@ -28,11 +28,15 @@ class Machine:
     """A rank's share of host memory; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
+    node_devices: int = 8
+    """Devices of a node, which are late together."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
         """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
-        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host)
+        return cls(
+            device=cluster.device, fabric=cluster.fabric(), host=cluster.host, node_devices=cluster.node_devices
+        )
 
 
 @dataclass(frozen=True, slots=True)
