@@ -1,167 +1,159 @@
 """Every link is booked once: no step is shorter than the bytes of each class of links over their rate.
 
-The bytes are those of `planner.traffic`, the list that is held against real process groups; which links they cross is
-counted here from the ranks of each group, and shares no formula with the cost model.
+Bytes are counted here by hand, and the links that they cross from the ranks of each group: no formula is the planner's.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import random
-from functools import lru_cache
+from collections.abc import Iterator
 
+import numpy as np
 import pytest
 
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
-from meshwright.errors import MeshwrightError
-from meshwright.jobs.model_reading import model_parts
-from meshwright.models.analysis.table import sharding_table
-from meshwright.models.build import BuiltModel, build_meta
-from meshwright.models.config import ModelConfig
-from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import bound_step_s, price
+from meshwright.planner.rank_groups import RankGroups
 from meshwright.planner.space import cores, expand, layout_of
-from meshwright.planner.traffic import step_collectives
+from meshwright.schedules.spec import Placement, known_schedules
+from meshwright.spec.groups import gradient_axes
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import ShardingTable
-from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
-SEQUENCE, ROWS, VOCAB = 256, 64, 512
-MODELS = {
-    "dense": {"name": "llama", "layers": 8, "width": 128, "heads": 8, "kv_heads": 4, "ffn": 352},
-    "uneven": {"name": "llama", "layers": 7, "width": 128, "heads": 8, "kv_heads": 8, "ffn": 512},
-    "mixture": {"name": "mixtral", "layers": 4, "width": 128, "heads": 8, "kv_heads": 8, "ffn": 256, "experts": 8},
+SEQUENCE, ROWS = 1024, 64
+SIZES = {
+    "dense": TableSizes(name="dense", layers=8, width=1024, heads=16, kv_heads=4, vocab=8192, ffn=2816),
+    "uneven": TableSizes(name="uneven", layers=7, width=1024, heads=16, vocab=8192, ffn=4096),
+    "mixture": TableSizes(
+        name="mixture", layers=4, width=1024, heads=16, vocab=8192, experts=8, active_experts=2, expert_ffn=2048
+    ),
 }
-RATES = {"slow network": (1e9, 1e7), "slow links inside": (2e7, 1e8), "all slow": (1e8, 1e8), "fast": (4e11, 5e10)}
+RATES = {"slow network": (4e11, 1e8), "slow links inside": (1e8, 1e10), "like compute": (1e10, 4e9), "fast": (4e11, 5e10)}
 """Bytes per second of the links inside nodes and of each card: of slow ones a step is all traffic."""
-SAMPLE = 40
+SAMPLE = 60
 """Layouts of each model and machine."""
 
 
-def cluster_of(rates: str) -> Cluster:
-    """Two nodes of eight devices, whose links add no delay."""
-    node = standard_node("h100")
-    inside, outside = (
-        Link(name=name, bytes_per_s=rate, latency_s=0.0) for name, rate in zip(("near", "far"), RATES[rates])
-    )
-    node = dataclasses.replace(node, inside=inside, outside=outside, outside_count=4)
-    return Cluster(groups=(NodeGroup(node=node, count=2),))
-
-
-@lru_cache
-def built_model(name: str) -> BuiltModel:
-    return build_meta(ModelConfig(**MODELS[name]), vocab=VOCAB, context=SEQUENCE)  # type: ignore[arg-type]
-
-
-@lru_cache
-def table_of(name: str, degree: int) -> ShardingTable | None:
-    return sharding_table(built_model(name), degree) if degree > 1 else None
-
-
-ANALYSES: dict[tuple[str, int, int], ModelAnalysis] = {}
-
-
-def analysis_of(name: str, layout: Layout) -> ModelAnalysis:
-    """What the layout needs to know of the model; each fact is read once."""
-    key = name, layout.degree("tp"), layout.degree("cp")
-    known = ANALYSES.get(key) or ModelAnalysis(table=table_of(name, key[1] * key[2]))
-    ANALYSES[key] = analyse_model(built_model(name), layout, known)
-    return ANALYSES[key]
-
-
 def question(name: str, rates: str) -> Question:
-    job = PricedJob(shape=measure_shape(built_model(name)), sequence=SEQUENCE, rows=ROWS)
-    return Question(job=job, cluster=cluster_of(rates), base=Layout(precision="bf16"))
+    """Two nodes of eight devices and four cards, whose links add no delay."""
+    near, far = (Link(name=key, bytes_per_s=rate, latency_s=0.0) for key, rate in zip(("near", "far"), RATES[rates]))
+    node = dataclasses.replace(standard_node("h100"), inside=near, outside=far, outside_count=4)
+    job = PricedJob(shape=shape_from_sizes(SIZES[name]), sequence=SEQUENCE, rows=ROWS)
+    return Question(job=job, cluster=Cluster(groups=(NodeGroup(node=node, count=2),)), base=Layout(precision="bf16"))
 
 
 def sampled_layouts(asked: Question, seed: int) -> list[Layout]:
-    """Layouts all over the space, as many with a pipeline and with each ZeRO level as there are others."""
-    job = asked.job
-    batch = expand(job, asked.space, cores(job, asked.space))
+    """Layouts all over the space, of each combination of axes and ZeRO level as many."""
+    batch = expand(asked.job, asked.space, cores(asked.job, asked.space))
+    keys = zip(batch.pp > 1, batch.tp > 1, batch.cp > 1, batch.ep > 1, batch.replicate > 1, batch.zero)
     strata: dict[tuple[object, ...], list[int]] = {}
-    for index in range(batch.count):
-        key = batch.pp[index] > 1, batch.tp[index] > 1, batch.cp[index] > 1, batch.ep[index] > 1, batch.zero[index]
+    for index, key in enumerate(keys):
         strata.setdefault(key, []).append(index)
     draw = random.Random(seed)
     chosen = [draw.choice(draw.choice(list(strata.values()))) for _ in range(SAMPLE)]
-    return [layout_of(batch, index, asked.base, len(job.shape.blocks)) for index in chosen]
+    return [layout_of(batch, index, asked.base, len(asked.job.shape.blocks)) for index in chosen]
 
 
-def link_floor_s(asked: Question, layout: Layout, name: str) -> tuple[float, float]:
-    """Returns the least seconds of a step by the bytes on (the links inside nodes, the network)."""
-    fabric, parts = asked.machine.fabric, model_parts(built_model(name), analysis_of(name, layout))
-    inside_s, network_s = 0.0, 0.0
-    for node in {0, layout.world // fabric.devices - 1}:
-        network_bytes = 0.0
-        for rank in range(node * fabric.devices, min((node + 1) * fabric.devices, layout.world)):
-            rank_inside_s = 0.0
-            for (group, kind), size in step_collectives(asked.job, layout, parts, rank).bytes.items():
-                here = sum(peer // fabric.devices == node for peer in group.ranks)
-                inside, network = link_bytes(kind, size, here, len(group.ranks), fabric.devices)
-                inside_rate = float(fabric.inside.rate_among(here))
-                if kind == "all_reduce" and here == len(group.ranks) and fabric.inside.reduce_share:
-                    # The switch may sum, so that each rank sends its bytes once.
-                    switch_s = size / (fabric.inside.bytes_per_s * fabric.inside.reduce_share)
-                    rank_inside_s += min(switch_s, inside / inside_rate)
-                else:
-                    rank_inside_s += inside / inside_rate
-                network_bytes += network
-            inside_s = max(inside_s, rank_inside_s)
-        if fabric.outside is not None:
-            network_s = max(network_s, network_bytes / (fabric.outside.rate * max(fabric.cards, 1.0)))
-    return inside_s, network_s
+def rank_traffic(asked: Question, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yields (ranks of a group, bytes that a mean rank of a stage sends to the group's others) of a step.
 
-
-def link_bytes(kind: str, size: float, here: int, ranks: int, devices: int) -> tuple[float, float]:
-    """Returns a rank's bytes on (links inside its node, its part of what its node sends over the network).
-
-    Args:
-        kind: of collective.
-        size: bytes, as `Collectives` counts them.
-        here: members of the group on the rank's node.
-        ranks: members.
-        devices: of a node.
+    Layers, sends and recompute are counted as the mean rank's without recompute: a lower bound.
     """
-    away = ranks - here
-    if kind == "send":
-        return (0.0, size) if away else (size, 0.0)
-    if kind in ("all_to_all", "exchange"):
-        return size * (here - 1) / (ranks - 1), size * away / (ranks - 1)
-    if kind == "all_reduce":
-        # Each node must send its sum and get those of the others: 2 (k-1)/k of the bytes with k nodes.
-        nodes = ranks / here
-        network = 2 * size * (nodes - 1) / nodes / here
-        return 2 * size * (here - 1) / here * (1.0 if away == 0 else 0.5), network
-    # Gathers and scatters: `size` is a rank's part; the node gets (or sends) those of all others once.
-    return size * (ranks - 1) * (here - 1) / here, size * away / here
+    shape, groups, axis = asked.job.shape, RankGroups(layout, rank), layout.degree
+    block, layers, microbatches = shape.blocks[0], len(shape.blocks) / axis("pp"), layout.microbatches
+    tokens = ROWS * SEQUENCE / (axis("replicate") * axis("shard") * axis("cp") * microbatches)
+    tp, cp, ep, experts = axis("tp"), axis("cp"), axis("ep"), block.expert_parameters
+    hidden, times = tokens * shape.width * 2.0, layers * microbatches
+    # Megatron: of attention and of the feed-forward a gather and a scatter (or an all-reduce), forward and backward.
+    blocks = 1 if ep > 1 else 2
+    yield groups.across(("tp",)).ranks, times * blocks * 4 * hidden * (tp - 1) / tp
+    # Keys and values: gathered in forward, their gradients scattered in backward.
+    key_values = tokens * cp * 2 * block.kv_heads * block.head_size * 2.0 / tp
+    yield groups.across(("cp",)).ranks, times * 2 * key_values * (cp - 1) / cp
+    if ep > 1:  # to the experts and back, forward and backward
+        routed = tokens / tp * block.active_experts * shape.width * 2.0
+        yield groups.carved("ep").ranks, times * 4 * routed * (ep - 1) / ep
+    yield from state_traffic(layout, groups, layers * (block.parameters - experts) / tp * 0.99, layers * experts)
+    if axis("pp") > 1:
+        stages = axis("pp") * layout.stages_per_rank
+        turns = layout.stages_per_rank - 1 if known_schedules()[layout.schedule].placement is Placement.V else 0
+        ranks = groups.across(("pp",)).ranks
+        neighbour = ranks[(ranks.index(rank) + 1) % len(ranks)] if rank != ranks[-1] else ranks[-2]
+        sent = 2 * (stages - 1 - turns) / axis("pp") * microbatches * hidden / (tp if layout.sequence else 1)
+        yield (rank, neighbour), sent
+
+
+def state_traffic(
+    layout: Layout, groups: RankGroups, dense: float, experts: float
+) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yields the gathers (2 bytes an element) and sums of gradients (4 bytes) of a rank's weights over data axes."""
+    ep, piped = layout.degree("ep"), layout.degree("pp") > 1
+    shards = groups.across(layout.state_axes).ranks
+    copies = groups.across(gradient_axes(layout.state_axes)).ranks
+    held = [(dense, shards, copies)]
+    if ep == 1:
+        held = [(dense + experts / layout.degree("tp"), shards, copies)]
+    elif layout.zero:
+        held += [(experts / ep, groups.carved("ep_shard").ranks, groups.across(("replicate",)).ranks)]
+    else:
+        held += [(experts / ep, groups.carved("ep_copies").ranks[:1], groups.carved("ep_copies").ranks)]
+    microbatches = layout.microbatches if layout.zero >= 2 and not piped else 1
+    gathers = (2 * microbatches if layout.zero == 3 and not piped else 1) * bool(layout.zero)
+    for elements, members, others in held:
+        count = len(members) if layout.zero else 1
+        yield members, elements * (2.0 * gathers + 4.0 * microbatches * bool(layout.zero)) * (count - 1) / count
+        yield others, 2 * 4.0 * elements / count * (len(others) - 1) / len(others)
+
+
+def link_floor_s(asked: Question, layout: Layout) -> tuple[float, float]:
+    """Returns the least seconds of a step by the bytes on (the links inside nodes, the network)."""
+    fabric, world = asked.machine.fabric, layout.world
+    assert fabric.outside is not None
+    inside, network = 0.0, 0.0
+    for rank in range(world):
+        for ranks, size in rank_traffic(asked, layout, rank):
+            if len(ranks) < 2 or not size:
+                continue
+            here = sum(peer // fabric.devices == rank // fabric.devices for peer in ranks)
+            away = len(ranks) - here
+            # A ring's link from this rank leaves the node for one of the group's members here.
+            inside += size * (1.0 if not away else (here - 1) / here)
+            network += size / here if away else 0.0
+    return inside / world / fabric.inside.rate, network / (world / fabric.devices) / (fabric.outside.rate * fabric.cards)
 
 
 @pytest.mark.parametrize("rates", RATES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", SIZES)
 def test_no_step_is_shorter_than_the_bytes_of_its_links(name: str, rates: str) -> None:
-    asked, checked = question(name, rates), 0
+    asked, near_floor = question(name, rates), 0
     for layout in sampled_layouts(asked, seed=len(name + rates)):
-        try:
-            inside_s, network_s = link_floor_s(asked, layout, name)
-        except MeshwrightError:  # refused by the runtime
-            continue
+        floor_s = max(link_floor_s(asked, layout))
         closed_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
-        printed_s = price_candidate(asked, layout).price.step_s
-        floors = f"{layout}: {closed_s:.4f} s, printed {printed_s:.4f} s, links {inside_s:.4f}, {network_s:.4f} s"
-        assert min(closed_s, printed_s) >= max(inside_s, network_s) * (1 - 1e-6), floors
-        checked += 1
-    assert checked >= SAMPLE // 2
+        told = f"{layout}: {closed_s:.4f} s, links {floor_s:.4f} s"
+        assert closed_s >= floor_s * (1 - 1e-6), told
+        if layout.microbatches <= 8:  # more take long to simulate
+            printed_s = price_candidate(asked, layout).price.step_s
+            assert printed_s >= floor_s * (1 - 1e-6), f"{told}, printed {printed_s:.4f} s"
+        near_floor += closed_s < 2.0 * floor_s
+    # The floors are no idle ones: of slow links most steps are little longer.
+    assert near_floor > SAMPLE / 4 or rates in ("fast", "like compute")
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_bound_of_a_core_is_below_every_printed_price(name: str) -> None:
-    asked = question(name, "slow network")
+@pytest.mark.parametrize("name", SIZES)
+def test_the_bound_of_a_core_is_below_the_price_of_its_variants(name: str) -> None:
+    asked = question(name, "fast")
     for layout in sampled_layouts(asked, seed=5):
-        plain = dataclasses.replace(layout, recompute=Layout().recompute)
-        batch = LayoutBatch.from_layouts([plain], len(asked.job.shape.blocks))
+        readers = layout.degree("replicate") * layout.degree("shard")
+        batch = LayoutBatch.from_layouts([layout], len(asked.job.shape.blocks))
+        # As the search's cores: copies alone, nothing sharded and nothing recomputed.
+        nothing = np.zeros(1)
+        plain = {"shard": nothing + 1, "zero": nothing, "recompute": nothing, "recompute_share": nothing + 1}
+        batch = dataclasses.replace(batch, replicate=nothing + readers, **plain)
         bound_s = float(bound_step_s(asked.job, batch, asked.machine, asked.runtime)[0])
-        assert price_candidate(asked, layout).price.step_s >= bound_s * (1 - 1e-9), str(layout)
+        closed_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
+        assert closed_s >= bound_s * (1 - 1e-9), str(layout)

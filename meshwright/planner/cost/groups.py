@@ -208,10 +208,12 @@ class CollectiveTimes:
         return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
 
     def send(self, size: Values) -> Array:
-        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
+        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, over the slowest boundary's links.
+
+        Where several stages share a node, those at its end still send over the network, and the others wait for them.
+        """
         layouts, devices = self._layouts, self._machine.fabric.devices
-        # pp is the outermost axis: neighbouring stages share a node where two whole stages fit into it.
-        inside_node = layouts.world / layouts.pp * 2 <= devices
+        inside_node = layouts.world <= devices
         group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
         sharing = np.minimum(devices, layouts.world / layouts.pp)
         return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))
