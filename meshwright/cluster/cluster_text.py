@@ -95,7 +95,8 @@ def known(name: str) -> bool:
 def with_network(node: Node, link: str) -> Node:
     """Returns the node with another network: ``infiniband-hdr``, ``4xinfiniband-hdr``, ``infiniband-hdr:2``.
 
-    A number behind a colon is the network's oversubscription, 2 for 2:1. Without a number of cards: one of plain Ethernet, of any other network the standard number of the node.
+    A number behind a colon is the network's oversubscription, 2 for 2:1. Without a number of cards: one of plain
+    Ethernet, of any other network the standard number of the node.
 
     Raises:
         ClusterError: for an unknown link.

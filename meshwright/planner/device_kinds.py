@@ -38,9 +38,7 @@ def kinds_of(cluster: Cluster) -> DeviceKinds:
     """Returns the kinds of a cluster's devices; links between kinds are the slowest of them."""
     fabric, machines, of_rank = cluster.fabric(), list[Machine](), list[int]()
     for group in cluster.groups:
-        machine = Machine(
-            device=group.node.device, fabric=fabric, host=cluster.host, node_devices=cluster.node_devices
-        )
+        machine = Machine(device=group.node.device, fabric=fabric, host=cluster.host, node_devices=cluster.node_devices)
         if machine not in machines:
             machines.append(machine)
         of_rank += [machines.index(machine)] * group.devices

@@ -249,7 +249,11 @@ class MeasuredTimes:
         makespan_s = simulated_s(self._question.job, layout, action_costs)
         if calibration.crowd == 1.0:
             return makespan_s
-        busy_s = layout.microbatches * (sum(action_costs.forward_s) + sum(action_costs.backward_s)) / layout.degree(Mechanics.STAGES)
+        busy_s = (
+            layout.microbatches
+            * (sum(action_costs.forward_s) + sum(action_costs.backward_s))
+            / layout.degree(Mechanics.STAGES)
+        )
         return max(makespan_s / calibration.crowd, busy_s)
 
     def _send_s(self) -> float:

@@ -62,7 +62,9 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
     simulated = min(microbatches, (2 * FILLING_ROUNDS + 1) * ranks)
     if 2 * ranks * layout.stages_per_rank * simulated > MAX_SIMULATED_ACTIONS:
         return None
-    return simulated_s(job, layout, _closed_stage_costs(job, layout, machine, engine))
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    wire_s = CommunicationTimes(PricedModel(job, batch, machine, engine)).crossing_sends_s()
+    return max(simulated_s(job, layout, _closed_stage_costs(job, layout, machine, engine)), float(wire_s[0]))
 
 
 def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> ActionCosts:

@@ -33,9 +33,14 @@ SIZES = {
         name="mixture", layers=4, width=1024, heads=16, vocab=8192, experts=8, active_experts=2, expert_ffn=2048
     ),
 }
-RATES = {"slow network": (4e11, 1e8), "slow links inside": (1e8, 1e10), "like compute": (1e10, 4e9), "fast": (4e11, 5e10)}
+RATES = {
+    "slow network": (4e11, 1e8),
+    "slow links inside": (1e8, 1e10),
+    "like compute": (1e10, 4e9),
+    "fast": (4e11, 5e10),
+}
 """Bytes per second of the links inside nodes and of each card: of slow ones a step is all traffic."""
-SAMPLE = 60
+SAMPLE = 24
 """Layouts of each model and machine."""
 
 
@@ -124,7 +129,9 @@ def link_floor_s(asked: Question, layout: Layout) -> tuple[float, float]:
             # A ring's link from this rank leaves the node for one of the group's members here.
             inside += size * (1.0 if not away else (here - 1) / here)
             network += size / here if away else 0.0
-    return inside / world / fabric.inside.rate, network / (world / fabric.devices) / (fabric.outside.rate * fabric.cards)
+    return inside / world / fabric.inside.rate, network / (world / fabric.devices) / (
+        fabric.outside.rate * fabric.cards
+    )
 
 
 @pytest.mark.parametrize("rates", RATES)

@@ -53,6 +53,15 @@ class CommunicationTimes:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
         return self._model.groups.send(self.send_bytes())
 
+    def crossing_sends_s(self) -> Array:
+        """Returns the seconds in which a step's sends fill the network of a node's last stage, one way, (N,).
+
+        Where several stages share a node, only those at its end send over the network.
+        """
+        layouts = self._model.layouts
+        each_s = self._model.groups.crossing_send(self.send_bytes())
+        return np.asarray(each_s * layouts.microbatches * layouts.stages)
+
     def send_bytes(self) -> Array:
         """Returns bytes of one send of an activation to the next stage, (N,)."""
         model = self._model
@@ -126,7 +135,7 @@ class CommunicationTimes:
 
     def reduce_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
         """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's and 2's gather after it, (N, P)."""
-        model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
+        runtime, layouts = self._model.engine.runtime, self._model.layouts
         zero, once = layouts.zero[:, None], self._gathers_once
         sums = self._gradient_sums(ranks, dense, experts)
         reduces_each = runtime.reduces_each() & (zero >= 2) & ~once

@@ -34,9 +34,7 @@ class Machine:
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
         """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
-        return cls(
-            device=cluster.device, fabric=cluster.fabric(), host=cluster.host, node_devices=cluster.node_devices
-        )
+        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host, node_devices=cluster.node_devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +206,21 @@ class CollectiveTimes:
         return np.asarray(kind(size / scale, inside, nodes, self._machine.fabric, sharing), float)
 
     def send(self, size: Values) -> Array:
-        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, over the slowest boundary's links.
-
-        Where several stages share a node, those at its end still send over the network, and the others wait for them.
-        """
+        """Returns seconds of a send of ``size`` bytes, (N,), to the next stage, inside a node where two stages fit."""
         layouts, devices = self._layouts, self._machine.fabric.devices
-        inside_node = layouts.world <= devices
+        # pp is the outermost axis: neighbouring stages share a node where two whole stages fit into it.
+        inside_node = layouts.world / layouts.pp * 2 <= devices
+        return self._send_s(size, inside_node)
+
+    def crossing_send(self, size: Values) -> Array:
+        """Returns seconds of a send of ``size`` bytes, (N,), between nodes; 0 where all ranks share one."""
+        layouts, devices = self._layouts, self._machine.fabric.devices
+        crosses = layouts.world > devices
+        return np.asarray(self._send_s(size, ~crosses) * crosses)
+
+    def _send_s(self, size: Values, inside_node: Array) -> Array:
+        """Returns seconds of a send of ``size`` bytes, (N,), inside a node or between nodes."""
+        layouts, devices = self._layouts, self._machine.fabric.devices
         group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
         sharing = np.minimum(devices, layouts.world / layouts.pp)
         return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))

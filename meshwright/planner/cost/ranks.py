@@ -153,6 +153,8 @@ class RankTimes(LayerSums):
     def pipeline_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
         makespan_s = makespan(self.layouts, self.forward, self.backward, self.weight)
+        if self.ranks > 1:
+            makespan_s = np.maximum(makespan_s, self.communication.crossing_sends_s())
         # In the steady phase every rank waits for the slowest: its work fills the step, the remainder is bubble.
         parts = self.busy_parts(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(makespan_s - sum(parts.values()), 0.0)
