@@ -64,8 +64,8 @@ MESHWRIGHT = FrameworkProfile(
         draw_bytes=DRAW_BYTES,
         draw_s=DRAW_S,
     ),
-    source="the runtime's own accounts of state; activations by the modules of transformers; what codes over PyTorch have "
-    "in common, by their published runs",
+    source="the runtime's own accounts of state; activations by the modules of transformers; what codes over "
+    "PyTorch have in common, by their published runs",
 )
 """Our runtime on accelerators."""
 
