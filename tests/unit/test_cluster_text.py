@@ -239,5 +239,5 @@ def test_an_oversubscribed_network_carries_less() -> None:
     rates = [cluster.fabric().outside.rate for cluster in (plain, half)]  # type: ignore[union-attr]
     assert rates[1] == pytest.approx(rates[0] / 2)
     assert Cluster.from_dict(half.to_dict()).fabric() == half.fabric() != plain.fabric()
-    with pytest.raises(ClusterError, match="oversubscription = 0.5"):
+    with pytest.raises(ClusterError, match=r"oversubscription = 0\.5"):
         Cluster.parse("16xh100@infiniband-ndr:0.5")
