@@ -43,9 +43,9 @@ MEGATRON_2020 = OtherProfile(
     runtime=OtherRuntime(
         flash=False,
         score_passes=14.3,
-        pass_width=36.0,
+        pass_width=35.2,
         loss_passes=(40.0, 10.0),
-        action_s=3.75e-3,
+        action_s=2.97e-3,
         dp_overlap=0.0,
         send_divided=True,
         reduce_bytes=2.0,
@@ -54,7 +54,7 @@ MEGATRON_2020 = OtherProfile(
     source="Narayanan et al. (SC 2021); NVIDIA/Megatron-LM of 2020 and 2021",
 )
 MEGATRON_2022 = MEGATRON_2020.with_options(
-    name="megatron-2022", runtime__pass_width=20.0, runtime__score_passes=17.9, runtime__action_s=8e-4
+    name="megatron-2022", runtime__pass_width=13.3, runtime__score_passes=17.9, runtime__action_s=8e-4
 )
 DEEPSPEED = MEGATRON_2020.with_options(
     name="megatron-deepspeed",
@@ -78,10 +78,10 @@ DEEPSPEED = MEGATRON_2020.with_options(
 DEEPSPEED_BIGSCIENCE = MEGATRON_2020.with_options(
     name="megatron-deepspeed-bigscience",
     runtime__action_s=0.0,
-    runtime__matmul=0.95,
+    runtime__matmul=0.984,
     runtime__score_passes=22.0,
-    runtime__pass_width=69.0,
-    runtime__tp_start_s=2.8e-4,
+    runtime__pass_width=62.4,
+    runtime__tp_start_s=2.9e-4,
     states__gradient=5.5,
     states__working_gradient=0.0,
     states__optimizer=16.0,
@@ -112,23 +112,28 @@ MEGATRON_PLAIN = OtherProfile(
 )
 NEMO = OtherProfile(
     name="nemo",
-    runtime=OtherRuntime(dp_overlap=1.0, pass_width=20.0, tp_overlap=0.19, action_s=2e-4, host_step_s=0.2),
+    runtime=OtherRuntime(dp_overlap=1.0, pass_width=16.9, tp_overlap=0.19, action_s=2e-4, host_step_s=0.142),
     split="even",
     source="MLPerf training logs and configurations, v3.0",
 )
 NEMO_OVERLAP = NEMO.with_options(
-    name="nemo-overlap", runtime__tp_overlap=1.0, runtime__dp_overlap=1.0, runtime__send_overlap=0.55
+    name="nemo-overlap",
+    runtime__pass_width=15.3,
+    runtime__host_step_s=0.176,
+    runtime__tp_overlap=1.0,
+    runtime__dp_overlap=1.0,
+    runtime__send_overlap=0.55,
 )
 BRIDGE = OtherProfile(
     name="bridge",
     runtime=OtherRuntime(
         dp_overlap=0.9,
-        attention=1.47,
-        pass_width=76.0,
+        attention=1.89,
+        pass_width=65.6,
         route_bytes=30.0,
         cast_bytes=3.9,
         tp_overlap=1.0,
-        ep_overlap=0.53,
+        ep_overlap=0.5,
         unfused_sinks="all",
     ),
     split="even",
@@ -177,8 +182,8 @@ TITAN_ASYNC = TITAN.with_options(name="torchtitan-async-tp", runtime__tp_overlap
 BRIDGE_GRAPHS = BRIDGE.with_options(
     name="bridge-graphs",
     runtime__unfused_sinks="window",
-    runtime__pass_width=20.0,
-    runtime__ep_overlap=0.6,
+    runtime__pass_width=19.3,
+    runtime__ep_overlap=0.7,
     runtime__route_bytes=6.0,
     runtime__cast_bytes=2.1,
 )

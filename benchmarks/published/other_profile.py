@@ -144,8 +144,6 @@ class OtherRuntime(RuntimeModel):
     """Collectives that a layer's parameters are gathered in; 0 for few large buckets."""
     reduce_each: bool = False
     """Gradients are reduced after every micro-batch."""
-    interference: float = 0.0
-    """Share of hidden traffic's time by which it slows the compute that hides it."""
 
     def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds in which the host launches a layer: ranks of tp wait for the slowest host among them."""
@@ -208,6 +206,10 @@ class OtherRuntime(RuntimeModel):
         """Returns the ranks of tp over which a send between stages is divided."""
         return tp if self.send_divided else token_shards
 
+    def accumulated_share(self, microbatches: Array) -> Array:
+        """Returns 1 for every layout: a gradient is added to a wider one from the first micro-batch on."""
+        return np.ones_like(microbatches, dtype=float)
+
     def reduces_each(self) -> bool:
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return self.reduce_each
@@ -221,17 +223,13 @@ class OtherRuntime(RuntimeModel):
         """Returns in how many collectives ZeRO-1 and 2 gather parameters."""
         return np.maximum(1.0, self.gather_pieces * layers)
 
-    def scattered_s(self, seconds: Array) -> Array:
-        """Returns seconds of collectives that reach a share of the links' rate."""
-        return seconds / self.scatter_share
+    def scattered_share(self) -> float:
+        """Returns seconds of collectives that reach a share of the links' rate, over those at that rate."""
+        return 1.0 / self.scatter_share
 
     def sharded_overlap(self) -> float:
         """Returns the share of compute under which scattered gradients and gathered parameters can go."""
         return self.dp_overlap if self.scatter_overlap is None else self.scatter_overlap
-
-    def slowed_s(self, hidden_s: Array) -> Values:
-        """Returns seconds by which hidden traffic slows the compute that hides it."""
-        return self.interference * hidden_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -182,7 +182,7 @@ class Cluster:
         networks: list[tuple[float, Link, int, float]] = [
             (link.rate * cards / devices, link, devices, cards)
             for group, (devices, cards) in zip(chosen_groups, domains)
-            if (link := group.node.outside) is not None
+            if (link := group.node.network) is not None
         ]
         if not networks:
             return Fabric(inside=inside, outside=None, devices=min(devices for devices, _ in domains), cards=0.0)
@@ -318,7 +318,8 @@ class Cluster:
     def parse(cls, text: str) -> Self:
         """Reads ``64xh100``, ``h100x64``, ``2x8xh100`` (nodes x devices), ``64xh100+32xa100``, ``4xcpu``, or a file.
 
-        ``@LINK`` after a term names its network: ``16xh100@infiniband-hdr``. A path ends in ``.toml`` or ``.json``.
+        ``@LINK`` after a term names its network: ``16xh100@infiniband-hdr``, or ``@infiniband-hdr:2`` where it is 2:1
+        oversubscribed. A path ends in ``.toml`` or ``.json``.
 
         Raises:
             ClusterError: for invalid text, an unknown device or link (naming the nearest), or zero devices.

@@ -15,6 +15,7 @@ from meshwright.errors import ClusterError
 _LEADING_NUMBER = re.compile(r"(\d+)\s*[x*]\s*(?:(\d+)\s*[x*]\s*)?([a-z].*)", re.IGNORECASE)
 _TRAILING_NUMBER = re.compile(r"([a-z].*?)\s*[x*]\s*(\d+)", re.IGNORECASE)
 _CARDS = re.compile(r"(\d+)\s*[x*]\s*(.+)")
+_OVERSUBSCRIBED = re.compile(r"(.*?)\s*:\s*(\d+(?:\.\d+)?)")
 _SLOTS = re.compile(r"\S+(?:\s+slots\s*=\s*(\d+))?")
 
 
@@ -92,15 +93,20 @@ def known(name: str) -> bool:
 
 
 def with_network(node: Node, link: str) -> Node:
-    """Returns the node with another network: ``infiniband-hdr``, ``4xinfiniband-hdr``.
+    """Returns the node with another network: ``infiniband-hdr``, ``4xinfiniband-hdr``, ``infiniband-hdr:2``.
 
-    Without a number of cards: one of plain Ethernet, of any other network the standard number of the node.
+    A number behind a colon is the network's oversubscription, 2 for 2:1. Without a number of cards: one of plain
+    Ethernet, of any other network the standard number of the node.
 
     Raises:
         ClusterError: for an unknown link.
     """
     if not link:
         return node
+    oversubscribed = _OVERSUBSCRIBED.fullmatch(link.strip())
+    if oversubscribed:
+        link = oversubscribed[1]
+        node = dataclasses.replace(node, oversubscription=float(oversubscribed[2]))
     match = _CARDS.fullmatch(link.strip())
     name = match[2] if match else link
     cards = float(match[1]) if match else 1.0 if name.startswith("ethernet") else node.outside_count

@@ -44,6 +44,8 @@ def fitted_node(calibration: Calibration, node: Node, ranks: int) -> Node:
         node,
         inside=inside,
         outside=_fit_link(node.outside, network_times, calibration.nodes, local_ranks / node.outside_count),
+        # The switches are part of what was measured.
+        oversubscription=1.0,
     )
 
 

@@ -25,6 +25,9 @@ class Node:
     """One network card; None for a node without a network."""
     outside_count: float = 0
     """Network cards of the node."""
+    oversubscription: float = 1.0
+    """Bytes that the cards of all nodes can send over those that the switches carry between them: 2 for a network that
+    is 2:1 oversubscribed; 1 where it isn't."""
     host_memory_bytes: int = 0
     """Memory of the host, for offload and data."""
     host_bandwidth_bytes_per_s: float = 0.0
@@ -44,11 +47,23 @@ class Node:
                 f"node of {self.device.name}: rack is at least 1, host_memory_bytes and host_bandwidth_bytes_per_s not "
                 "below 0"
             )
+        if not self.oversubscription >= 1:
+            raise ClusterError(
+                f"node of {self.device.name}: oversubscription = {self.oversubscription}; it is 1 where the switches "
+                "carry all that the cards can send, and 2 where they carry half"
+            )
         if self.outside is not None and not self.outside_count > 0:
             raise ClusterError(
                 f"node of {self.device.name}: outside_count = {self.outside_count} cards of {self.outside.name} carry "
                 "nothing; give at least 1, or leave 'outside' out"
             )
+
+    @property
+    def network(self) -> Link | None:
+        """One network card at its rate when all cards of all nodes send at once; None without a network."""
+        if self.outside is None or self.oversubscription == 1.0:
+            return self.outside
+        return dataclasses.replace(self.outside, bytes_per_s=self.outside.bytes_per_s / self.oversubscription)
 
     def resized(self, count: int) -> Node:
         """Returns the node with another number of devices; fewer ones keep their share of the network cards."""

@@ -26,6 +26,7 @@ NODE_KEYS = (
     "inside",
     "outside",
     "outside_count",
+    "oversubscription",
     "host_memory_bytes",
     "host_bandwidth_bytes_per_s",
     "host_link",
@@ -114,6 +115,9 @@ def _read_group(
         inside=inside or node.inside,
         outside=outside,
         outside_count=cards,
+        oversubscription=_read_number(
+            values, "oversubscription", node.oversubscription, key_prefix, "bytes sent over bytes carried"
+        ),
         host_link=chosen_link("host_link", node.host_link),
         host_memory_bytes=_read_int(values, "host_memory_bytes", node.host_memory_bytes, key_prefix),
         host_bandwidth_bytes_per_s=_read_number(
@@ -204,6 +208,7 @@ def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> JsonObject:
         row["host_bandwidth_bytes_per_s"] = node.host_bandwidth_bytes_per_s
         if node.outside is not None:
             row["outside_count"] = node.outside_count
+            row["oversubscription"] = node.oversubscription
         rows.append(row)
     return {"name": name, "group": rows, "devices": devices, "links": links}
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.models.hugging_face import AutoModelForCausalLM
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.attention import VARLEN
 from meshwright.models.config import ModelConfig
@@ -27,6 +26,7 @@ from meshwright.models.deferred import (
     recipe_of,
 )
 from meshwright.models.family import check_kernels, directory_config, family_config
+from meshwright.models.hugging_face import AutoModelForCausalLM
 from meshwright.models.recorder import record
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weights import SafetensorsSource

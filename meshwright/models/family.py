@@ -6,10 +6,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-
-from meshwright.models.hugging_face import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoConfig, PreTrainedConfig
 from meshwright.errors import ConfigError, nearest
 from meshwright.models.config import ModelConfig
+from meshwright.models.hugging_face import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    AutoConfig,
+    PreTrainedConfig,
+)
 from meshwright.models.sizes import (
     ACTIVE_EXPERTS,
     DROPOUTS,

@@ -13,9 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from meshwright.models.hugging_face import WeightConverter, WeightRenaming, get_model_conversion_mapping, rename_source_key
 from meshwright.errors import CheckpointError
 from meshwright.models.deferred import Box
+from meshwright.models.hugging_face import (
+    WeightConverter,
+    WeightRenaming,
+    get_model_conversion_mapping,
+    rename_source_key,
+)
 from meshwright.names import plain_name
 from meshwright.records import parse_json
 

@@ -19,7 +19,7 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
 from meshwright.planner.cost.price import price
-from meshwright.planner.cost.prices import Price, Prices
+from meshwright.planner.cost.prices import Price, Prices, straggler_share_of, with_straggler_share
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
 from meshwright.planner.remedies import leaner_optimizer, smaller_jobs
 from meshwright.planner.rounds import Rounds
@@ -49,11 +49,9 @@ TIME_TOLERANCE_ON_CORES = 0.15
 """The same on processor cores, where host work competes with the compute and isn't priced."""
 NOTED_PACE_SPREAD = 0.1
 """Spread of a machine's pace during calibration from which a plan carries a note."""
-MAX_SIMULATED_ACTIONS = 8192
-"""Most forwards and backwards of a step whose pipeline is simulated action by action: a tenth of a second."""
 FINALISTS = 10
 """Layouts that are priced in full; the plan is one of them, however many are shown."""
-AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step")
+AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step", "stragglers")
 """Parts of a step outside the pipeline."""
 MIN_MEMORY_SAVING = 0.01
 """Share of memory that a slower layout must save to stand on the Pareto front."""
@@ -225,7 +223,9 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     over_network = calibration is not None and calibration.nodes == cluster.nodes > 1
     overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
     shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
-    options = {f"runtime__{name}": share for name, share in (shares | {"cp_overlap": 0.0, "ep_overlap": 0.0}).items()}
+    # Gradients are added at the measured rate, and what nodes wait for each other is in measured collectives.
+    shares |= dict.fromkeys(("cp_overlap", "ep_overlap", "interference", "accumulate_bytes", "jitter"), 0.0)
+    options = {f"runtime__{name}": share for name, share in shares.items()}
     return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
 
 
@@ -357,13 +357,12 @@ def _with_simulated_pipeline(question: Question, layout: Layout, closed_price: P
     """Returns the price with the bubble of a simulated pipeline, whose closed form is an approximation."""
     if layout.degree(Mechanics.STAGES) == 1:
         return closed_price
-    stages_per_rank = layout.stages_per_rank
-    if 2 * layout.degree(Mechanics.STAGES) * layout.microbatches * stages_per_rank > MAX_SIMULATED_ACTIONS:
-        return closed_price
     simulated_s = pipeline_s(question.job, layout, question.machine, question.runtime)
+    if simulated_s is None:
+        return closed_price
     pipeline_parts_s = sum(seconds for name, seconds in closed_price.parts.items() if name not in AFTER_PIPELINE)
     bubble = max(0.0, closed_price.parts["bubble"] + simulated_s - pipeline_parts_s)
-    parts = {**closed_price.parts, "bubble": bubble}
+    parts = with_straggler_share({**closed_price.parts, "bubble": bubble}, straggler_share_of(closed_price.parts))
     return dataclasses.replace(closed_price, parts=parts, step_s=sum(parts.values()))
 
 

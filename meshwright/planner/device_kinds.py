@@ -38,7 +38,7 @@ def kinds_of(cluster: Cluster) -> DeviceKinds:
     """Returns the kinds of a cluster's devices; links between kinds are the slowest of them."""
     fabric, machines, of_rank = cluster.fabric(), list[Machine](), list[int]()
     for group in cluster.groups:
-        machine = Machine(device=group.node.device, fabric=fabric, host=cluster.host)
+        machine = Machine(device=group.node.device, fabric=fabric, host=cluster.host, node_devices=cluster.node_devices)
         if machine not in machines:
             machines.append(machine)
         of_rank += [machines.index(machine)] * group.devices
@@ -57,7 +57,7 @@ def kinds_of_speeds(cluster: Cluster, speeds: Sequence[float]) -> DeviceKinds:
     machine, levels = Machine.of(cluster), sorted(set(speeds), reverse=True)
     machines = tuple(
         Machine(device=machine.device.scaled(speed, machine.device.memory_bytes), fabric=machine.fabric,
-                host=machine.host)
+                host=machine.host, node_devices=machine.node_devices)
         for speed in levels
     )  # fmt: skip
     return DeviceKinds(machines=machines, of_rank=tuple(map(levels.index, speeds)), may_mix=True)

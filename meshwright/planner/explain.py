@@ -33,6 +33,7 @@ NAMES = {
     "offload": "copies to and from host memory",
     "optimizer": "optimizer",
     "step": "work once a step",
+    "stragglers": "waiting for the slowest node",
     "join": "joins of islands, a round's share",
 }
 """Parts of a step in words."""

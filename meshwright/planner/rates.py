@@ -20,10 +20,10 @@ from meshwright.planner.cost.layers import LayerCost
 from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.price import price_of
-from meshwright.planner.cost.prices import Price
+from meshwright.planner.cost.prices import Price, straggler_share_of, with_straggler_share
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
-from meshwright.planner.timeline import price_send, schedule_of, simulated_s, stage_costs
+from meshwright.planner.timeline import price_send, simulated_s, stage_costs
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import assign_buckets
 from meshwright.spec.key_ring import KeyRing
@@ -68,7 +68,8 @@ class MeasuredTimes:
         shares = layout.reader_shares()
         self._share *= question.job.rows * max(shares) / (sum(shares) * layout.microbatches) / work.rows
         engine = question.runtime.for_layout(layout)
-        engine = engine.with_options(runtime__reduce_rounds=self._reduce_rounds())
+        # Gradients are added at measured rates below.
+        engine = engine.with_options(runtime__reduce_rounds=self._reduce_rounds(), runtime__accumulate_bytes=0.0)
         if self._serial:
             engine = engine.with_options(runtime__host_runs_ahead=False)
         batch = LayoutBatch.from_layouts([layout], len(question.job.shape.blocks))
@@ -110,6 +111,7 @@ class MeasuredTimes:
         if ranks.ranks > 1:
             parts |= self._pipeline_parts(ranks)
         self._correct_after_backward(parts, ranks)
+        parts = with_straggler_share(parts, straggler_share_of(closed_price.parts))
         return dataclasses.replace(closed_price, parts=parts, step_s=sum(parts.values()))
 
     # -------------------------------------------------------- a micro-batch
@@ -259,12 +261,15 @@ class MeasuredTimes:
         time of all ranks together, and the makespan with a core to each rank.
         """
         layout, calibration = self._layout, self._calibration
-        schedule = schedule_of(self._question.job, layout)
         action_costs = stage_costs(costs, layout, self._send_s(), calibration.host_s("action"))
-        makespan_s = simulated_s(layout, schedule, action_costs)
+        makespan_s = simulated_s(self._question.job, layout, action_costs)
         if calibration.crowd == 1.0:
             return makespan_s
-        busy_s = layout.microbatches * (sum(action_costs.forward_s) + sum(action_costs.backward_s)) / schedule.ranks
+        busy_s = (
+            layout.microbatches
+            * (sum(action_costs.forward_s) + sum(action_costs.backward_s))
+            / layout.degree(Mechanics.STAGES)
+        )
         return max(makespan_s / calibration.crowd, busy_s)
 
     def _send_s(self) -> float:

@@ -31,7 +31,7 @@ LEAST_TRAFFIC = 0.02
 TRAFFIC = (*LAYER_TRAFFIC, "send", "gather", "reduce")
 """Parts of a step's seconds for which ranks wait for traffic."""
 _BUBBLE = "bubble"
-_OUTSIDE_PASS = (_BUBBLE, "offload", "optimizer", "step")
+_OUTSIDE_PASS = (_BUBBLE, "offload", "optimizer", "step", "stragglers")
 OUTLIER_RATIO = 8.0
 """A run slower or faster than priced by this factor was disturbed, and is ignored."""
 

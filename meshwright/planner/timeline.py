@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 
 from meshwright.planner.cost.communication import CommunicationTimes
@@ -18,6 +20,11 @@ from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
+
+MAX_SIMULATED_ACTIONS = 16384
+"""Most forwards and backwards that are simulated of a layout: a fifth of a second."""
+FILLING_ROUNDS = 3
+"""Rounds of as many micro-batches as ranks that are simulated: two fill every schedule, and one shows the pace."""
 
 
 def schedule_of(job: PricedJob, layout: Layout) -> Schedule:
@@ -40,8 +47,10 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     return simulate(schedule_of(job, layout), _closed_stage_costs(job, layout, machine, engine))
 
 
-def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float:
-    """Returns seconds of the simulated schedule of one step of a layout that has a pipeline.
+def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float | None:
+    """Returns seconds of the simulated schedule of one step of a layout that has a pipeline; None of a long one.
+
+    What has more than `MAX_SIMULATED_ACTIONS` to simulate keeps the closed form, which is near where ranks are many.
 
     Args:
         job: model and batch.
@@ -49,7 +58,13 @@ def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: Framewo
         machine: the hardware.
         engine: the runtime's profile.
     """
-    return simulated_s(layout, schedule_of(job, layout), _closed_stage_costs(job, layout, machine, engine))
+    ranks, microbatches = layout.degree(Mechanics.STAGES), layout.microbatches
+    simulated = min(microbatches, (2 * FILLING_ROUNDS + 1) * ranks)
+    if 2 * ranks * layout.stages_per_rank * simulated > MAX_SIMULATED_ACTIONS:
+        return None
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    wire_s = CommunicationTimes(PricedModel(job, batch, machine, engine)).crossing_sends_s()
+    return max(simulated_s(job, layout, _closed_stage_costs(job, layout, machine, engine)), float(wire_s[0]))
 
 
 def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> ActionCosts:
@@ -60,12 +75,24 @@ def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine
     return stage_costs(costs, layout, price_send(job, layout, machine, engine)[1], engine.runtime.action_s)
 
 
-def simulated_s(layout: Layout, schedule: Schedule, costs: ActionCosts) -> float:
-    """Returns seconds of a layout's schedule at the costs of its actions."""
+def simulated_s(job: PricedJob, layout: Layout, costs: ActionCosts) -> float:
+    """Returns seconds of a layout's schedule at the costs of its actions.
+
+    Of a known schedule only as many micro-batches are simulated as it needs to fill: once full, each further round of
+    as many micro-batches as there are ranks takes as long as the one before it.
+    """
+    if layout.schedule and layout.schedule not in known_schedules():
+        return simulate(schedule_of(job, layout), costs).makespan_s
+    ranks, microbatches = layout.degree(Mechanics.STAGES), layout.microbatches
+    rounds = max(0, microbatches // ranks - FILLING_ROUNDS)
+    if rounds == 0:
+        return makespan_s(schedule_of(job, layout), costs)
     # Actions of a known schedule follow rules by which its makespan needs no record of each.
-    if layout.schedule in known_schedules() or not layout.schedule:
-        return makespan_s(schedule, costs)
-    return simulate(schedule, costs).makespan_s
+    simulated = [
+        makespan_s(schedule_of(job, dataclasses.replace(layout, microbatches=microbatches - left_out * ranks)), costs)
+        for left_out in (rounds, rounds + 1)
+    ]
+    return simulated[0] + rounds * (simulated[0] - simulated[1])
 
 
 def price_send(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> tuple[float, float]:

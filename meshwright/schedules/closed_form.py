@@ -25,13 +25,18 @@ class PassSums:
     """Forward and backward of the slowest rank, (N,)."""
     all_ranks: Array
     """Sum of forward and backward over all ranks, (N,)."""
+    forward: Array
+    """Forward of the slowest rank, (N,)."""
     weight: Array
     """Weight gradients of the rank with the longest, (N,): no other rank waits for them."""
 
     def take(self, index: Array) -> PassSums:
         """Returns the sums of the layouts at an index."""
         return PassSums(
-            slowest_rank=self.slowest_rank[index], all_ranks=self.all_ranks[index], weight=self.weight[index]
+            slowest_rank=self.slowest_rank[index],
+            all_ranks=self.all_ranks[index],
+            forward=self.forward[index],
+            weight=self.weight[index],
         )
 
 
@@ -49,9 +54,19 @@ def single_stage_step_s(ranks: int, stages_per_rank: Array, microbatches: Array,
 
 
 def interleaved_step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns m slowest + (sum of the other ranks) / v, (N,). Source: Narayanan et al. (SC 2021), 2.2.2."""
+    """Returns m slowest + (sum of the other ranks) / v, (N,). Source: Narayanan et al. (SC 2021), 2.2.2.
+
+    With m < p a rank also waits for the first micro-batch before it begins each further stage.
+    """
     # With v stages on a rank, filling and draining go in steps that are v times smaller.
-    return microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) / np.maximum(stages_per_rank, 1)
+    filling_s = (sums.all_ranks - sums.slowest_rank) / np.maximum(stages_per_rank, 1)
+    return microbatches * sums.slowest_rank + filling_s + round_waits_s(ranks, stages_per_rank, microbatches, sums)
+
+
+def round_waits_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
+    """Returns (p - m) (v - 1) / v of the slowest rank, (N,): fewer micro-batches than ranks don't fill a round."""
+    stages = np.maximum(stages_per_rank, 1)
+    return np.asarray(np.maximum(ranks - microbatches, 0) * (stages - 1) / stages * sums.slowest_rank)
 
 
 def unfilled_bubble_s(ranks: int, sums: PassSums) -> Array:

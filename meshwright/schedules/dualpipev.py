@@ -104,8 +104,13 @@ def _check_microbatches(ranks: int, stages_per_rank: int, microbatches: int) -> 
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step, (N,): a sixth of 1F1B's filling and draining remains."""
-    return microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) / 6.0
+    """Returns seconds of a step, (N,): a rank waits (2F + I - W) / 2 for each other one, a third where all are equal.
+
+    F, I and W are the seconds of a rank's two stages on a micro-batch; pairs run in turn. Read off the actions'
+    simulated times, of which it is within a tenth of the waiting.
+    """
+    wait_share = (sums.slowest_rank + sums.forward - 2 * sums.weight) / 2.0 / np.maximum(sums.slowest_rank, 1e-30)
+    return np.asarray(microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) * wait_share)
 
 
 SCHEDULE = ScheduleSpec(

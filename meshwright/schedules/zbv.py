@@ -11,7 +11,7 @@ from itertools import chain
 import numpy as np
 
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
-from meshwright.schedules.closed_form import Array, PassSums, unfilled_bubble_s
+from meshwright.schedules.closed_form import Array, PassSums
 from meshwright.schedules.spec import Placement, ScheduleSpec
 
 
@@ -71,11 +71,24 @@ def bubble(ranks: int, stages_per_rank: int, microbatches: int) -> float | None:
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step, (N,): a sixth of the remaining filling and draining.
+    """Returns seconds of a step, (N,), with F, I and W the seconds of a rank's two stages on a micro-batch.
 
-    Source: Qi et al. (2023), table 1.
+    From m = 2p - 1 on a rank waits max(I / 2, I - W) for each other one, a sixth of F + I + W where they are equal.
+    With fewer, the way down and up of the first micro-batch counts, and m - 1 further ones that follow it: I + W each
+    until p are in flight, F + I from then on. Read off the actions' simulated times for many F, I and W, of which it
+    is exact; tests hold it against them.
     """
-    return microbatches * sums.slowest_rank + unfilled_bubble_s(ranks, sums) / 6.0
+    others = np.maximum(sums.all_ranks - sums.slowest_rank, 0.0)
+    input_s = np.maximum(sums.slowest_rank - sums.forward - sums.weight, 0.0)
+    wait_share = np.maximum(input_s / 2.0, input_s - sums.weight) / np.maximum(sums.slowest_rank, 1e-30)
+    steady_s = microbatches * sums.slowest_rank + others * wait_share
+    followers = np.minimum(microbatches, ranks) - 1.0
+    # Followers pass all ranks alike, so the mean one sets their pace.
+    pace = sums.all_ranks / ranks / np.maximum(sums.slowest_rank, 1e-30)
+    lone_s = sums.all_ranks - (ranks - 1) * sums.weight * pace
+    lone_s = lone_s + followers * pace * (sums.slowest_rank - sums.forward)
+    lone_s = lone_s + np.maximum(microbatches - ranks, 0.0) * pace * (sums.slowest_rank - sums.weight)
+    return np.asarray(np.maximum(steady_s, lone_s))
 
 
 SCHEDULE = ScheduleSpec(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.schedules.action import Action, backward_input, backward_weight, forward
-from meshwright.schedules.closed_form import Array, PassSums, unfilled_bubble_s
+from meshwright.schedules.closed_form import Array, PassSums, round_waits_s, unfilled_bubble_s
 from meshwright.schedules.rounds import backward_turns, equal_rounds, forward_turns, round_size
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -50,8 +50,15 @@ def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -
 
 
 def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSums) -> Array:
-    """Returns seconds of a step, (N,): interleaved's filling and draining, less the weight gradients in them."""
-    return microbatches * sums.slowest_rank + unfilled_bubble_s(ranks, sums) / np.maximum(stages_per_rank, 1)
+    """Returns seconds of a step, (N,): interleaved's filling and draining, less the weight gradients in them.
+
+    With m < p fewer weight gradients are there to fill it with: those of m - 1 micro-batches.
+    """
+    waiting_s = unfilled_bubble_s(ranks, sums) / np.maximum(stages_per_rank, 1)
+    waiting_s = waiting_s + round_waits_s(ranks, stages_per_rank, microbatches, sums)
+    single = np.maximum(stages_per_rank, 1) == 1
+    waiting_s = waiting_s + single * np.maximum(ranks - microbatches, 0) * sums.weight
+    return np.asarray(microbatches * sums.slowest_rank + waiting_s)
 
 
 SCHEDULE = ScheduleSpec(

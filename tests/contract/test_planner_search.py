@@ -199,9 +199,9 @@ def test_the_closed_form_of_a_pipeline_is_near_its_simulation() -> None:
         run = timeline(asked.job, layout, asked.machine, asked.runtime)
         assert run is not None
         closed = price_many(asked.job, LayoutBatch.from_layouts([layout], 12), asked.machine, asked.runtime)
-        after = sum(float(closed.parts[name][0]) for name in ("gather", "reduce", "optimizer", "step"))
+        after = sum(float(closed.parts[name][0]) for name in ("gather", "reduce", "optimizer", "step", "stragglers"))
         piped = float(closed.step_s[0]) - after
-        assert abs(piped / run.makespan_s - 1) < 0.12, schedule
+        assert abs(piped / run.makespan_s - 1) < 0.16, schedule
         whole = price_candidate(asked, layout).price
         assert whole.step_s - after == pytest.approx(run.makespan_s, rel=0.05)
 

@@ -121,7 +121,7 @@ def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         each = np.array([3.0 * stages])
-        sums = PassSums(slowest_rank=each, all_ranks=ranks * each, weight=each / 3)
+        sums = PassSums(slowest_rank=each, all_ranks=ranks * each, forward=each / 3, weight=each / 3)
         schedule = spec.build(ranks, stages, microbatches)
         run = simulate(schedule, ActionCosts.uniform(schedule.stages))
         assert step_seconds(spec, ranks, v, m, sums)[0] == pytest.approx(run.makespan_s, rel=1e-12)

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-
 from meshwright.jobs.model_presets import preset_sizes
+
 from meshwright.jobs.plan_desk import PlanDesk, PlanProcess
 from meshwright.jobs.plan_question import PlanQuestion
 from meshwright.jobs.plan_server import PlanServer

@@ -232,3 +232,12 @@ def test_data_types_fall_back_as_kernels_do() -> None:
 def test_a_link_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ClusterError, match="link thin"):
         Link(**{"name": "thin", "bytes_per_s": 1e9, "latency_s": 1e-6, **wrong})
+
+
+def test_an_oversubscribed_network_carries_less() -> None:
+    plain, half = (Cluster.parse(f"16xh100@infiniband-ndr{ratio}") for ratio in ("", ":2"))
+    rates = [cluster.fabric().outside.rate for cluster in (plain, half)]  # type: ignore[union-attr]
+    assert rates[1] == pytest.approx(rates[0] / 2)
+    assert Cluster.from_dict(half.to_dict()).fabric() == half.fabric() != plain.fabric()
+    with pytest.raises(ClusterError, match=r"oversubscription = 0\.5"):
+        Cluster.parse("16xh100@infiniband-ndr:0.5")

@@ -24,7 +24,7 @@ from meshwright.errors import ConfigError
 from meshwright.jobs import plan_desk
 from meshwright.jobs.plan_desk import PlanDesk, PlanProcess, Superseded, Unanswered
 from meshwright.jobs.plan_model import model_of_sizes
-from meshwright.jobs.plan_question import page_presets, BOUNDS, MOST_DEVICES, PlanQuestion, networks
+from meshwright.jobs.plan_question import BOUNDS, MOST_DEVICES, PlanQuestion, networks, page_presets
 from meshwright.jobs.plan_server import PlanServer
 from meshwright.jobs.plan_worker import answer_line
 from meshwright.jobs.requests import PlanConfig

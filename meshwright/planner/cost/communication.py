@@ -8,7 +8,7 @@ import numpy as np
 
 from meshwright.array_types import Values
 from meshwright.cluster import traffic
-from meshwright.planner.cost.groups import GroupSpan
+from meshwright.planner.cost.groups import GroupSpan, WireTime
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
@@ -53,6 +53,15 @@ class CommunicationTimes:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
         return self._model.groups.send(self.send_bytes())
 
+    def crossing_sends_s(self) -> Array:
+        """Returns the seconds in which a step's sends fill the network of a node's last stage, one way, (N,).
+
+        Where several stages share a node, only those at its end send over the network.
+        """
+        layouts = self._model.layouts
+        each_s = self._model.groups.crossing_send(self.send_bytes())
+        return np.asarray(each_s * layouts.microbatches * layouts.stages)
+
     def send_bytes(self) -> Array:
         """Returns bytes of one send of an activation to the next stage, (N,)."""
         model = self._model
@@ -63,13 +72,15 @@ class CommunicationTimes:
         """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""
         runtime, layouts = self._model.engine.runtime, self._model.layouts
         gathers = np.where(self._gathers_once, 1.0, layouts.microbatches[:, None])
-        seconds = self._gathers_s(ranks)
-        exposed = self._exposed_gather_s(seconds, ranks.forward_busy)
+        forward = self._gathers(ranks)
+        exposed_s = self._exposed_gather_s(forward, ranks.forward_busy, ranks.carried(is_backward=False))
         # A pipeline that keeps its stages gathered gathers them only before their first forward.
-        again_s = np.where(self._gathers_once, 0.0, self._backward_gathers_s(ranks, seconds))
-        exposed += np.where(self._gathers_once, 0.0, self._exposed_gather_s(again_s, ranks.backward_busy))
-        exposed += runtime.slowed_s(seconds + again_s - exposed)
-        return np.asarray((exposed * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
+        again = self._backward_gathers(ranks, forward)
+        again_s = np.where(self._gathers_once, 0.0, again.seconds)
+        exposed_again_s = self._exposed_gather_s(again, ranks.backward_busy, ranks.carried(is_backward=True))
+        exposed_s = exposed_s + np.where(self._gathers_once, 0.0, exposed_again_s)
+        exposed_s = exposed_s + runtime.slowed_s(forward.seconds + again_s - exposed_s)
+        return np.asarray((exposed_s * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
     def _gathers_once(self) -> Array:
@@ -77,82 +88,97 @@ class CommunicationTimes:
         model = self._model
         return model.engine.states.gathers_once(model.layouts.pp)[:, None]
 
-    def _gathers_s(self, ranks: Any, collectives: Any = None) -> Array:
-        """Returns seconds to gather all parameters of a rank once, (N, P)."""
+    def _gathers(self, ranks: Any, collectives: Any = None) -> WireTime:
+        """Returns the gathers of all parameters of a rank once, (N, P)."""
         groups, (dense, experts) = self._model.groups, ranks.parameters
-        seconds = self._collective_s(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
-        return seconds + self._collective_s(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
+        gathers = self._wire(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
+        return gathers + self._wire(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
-    def _backward_gathers_s(self, ranks: Any, seconds: Array) -> Array:
-        """Returns seconds to gather all parameters of a rank for backward, (N, P).
+    def _backward_gathers(self, ranks: Any, forward: WireTime) -> WireTime:
+        """Returns the gathers of all parameters of a rank for backward, (N, P).
 
         Args:
             ranks: of the layouts.
-            seconds: (N, P), of forward's gathers.
+            forward: (N, P), forward's gathers.
         """
         layouts, groups = self._model.layouts, self._model.groups
         if not layouts.secondary.any():
-            return seconds
+            return forward
         # The secondary copy holds the weights as forward gathered them, decoded; experts over ep have none.
         dense, experts = ranks.parameters
         exact_bytes = self._model.engine.runtime.gather_bytes * self._model.element / 2.0
         over_ep = layouts.ep[:, None] > 1
         shared = (dense + np.where(over_ep, 0.0, experts)) * exact_bytes
-        secondary_s = self._collective_s(traffic.all_gather_s, shared, groups.secondary)
         others = np.where(over_ep, experts, 0.0) * self._gather_bytes
-        secondary_s = secondary_s + self._collective_s(traffic.all_gather_s, others, groups.expert_shard)
-        return np.asarray(np.where(layouts.secondary[:, None] > 0, secondary_s, seconds))
+        secondary = self._wire(traffic.all_gather_s, shared, groups.secondary)
+        secondary = secondary + self._wire(traffic.all_gather_s, others, groups.expert_shard)
+        return secondary.where(layouts.secondary[:, None] > 0, forward)
 
-    def _exposed_gather_s(self, seconds: Array, busy: Array) -> Array:
-        """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy`` seconds of compute."""
+    def _exposed_gather_s(self, gathers: WireTime, busy_s: Array, carried: WireTime) -> Array:
+        """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy_s`` seconds of compute."""
         overlap = self._model.engine.runtime.gather_overlap
-        return np.asarray(np.maximum(seconds - overlap * busy, (1 - overlap) * seconds))
+        return np.maximum(gathers.exposed_s(busy_s, carried, overlap), (1 - overlap) * gathers.seconds)
 
-    def _remaining_cover_s(self, ranks: Any, cover: Array) -> Array:
-        """Returns the seconds of backward, (N, P), that can hide reductions after ZeRO-3's gathers took theirs.
-
-        The links carry one collective at a time.
-        """
+    def _hidden_gathers(self, ranks: Any) -> WireTime:
+        """Returns ZeRO-3's gathers that hide under one micro-batch's backward, (N, P); 0 for other layouts."""
         gathers_each = (self._model.layouts.zero[:, None] == 3) & ~self._gathers_once
         if not gathers_each.any():
-            return cover
-        seconds = self._backward_gathers_s(ranks, self._gathers_s(ranks))
-        hidden_s = seconds - self._exposed_gather_s(seconds, ranks.backward_busy)
-        return np.asarray(np.where(gathers_each, np.maximum(cover - hidden_s, 0.0), cover))
+            return WireTime()
+        gathers = self._backward_gathers(ranks, self._gathers(ranks))
+        exposed_s = self._exposed_gather_s(gathers, ranks.backward_busy, ranks.carried(is_backward=True))
+        hidden = WireTime(
+            gathers.seconds - exposed_s,
+            np.maximum(gathers.inside - exposed_s, 0.0),
+            np.maximum(gathers.outside - exposed_s, 0.0),
+        )
+        return hidden.scaled(1.0 * gathers_each)
 
     def reduce_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
         """Returns exposed seconds of a step's gradient reduction and of ZeRO-1's and 2's gather after it, (N, P)."""
-        model, runtime, layouts = self._model, self._model.engine.runtime, self._model.layouts
-        groups, zero = model.groups, layouts.zero[:, None]
-        element_bytes = self._reduce_bytes
-        collectives, buckets = runtime.reduce_counts(ranks.layers, dense * element_bytes)
-        all_reduce_s = self._copies_sum_s(dense, groups.readers, buckets)
-        all_reduce_s += self._copies_sum_s(experts, groups.expert_readers)
-        reduce_scatter_s = self._collective_s(
-            traffic.reduce_scatter_s, dense * element_bytes, groups.shard_cp, collectives
-        )
-        reduce_scatter_s += self._collective_s(traffic.reduce_scatter_s, experts * element_bytes, groups.expert_shard)
-        reduce_scatter_s += self._copies_sum_s(ranks.owned_parameters(dense, experts), groups.replicate)
-        gather = self._gathers_s(ranks, runtime.gather_count(ranks.layers))
-        # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
-        seconds = np.where(zero > 0, runtime.scattered_s(reduce_scatter_s), all_reduce_s)
-        once = self._gathers_once
+        runtime, layouts = self._model.engine.runtime, self._model.layouts
+        zero, once = layouts.zero[:, None], self._gathers_once
+        sums = self._gradient_sums(ranks, dense, experts)
         reduces_each = runtime.reduces_each() & (zero >= 2) & ~once
         reductions = np.where(reduces_each, layouts.microbatches[:, None], 1.0)
-        sharded_overlap = runtime.sharded_overlap()
         window = np.where(once, 0.0, self._overlap_microbatches()[:, None])
-        cover_s = np.where(zero > 0, sharded_overlap, runtime.dp_overlap) * ranks.backward_busy * window
-        if layouts.offload.any():
-            # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
-            cover_s = np.where(accumulates_on_host(layouts)[:, None], cover_s / layouts.microbatches[:, None], cover_s)
-        cover_s = self._remaining_cover_s(ranks, cover_s)
-        exposed = np.maximum(seconds - cover_s, runtime.reduce_floor * seconds)
-        exposed += runtime.slowed_s(np.minimum(seconds, cover_s))
+        overlap = np.where(zero > 0, runtime.sharded_overlap(), runtime.dp_overlap)
+        # With accumulation in host memory only one micro-batch's reduction overlaps: the host waits for the others.
+        share = np.where(accumulates_on_host(layouts)[:, None], window / layouts.microbatches[:, None], window)
+        # ZeRO-3's gathers go first in backward, and hide beside the layers' own traffic.
+        gathers = self._hidden_gathers(ranks)
+        busy_s = np.maximum(ranks.backward_busy * share - gathers.seconds / np.maximum(overlap, 1e-9), 0.0)
+        carried = ranks.carried(is_backward=True).scaled(share)
+        exposed_s = sums.exposed_s(busy_s, carried, overlap)
+        exposed_s = np.maximum(exposed_s, runtime.reduce_floor * sums.seconds)
+        exposed_s = exposed_s + runtime.slowed_s(sums.seconds - exposed_s)
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
-        late_gather_s = np.where((zero == 1) | (zero == 2), runtime.scattered_s(gather), 0.0)
-        cover_s = sharded_overlap * ranks.forward_busy * window
-        late_s = np.maximum(late_gather_s - cover_s, runtime.reduce_floor * late_gather_s)
-        return np.asarray(exposed * reductions + late_s)
+        late = self._gathers(ranks, runtime.gather_count(ranks.layers))
+        late = late.scaled(runtime.scattered_share() * ((zero == 1) | (zero == 2)))
+        carried = ranks.carried(is_backward=False).scaled(window)
+        late_s = late.exposed_s(ranks.forward_busy * window, carried, runtime.sharded_overlap())
+        late_s = np.maximum(late_s, runtime.reduce_floor * late.seconds)
+        return np.asarray(exposed_s * reductions + late_s)
+
+    def _gradient_sums(self, ranks: Any, dense: Array, experts: Array) -> WireTime:
+        """Returns the sums of one reduction of gradients over the data axes, (N, P)."""
+        runtime, groups, element_bytes = self._model.engine.runtime, self._model.groups, self._reduce_bytes
+        collectives, buckets = runtime.reduce_counts(ranks.layers, dense * element_bytes)
+        all_reduce = self._copies_sum(dense, groups.readers, buckets)
+        all_reduce = all_reduce + self._copies_sum(experts, groups.expert_readers)
+        scatter = self._wire(traffic.reduce_scatter_s, dense * element_bytes, groups.shard_cp, collectives)
+        scatter = scatter + self._wire(traffic.reduce_scatter_s, experts * element_bytes, groups.expert_shard)
+        scatter = scatter + self._copies_sum(ranks.owned_parameters(dense, experts), groups.replicate)
+        # ZeRO-0 all-reduces over all readers; above, a reduce-scatter over the shards and an all-reduce of the shards.
+        return scatter.scaled(runtime.scattered_share()).where(self._model.layouts.zero[:, None] > 0, all_reduce)
+
+    def _copies_sum(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> WireTime:
+        """Returns the sum of gradients over copies, (N, P); the arguments are those of `_copies_sum_s`."""
+        # Of compressed sums all is booked on the links that the copies cross.
+        return self._model.groups.booked(self._copies_sum_s(elements, span, collectives), span)
+
+    def _wire(self, kind: Any, size: Array, span: GroupSpan, collectives: Any = None) -> WireTime:
+        """Returns a collective on each pipeline rank, (N, P); the arguments are those of `_collective_s`."""
+        return self._model.groups.booked(self._collective_s(kind, size, span, collectives), span)
 
     def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""

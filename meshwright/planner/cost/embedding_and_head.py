@@ -47,6 +47,8 @@ def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     cost.forward = PassTime(elementwise=forward_s, tp=tp_s)
     cost.backward = PassTime(elementwise=backward_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
     for pass_time in (cost.forward, cost.backward):
+        wire = model.groups.booked(np.asarray(pass_time.tp), model.groups.tp)
+        pass_time.inside, pass_time.outside = wire.inside, wire.outside
         pass_time.host = model.engine.runtime.end_host_s(pass_time.host, pass_time.busy)
     return cost
 
@@ -80,6 +82,8 @@ def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     backward_s = misaligned_factor * model.product_s(product, None, products)
     cost.backward = PassTime(matmul=backward_s, elementwise=_loss_s(model, logits, 1), tp=all_gather_s + all_reduce_s)
     for pass_time in (cost.forward, cost.backward):
+        wire = model.groups.booked(np.asarray(pass_time.tp), model.groups.tp)
+        pass_time.inside, pass_time.outside = wire.inside, wire.outside
         pass_time.host = model.engine.runtime.end_host_s(pass_time.host, pass_time.busy)
     return cost
 

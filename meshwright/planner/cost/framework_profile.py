@@ -19,6 +19,12 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import LayerShape
 
 GIB = 1024.0**3
+EULER = 0.5772156649
+"""Limit of 1 + 1/2 + ... + 1/n - ln n."""
+JITTER = 0.008
+"""Mean delay of a node in a step, over the step. Fitted to how published runs' errors grow with their nodes, with a
+constant of its own for each framework and device: 0.0084; without any one framework 0.005 to 0.015, and of each alone
+above 0 but for the sweep, whose network was measured in each run (docs/predictions.md)."""
 SPLITS = ("balanced", "even", "compute", "slots")
 """Rules that assign layers to stages. balanced: minimize the most expensive stage. even: equal counts, the later ones
 larger, or with embedding and head as a layer each where only that divides. compute: nanotron's thresholds of compute
@@ -180,6 +186,10 @@ class RuntimeModel:
     """Bytes moved per logit by the loss in forward and backward: cast, softmax, gradient, cast back."""
     update_bytes: float = 30.0
     """Bytes that the optimizer moves per parameter it owns."""
+    interference: float = 0.0
+    """Share of hidden traffic's time by which it slows the compute that hides it."""
+    jitter: float = JITTER
+    """Mean delay of a node in a step, over the step; see `straggler_share`."""
 
     def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds in which the host launches a forward or backward of a layer, (N,) or a scalar.
@@ -258,6 +268,10 @@ class RuntimeModel:
         """Returns the ranks of tp over which a send between stages is divided, (N,)."""
         return token_shards
 
+    def accumulated_share(self, microbatches: Array) -> Array:
+        """Returns the share of micro-batches whose gradients are added to others, (N,): all but the first."""
+        return np.asarray(1.0 - 1.0 / microbatches)
+
     def reduces_each(self) -> bool:
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return True
@@ -275,9 +289,12 @@ class RuntimeModel:
         """Returns in how many collectives ZeRO-1 and 2 gather parameters, (N or 1, P) or a scalar."""
         return 1.0
 
-    def scattered_s(self, seconds: Array) -> Array:
-        """Returns seconds of the collectives by which gradients are scattered and parameters gathered once a step."""
-        return seconds
+    def scattered_share(self) -> float:
+        """Returns seconds of the collectives that scatter gradients and gather parameters once a step, over a wire's.
+
+        1 where they reach the links' rate.
+        """
+        return 1.0
 
     def sharded_overlap(self) -> float:
         """Returns the share of compute under which these collectives can go."""
@@ -285,7 +302,19 @@ class RuntimeModel:
 
     def slowed_s(self, hidden_s: Array) -> Values:
         """Returns seconds by which hidden traffic slows the compute that hides it, (N, P) or a scalar."""
-        return 0.0
+        return self.interference * hidden_s
+
+    def straggler_share(self, nodes: Array) -> Array:
+        """Returns what a step waits for the slowest of its nodes, over the step, of the argument's shape.
+
+        A step ends with its latest node. The largest of n independent exponential delays of mean j is j (1 + 1/2 + ...
+        + 1/n): Renyi (1953). What one node loses is in the measured rates of its devices, so n = 1 adds nothing.
+
+        Args:
+            nodes: of the job.
+        """
+        harmonic = np.log(nodes) + EULER + 0.5 / nodes - 1.0 / (12.0 * nodes**2)
+        return np.asarray(self.jitter * np.maximum(harmonic - 1.0, 0.0))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,11 +28,13 @@ class Machine:
     """A rank's share of host memory; None where nothing can be offloaded."""
     network_share: float = 1.0
     """Share of the network's rate that collectives of many nodes reach under load."""
+    node_devices: int = 8
+    """Devices of a node, which are late together."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
         """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
-        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host)
+        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host, node_devices=cluster.node_devices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,53 @@ class GroupSpan:
             self.sharing * on_node,
         )
         return GroupSpan(on_node, nodes, sharing), across
+
+
+@dataclass(frozen=True, slots=True)
+class WireTime:
+    """Seconds of traffic, and of these the seconds in which each class of links is full; (N,), (N, P) or scalars.
+
+    One link carries one collective at a time, so what hides under compute hides beside the compute's own traffic.
+    """
+
+    seconds: Values = 0.0
+    """From start to end."""
+    inside: Values = 0.0
+    """In which the links inside nodes are full."""
+    outside: Values = 0.0
+    """In which the network is full."""
+
+    def __add__(self, other: WireTime) -> WireTime:
+        """Returns one after the other."""
+        return WireTime(self.seconds + other.seconds, self.inside + other.inside, self.outside + other.outside)
+
+    def scaled(self, factor: Values) -> WireTime:
+        """Returns ``factor`` of them, of a shape that broadcasts."""
+        return WireTime(self.seconds * factor, self.inside * factor, self.outside * factor)
+
+    def where(self, condition: Array, other: WireTime) -> WireTime:
+        """Returns this traffic where the condition holds, else the other."""
+        return WireTime(
+            np.where(condition, self.seconds, other.seconds),
+            np.where(condition, self.inside, other.inside),
+            np.where(condition, self.outside, other.outside),
+        )
+
+    def exposed_s(self, busy_s: Values, carried: WireTime, overlap: Values) -> Array:
+        """Returns the seconds that ``busy_s`` of compute and its own traffic don't hide.
+
+        On each class of links compute hides at most what its own traffic leaves free: a step takes at least as long as
+        the bytes of each link over its rate.
+
+        Args:
+            busy_s: seconds of compute and of the traffic that it waits for.
+            carried: its own traffic, hidden or not, in these seconds.
+            overlap: share of them that can hide other traffic.
+        """
+        exposed_s = np.maximum(self.seconds - overlap * busy_s, 0.0)
+        for own_s, other_s in ((self.inside, carried.inside), (self.outside, carried.outside)):
+            exposed_s = np.maximum(exposed_s, own_s - overlap * np.maximum(busy_s - other_s, 0.0))
+        return np.asarray(exposed_s)
 
 
 def span(rank_stride: Values, degree: Values, devices: int, world: Values) -> GroupSpan:
@@ -114,6 +163,27 @@ class CollectiveTimes:
         selected._layouts = layouts
         return selected
 
+    def wire(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> WireTime:
+        """Returns a collective's seconds, and those in which it fills each class of links.
+
+        The arguments are those of `seconds`.
+        """
+        return self.booked(self.seconds(kind, size, group), group)
+
+    def booked(self, seconds: Array, group: GroupSpan) -> WireTime:
+        """Returns ``seconds`` of a group's collectives, (N,) or (N, P), with the links that these fill meanwhile.
+
+        A group on one node fills its links. A ring over nodes fills the network, and between its members of a node the
+        links inside for (k-1)/k of the bytes, with k members there.
+        """
+        fabric, crosses = self._machine.fabric, group.nodes > 1
+        local_rate = fabric.inside.rate_among(group.inside)
+        ring_rate = np.minimum(local_rate, fabric.network(group.inside, group.sharing))
+        inside_share = np.where(crosses, ring_rate / local_rate * (1.0 - 1.0 / group.inside), 1.0)
+        if np.ndim(seconds) == 2:
+            crosses, inside_share = crosses[:, None], inside_share[:, None]
+        return WireTime(seconds, seconds * inside_share, np.where(crosses, seconds, 0.0))
+
     def seconds(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
 
@@ -140,6 +210,17 @@ class CollectiveTimes:
         layouts, devices = self._layouts, self._machine.fabric.devices
         # pp is the outermost axis: neighbouring stages share a node where two whole stages fit into it.
         inside_node = layouts.world / layouts.pp * 2 <= devices
+        return self._send_s(size, inside_node)
+
+    def crossing_send(self, size: Values) -> Array:
+        """Returns seconds of a send of ``size`` bytes, (N,), between nodes; 0 where all ranks share one."""
+        layouts, devices = self._layouts, self._machine.fabric.devices
+        crosses = layouts.world > devices
+        return np.asarray(self._send_s(size, ~crosses) * crosses)
+
+    def _send_s(self, size: Values, inside_node: Array) -> Array:
+        """Returns seconds of a send of ``size`` bytes, (N,), inside a node or between nodes."""
+        layouts, devices = self._layouts, self._machine.fabric.devices
         group = GroupSpan(np.where(inside_node, 2.0, 1.0), np.where(inside_node, 1.0, 2.0), self.pp.sharing)
         sharing = np.minimum(devices, layouts.world / layouts.pp)
         return self.seconds(traffic.send_s, size, GroupSpan(group.inside, group.nodes, np.maximum(1, sharing)))

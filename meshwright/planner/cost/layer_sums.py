@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.array_types import Index
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.groups import Machine, WireTime
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.stages import StageCut, block_kinds
@@ -146,6 +146,16 @@ class LayerSums:
     def backward_busy(self) -> Array:
         """Device seconds of a micro-batch's backward, (N, P)."""
         return self.sum_layers_and_ends(lambda cost: cost.backward.busy)
+
+    def carried(self, *, is_backward: bool) -> WireTime:
+        """Returns the layers' own traffic in a micro-batch's forward or backward, hidden or not, (N, P) each."""
+
+        def pass_of(cost: LayerCost) -> PassTime:
+            return cost.backward if is_backward else cost.forward
+
+        inside_s = self.sum_layers_and_ends(lambda cost: pass_of(cost).inside)
+        outside_s = self.sum_layers_and_ends(lambda cost: pass_of(cost).outside)
+        return WireTime(np.maximum(inside_s, outside_s), inside_s, outside_s)
 
     @cached_property
     def forward_host(self) -> Array:

@@ -15,7 +15,7 @@ from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.groups import CollectiveTimes, Machine
+from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, score_bytes
@@ -38,6 +38,10 @@ class PassTime:
     ep: Values = 0.0
     host: Values = 0.0
     """Seconds in which the host launches it; not added, but a lower bound on the pass."""
+    inside: Values = 0.0
+    """Seconds in which its traffic, hidden or not, fills the links inside nodes; not added."""
+    outside: Values = 0.0
+    """The same of the network between nodes."""
 
     @property
     def compute(self) -> Values:
@@ -257,44 +261,63 @@ class PricedModel:
         gather = groups.seconds(traffic.all_gather_s, size, groups.tp)
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
+        wire, backward_wire = WireTime(), WireTime()
         is_dispatched = (layouts.ep > 1) & (layer.experts > 0)
         # Blocks whose matrices tp splits: attention and feed-forward; experts that ep dispatches aren't split.
         block_count = np.where(is_dispatched & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False)
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
+        if (layouts.tp > 1).any():
+            wire = backward_wire = groups.booked(block_count * collective_s, groups.tp)
         if layer.heads:
-            self._add_context_traffic(layer, forward, backward)
+            context, backward_context = self._add_context_traffic(layer, forward, backward)
+            if (layouts.cp > 1).any():
+                wire, backward_wire = wire + context, backward_wire + backward_context
         if layer.experts:
             routed = self.tokens / layouts.tp * layer.active_experts * layer.width * self.element
-            exchange = groups.seconds(traffic.all_to_all_s, routed, groups.ep) * (1.0 - runtime.ep_overlap)
             # Tokens go to their experts and back: two all-to-alls a pass.
-            forward.ep = backward.ep = 2.0 * exchange
+            exchange = groups.wire(traffic.all_to_all_s, routed, groups.ep).scaled(2.0)
+            forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
+            wire, backward_wire = wire + exchange, backward_wire + exchange
+        for pass_time, carried in ((forward, wire), (backward, backward_wire)):
+            pass_time.inside, pass_time.outside = carried.inside, carried.outside
+            # What hides under products and attention takes as long as its links all the same.
+            pass_time.tp = pass_time.tp + np.maximum(np.maximum(carried.inside, carried.outside) - pass_time.busy, 0.0)
 
-    def _add_context_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
-        """Adds the exposed seconds of cp to both passes, by the way in which attention meets other ranks' keys."""
+    def _add_context_traffic(
+        self, layer: LayerShape, forward: PassTime, backward: PassTime
+    ) -> tuple[WireTime, WireTime]:
+        """Adds the exposed seconds of cp to both passes, by the way in which attention meets other ranks' keys.
+
+        Returns:
+            What each of the two passes sends.
+        """
         layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
         feature_bytes = self.tokens * self.element / layouts.tp
         if runtime.context == "heads":
             # All-to-alls of queries, keys, values, and of attention's output back: DeepSpeed Ulysses (2023), 3.
             widths = (layer.query_width, layer.key_width, layer.value_width, layer.mixed_width)
-            forward.cp = sum(groups.seconds(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths)
-            backward.cp = 1.0 * forward.cp
-            return
+            exchanges = (groups.wire(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths)
+            sent = sum(exchanges, WireTime())
+            forward.cp, backward.cp = sent.seconds, 1.0 * sent.seconds
+            return sent, sent
         row_bytes = feature_bytes * (layer.key_width + layer.value_width) * layouts.cp
         if runtime.context == "gather":
-            forward.cp = groups.seconds(traffic.all_gather_s, row_bytes, groups.cp)
-            backward.cp = groups.seconds(traffic.reduce_scatter_s, row_bytes, groups.cp)
-            return
+            gathered = groups.wire(traffic.all_gather_s, row_bytes, groups.cp)
+            scattered = groups.wire(traffic.reduce_scatter_s, row_bytes, groups.cp)
+            forward.cp, backward.cp = gathered.seconds, scattered.seconds
+            return gathered, scattered
         # Of a window's run the keys that it reaches back to travel: W - 1 tokens of each of a rank's two runs, where
         # all other ranks' would be (c - 1) / c of the row.
         if layer.window:
             all_tokens = self.job.sequence * np.maximum(1.0, layouts.cp - 1) / layouts.cp
             row_bytes = row_bytes * np.minimum(1.0, 2.0 * (layer.window - 1) / all_tokens)
-        ring_s = groups.seconds(traffic.all_gather_s, row_bytes, groups.cp)
-        exposed_share = 1.0 - runtime.cp_overlap
+        ring = groups.wire(traffic.all_gather_s, row_bytes, groups.cp)
+        ring_s, exposed_share = ring.seconds, 1.0 - runtime.cp_overlap
         # Attention hides a share of the ring at most, and no more than its own seconds; backward sends twice.
         forward.cp = np.maximum(exposed_share * ring_s, ring_s - forward.attention)
         backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
+        return ring, ring.scaled(2.0)
 
     def _context_bytes(self, layer: LayerShape) -> tuple[Values, Values]:
         """Returns the bytes of split tokens' attention: (saved for backward, allocated only while it runs), (N,)."""
@@ -327,6 +350,9 @@ class PricedModel:
         for name in LAYER_TRAFFIC:
             extra_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + extra_s)
+        for name in ("inside", "outside"):
+            repeated_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
+            setattr(backward, name, getattr(backward, name) + repeated_s)
         backward.host = backward.host + np.where(full | selective, repeated.host, 0.0) * layouts.recompute_share
 
     def _price_saved_bytes(self, layer: LayerShape, cost: LayerCost) -> None:

@@ -32,24 +32,41 @@ DRAW_S = 2.1e-4
 MOST_SCORES = 2.0**26
 """Most attention weights of a micro-batch that are saved with their dropout; beyond, backward recomputes them from a
 saved byte each. Source: `parallel.random_ops.DEAR`."""
+ATTENTION = 0.75
+"""Share of the device's own rate of fused attention that torch's kernels reach. Source: the mean of what was fitted to
+codes that call such kernels from PyTorch, llm-foundry 0.62 and 0.46, nanotron 0.89, torchtitan 0.87, each of a machine
+and version, rounded (`benchmarks/published/framework_profiles.py`)."""
+PASS_WIDTH = 110.0
+"""Bytes moved per element of D in an eager layer's forward. Source: the geometric mean of what was fitted to eager
+PyTorch codes, torchtitan 190, nanotron 96, llm-foundry 105 and 76. Counted off a layer's operators (`FUSED_WIDTH`) they
+are 116 of a GPT-2, and 60 of a Llama whose F is 3.5 D."""
+INTERFERENCE = 0.5
+"""Share of hidden traffic's time by which it slows compute: collectives take units and memory of the device. Source:
+the geometric mean of FSDP codes, torchtitan 0.35 and llm-foundry 0.7."""
+ACCUMULATE_BYTES = 10.0
+"""Bytes moved per parameter to add a gradient to the sum in float32: 4 read, 4 written, 2 of the gradient. Fitted to
+others: nanotron 7.8, Megatron with Transformer Engine 19.6."""
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",
     saved=ActivationModel(gate_extra=2.0, logits=12.0),
     runtime=RuntimeModel(
-        attention=0.9,
-        pass_width=90.0,
+        attention=ATTENTION,
+        pass_width=PASS_WIDTH,
         pass_ffn=12.0,
         loss_passes=(24.0, 24.0),
         host_layer_s=4e-4,
         dp_overlap=0.8,
         context="heads",
+        interference=INTERFERENCE,
+        accumulate_bytes=ACCUMULATE_BYTES,
         fused_width=FUSED_WIDTH,
         fused_ffn=FUSED_FFN,
         fused_layer_s=FUSED_LAYER_S,
         draw_bytes=DRAW_BYTES,
         draw_s=DRAW_S,
     ),
-    source="the runtime's own accounts of state; activations by the modules of transformers",
+    source="the runtime's own accounts of state; activations by the modules of transformers; what codes over "
+    "PyTorch have in common, by their published runs",
 )
 """Our runtime on accelerators."""
 

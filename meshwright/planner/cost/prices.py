@@ -14,13 +14,25 @@ LAYER_TRAFFIC = tuple(mechanics.value for mechanics in (Mechanics.MATRICES, Mech
 """Parts of traffic inside layers: tp, cp and ep."""
 PARTS = (
     "matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC, "host", "engine", "send", "bubble",
-    "gather", "reduce", "offload", "optimizer", "step",
+    "gather", "reduce", "offload", "optimizer", "step", "stragglers",
 )  # fmt: skip
 """Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's
 own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``offload``: copies to and from
-host memory; ``step``: once a step."""
+host memory; ``step``: once a step; ``stragglers``: waiting for the slowest node."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 """Parts of a rank's memory."""
+
+
+def straggler_share_of(parts: Mapping[str, float]) -> float:
+    """Returns what a step waits for the slowest of its nodes, over its other parts."""
+    other_s = sum(seconds for name, seconds in parts.items() if name != "stragglers")
+    return parts["stragglers"] / other_s if other_s else 0.0
+
+
+def with_straggler_share(parts: Mapping[str, float], share: float) -> dict[str, float]:
+    """Returns the parts with what the step waits for its slowest node, a share of all others."""
+    other_s = sum(seconds for name, seconds in parts.items() if name != "stragglers")
+    return {**parts, "stragglers": share * other_s}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -112,8 +112,16 @@ class RankTimes(LayerSums):
     @cached_property
     def accumulation_s(self) -> Array:
         """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
-        dense, experts = self.parameters
-        return move_s((dense + experts) * self.engine.runtime.accumulate_bytes, self.model.machine.device)
+        runtime, (dense, experts) = self.engine.runtime, self.trained()
+        if not runtime.accumulate_bytes:
+            return np.zeros_like(dense)
+        # Where every micro-batch's gradients are scattered, a rank adds up its own part of them.
+        scatters_each = (self.layouts.zero >= 2) & ~self.engine.states.gathers_once(self.layouts.pp)
+        added = np.where(
+            (scatters_each & runtime.reduces_each())[:, None], self.owned_parameters(dense, experts), dense + experts
+        )
+        added = added * runtime.accumulated_share(self.layouts.microbatches)[:, None]
+        return move_s(added * runtime.accumulate_bytes, self.model.machine.device)
 
     @cached_property
     def forward(self) -> Array:
@@ -134,11 +142,19 @@ class RankTimes(LayerSums):
     def parts(self) -> dict[str, Array]:
         """Returns seconds by part of `PARTS`, (N,) each."""
         step = np.full(self.count, self.engine.runtime.host_step_s)
-        return self.pipeline_parts() | self.update_parts() | {"step": step}
+        parts = self.pipeline_parts() | self.update_parts() | {"step": step}
+        return parts | {"stragglers": self.straggler_share() * sum(parts.values())}
+
+    def straggler_share(self) -> Array:
+        """Returns what a step waits for the slowest of its nodes, over the step, (N,)."""
+        nodes = np.maximum(self.layouts.world / self.model.machine.node_devices, 1.0)
+        return self.engine.runtime.straggler_share(nodes)
 
     def pipeline_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
         makespan_s = makespan(self.layouts, self.forward, self.backward, self.weight)
+        if self.ranks > 1:
+            makespan_s = np.maximum(makespan_s, self.communication.crossing_sends_s())
         # In the steady phase every rank waits for the slowest: its work fills the step, the remainder is bubble.
         parts = self.busy_parts(np.argmax(self.forward + self.backward, axis=1))
         parts["bubble"] = np.maximum(makespan_s - sum(parts.values()), 0.0)

@@ -26,8 +26,14 @@ def makespan(layouts: LayoutBatch, forward: Array, backward: Array, weight: Arra
     """
     # Which rank is slow matters, not in which pass: the formulas know sums of forward and backward alone.
     both_passes = forward + backward
-    sums = PassSums(slowest_rank=both_passes.max(axis=1), all_ranks=both_passes.sum(axis=1), weight=weight.max(axis=1))
     ranks, seconds = both_passes.shape[1], np.empty(layouts.count)
+    slowest_rank = np.argmax(both_passes, axis=1)[:, None]
+    sums = PassSums(
+        slowest_rank=both_passes.max(axis=1),
+        all_ranks=both_passes.sum(axis=1),
+        forward=np.take_along_axis(forward, slowest_rank, 1)[:, 0],
+        weight=weight.max(axis=1),
+    )
     for spec, index in _by_schedule(layouts.schedules, layouts.schedule):
         stages, microbatches = layouts.stages[index], layouts.microbatches[index]
         seconds[index] = step_seconds(spec, ranks, stages, microbatches, sums.take(index))

@@ -41,7 +41,8 @@ class UnequalRankTimes:
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
         update_s = sum(self.update_parts().values())
-        return np.asarray(self._pipeline_s() + update_s + self._by_kind[0].engine.runtime.host_step_s)
+        step_s = self._pipeline_s() + update_s + self._by_kind[0].engine.runtime.host_step_s
+        return np.asarray(step_s * (1.0 + self._by_kind[0].straggler_share()))
 
     def parts(self) -> dict[str, Array]:
         """Returns seconds by part of `PARTS`, (N,) each."""
@@ -49,7 +50,8 @@ class UnequalRankTimes:
         parts = self._of_kind([times.busy_parts(busiest) for times in self._by_kind], self._stage_kinds[busiest])
         parts["bubble"] = np.maximum(self._pipeline_s() - sum(parts.values()), 0.0)
         step = np.full(self.layouts.count, self._by_kind[0].engine.runtime.host_step_s)
-        return parts | self.update_parts() | {"step": step}
+        parts = parts | self.update_parts() | {"step": step}
+        return parts | {"stragglers": self._by_kind[0].straggler_share() * sum(parts.values())}
 
     def _pipeline_s(self) -> Array:
         """Returns seconds of all micro-batches, (N,): the makespan, and no less than the busiest stage computes."""
