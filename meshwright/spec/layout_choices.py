@@ -9,6 +9,13 @@ from typing import Self
 
 from meshwright.errors import PlanError, nearest
 
+AUTO_CHUNK, WHOLE_LOGITS = 0, -1
+"""What stands for ``auto`` and ``off`` among numbers of tokens."""
+_CHUNK_WORDS = {"auto": AUTO_CHUNK, "off": WHOLE_LOGITS}
+GPU_CHUNK_LOGITS = 1 << 27
+"""Logits of a chunk on a GPU: 256 MiB in bf16, at which a product's thousand rows still fill the device."""
+CPU_CHUNK_LOGITS = 1 << 20
+"""Logits of a chunk on a processor core."""
 RECOMPUTES = ("none", "full", "selective")
 """What a recomputed layer keeps: everything; its input alone; its input and the outputs of matrix products."""
 
@@ -135,6 +142,49 @@ class BatchShares:
     def __bool__(self) -> bool:
         """Returns whether the shares differ."""
         return bool(self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class LossChunk:
+    """Tokens whose logits exist at once: ``auto`` lets the device decide, ``off`` is all of a micro-batch, or a number."""
+
+    tokens: int = AUTO_CHUNK
+    """Tokens of a chunk; `AUTO_CHUNK`, or `WHOLE_LOGITS` for no chunks."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for anything but ``auto``, ``off`` and a whole number of at least 1.
+        """
+        if text in _CHUNK_WORDS:
+            return cls(_CHUNK_WORDS[text])
+        if not text.isdigit() or int(text) < 1:
+            raise PlanError(f"loss_chunk={text}: write auto, off, or the tokens whose logits exist at once, as 1024")
+        return cls(int(text))
+
+    def __str__(self) -> str:
+        """Returns the text form."""
+        return next((word for word, tokens in _CHUNK_WORDS.items() if tokens == self.tokens), str(self.tokens))
+
+    @property
+    def on(self) -> bool:
+        """Whether a run may compute its logits in chunks."""
+        return self.tokens != WHOLE_LOGITS
+
+    def size(self, tokens: int, columns: int, on_cpu: bool) -> int:
+        """Returns the tokens of a chunk of the logits of a micro-batch.
+
+        Args:
+            tokens: N, of the micro-batch on this rank.
+            columns: of the vocabulary on this rank.
+            on_cpu: whether processor cores compute.
+        """
+        chunk = self.tokens
+        if chunk == AUTO_CHUNK:
+            chunk = max(1, (CPU_CHUNK_LOGITS if on_cpu else GPU_CHUNK_LOGITS) // columns)
+        return min(chunk, tokens) if self.on else tokens
 
 
 def parse_int(key: str, value: str) -> int:

@@ -34,8 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_gradient = ctx.needs_input_grad[0]
         # The logits' memory becomes their gradient: at large V this halves the peak of the head.
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
-        one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
-        loss_sum, hits = one_pass(logits, targets, scale, gradient, vocab)
+        loss_sum, hits = sums_of_logits(logits, targets, scale, gradient, vocab)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         # float64 sums: float32 loses digits over 10^6 tokens, and would depend on the layout.
@@ -47,11 +46,35 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        factor = upstream[0]
-        # The incoming gradient is usually 1; testing that on a GPU would synchronise.
-        if factor.device.type != "cpu" or factor.item() != 1.0:
-            gradient = gradient * factor.to(gradient.dtype)
-        return gradient, None, None, None, None
+        return scaled_gradient(gradient, upstream[0]), None, None, None, None
+
+
+def scaled_gradient(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Returns ``gradient``, of any shape, times ``factor``, ()."""
+    # The incoming gradient is usually 1; testing that on a GPU would synchronise.
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return gradient
+    return gradient * factor.to(gradient.dtype)
+
+
+def sums_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes loss, hits and gradient of logits.
+
+    Args:
+        logits: (N, V) floating, or this rank's columns of them.
+        targets: (N,) int64.
+        scale: factor on the gradient.
+        gradient: shaped like logits, filled with scale x (softmax - one-hot); may be the logits' own memory; None for
+            none.
+        vocab: this rank's columns of the vocabulary; None for all.
+
+    Returns:
+        (loss sum in nats, number of hits), float64 scalars, equal on the ranks of ``vocab``.
+    """
+    one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
+    return one_pass(logits, targets, scale, gradient, vocab)
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
