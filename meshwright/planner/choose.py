@@ -28,7 +28,7 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_choices import CPU_CHUNK_TOKENS, Recompute
 from meshwright.units import format_bytes
 
 USABLE = 0.94
@@ -176,7 +176,10 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
     shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
     options = {f"runtime__{name}": share for name, share in (shares | {"cp_overlap": 0.0, "ep_overlap": 0.0}).items()}
-    return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
+    chunks = {"saved__chunk_logits": 0.0, "saved__chunk_tokens": float(CPU_CHUNK_TOKENS)}
+    return MESHWRIGHT.with_options(
+        **options, **chunks, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES
+    )
 
 
 def choose(question: Question, show: int = 10) -> Choice:

@@ -13,9 +13,10 @@ AUTO_CHUNK, WHOLE_LOGITS = 0, -1
 """What stands for ``auto`` and ``off`` among numbers of tokens."""
 _CHUNK_WORDS = {"auto": AUTO_CHUNK, "off": WHOLE_LOGITS}
 GPU_CHUNK_LOGITS = 1 << 27
-"""Logits of a chunk on a GPU: 256 MiB in bf16, at which a product's thousand rows still fill the device."""
-CPU_CHUNK_LOGITS = 1 << 20
-"""Logits of a chunk on a processor core."""
+"""Logits of a chunk on a GPU: 256 MiB in bf16. At V = 128k that is a thousand tokens, whose products still fill the
+device, and beside which adding up the weight's gradient is little traffic."""
+CPU_CHUNK_TOKENS = 512
+"""Tokens of a chunk on processor cores: with fewer, adding up the weight's gradient costs time."""
 RECOMPUTES = ("none", "full", "selective")
 """What a recomputed layer keeps: everything; its input alone; its input and the outputs of matrix products."""
 
@@ -174,7 +175,7 @@ class LossChunk:
         return self.tokens != WHOLE_LOGITS
 
     def size(self, tokens: int, columns: int, on_cpu: bool) -> int:
-        """Returns the tokens of a chunk of the logits of a micro-batch.
+        """Returns the tokens of a chunk of the logits of a micro-batch, where it is `on`.
 
         Args:
             tokens: N, of the micro-batch on this rank.
@@ -183,8 +184,9 @@ class LossChunk:
         """
         chunk = self.tokens
         if chunk == AUTO_CHUNK:
-            chunk = max(1, (CPU_CHUNK_LOGITS if on_cpu else GPU_CHUNK_LOGITS) // columns)
-        return min(chunk, tokens) if self.on else tokens
+            chunk = CPU_CHUNK_TOKENS if on_cpu else max(1, GPU_CHUNK_LOGITS // columns)
+        # Chunks of equal size, so that the last one's product isn't a thin one.
+        return -(-tokens // -(-tokens // min(chunk, tokens)))
 
 
 def parse_int(key: str, value: str) -> int:

@@ -128,14 +128,12 @@ def head_cross_entropy_sums(
         head: the hidden state (..., D) of N tokens and the head's weights, whole or this rank's rows of them.
         targets: N int64 in any shape; `IGNORED` for positions without a target.
         scale: factor on the loss and its gradients.
-        chunk: most tokens whose logits exist at once.
+        chunk: tokens whose logits exist at once.
         logit_map: what the model does to its head's product.
         vocab: this rank's columns of the vocabulary; None where the head is whole. Each chunk is two all-reduces.
     """
     hidden = head.hidden.reshape(-1, head.hidden.shape[-1])
-    # Chunks of equal size, so that the last one's product isn't a thin one.
-    chunks = -(-len(hidden) // max(1, min(chunk, len(hidden))))
     loss, sums = _HeadCrossEntropy.apply(
-        hidden, head.weight, head.bias, targets.reshape(-1), scale, -(-len(hidden) // chunks), logit_map, vocab
+        hidden, head.weight, head.bias, targets.reshape(-1), scale, chunk, logit_map, vocab
     )
     return loss, sums

@@ -107,7 +107,8 @@ def _full_vocab_pass(
         # log-sum-exp with the row's maximum subtracted: no overflow.
         row_max = chunk.amax(dim=1, keepdim=True).to(dtype)
         target_logit = chunk.gather(1, column).to(dtype)
-        exp_shifted = (chunk.to(dtype) - row_max).exp_()
+        # Promotes to the maximum's type in one kernel, without a copy in it.
+        exp_shifted = (chunk - row_max).exp_()
         exp_sum = exp_shifted.sum(dim=1, keepdim=True)
         loss_sum += ((exp_sum.log() + row_max - target_logit).squeeze(1) * is_target).sum(dtype=torch.float64)
         # A hit: the target's logit is the row's largest.
@@ -148,7 +149,7 @@ def _sharded_vocab_pass(
         local_max[rows] = chunk.amax(dim=1).to(dtype)
         # Two rows for one all-reduce: the local sum of exponentials, and the target's logit on its owner.
         local_terms[1, rows] = chunk.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(dtype) * in_shard[rows]
-        exp_shifted = (chunk.to(dtype) - local_max[rows].unsqueeze(1)).exp_()
+        exp_shifted = (chunk - local_max[rows].unsqueeze(1)).exp_()
         local_terms[0, rows] = exp_shifted.sum(dim=1)
         if gradient is not None:
             gradient[rows] = exp_shifted

@@ -88,7 +88,7 @@ class _UnknownValues(TorchFunctionMode):
         if name in ("item", "__bool__", "__int__", "__float__", "__index__"):
             tensor = args[0]
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                return name not in ("__bool__",) and 0
+                return False if name == "__bool__" else 0
         return func(*args, **(kwargs or {}))
 
 
@@ -155,7 +155,7 @@ def _difference(clone: Clone, logit_map: LogitMap, length: int) -> str:
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
     actual_grads = torch.autograd.grad(logits, trained, upstream.reshape(logits.shape), allow_unused=True)
     expected_grads = torch.autograd.grad(expected, trained, upstream, allow_unused=True)
-    pairs = [(logits.reshape(expected.shape), expected), *zip(actual_grads, expected_grads)]
+    pairs = [(logits.detach().reshape(expected.shape), expected.detach()), *zip(actual_grads, expected_grads)]
     largest = max(float(grad.abs().max()) for grad in expected_grads if grad is not None and grad.numel())
     for index, (actual, wanted) in enumerate(pairs):
         if actual is None or wanted is None:
@@ -163,7 +163,7 @@ def _difference(clone: Clone, logit_map: LogitMap, length: int) -> str:
             is_equal = present is None or not float(present.abs().sum())
         else:
             size = float(wanted.abs().max()) if index == 0 else largest
-            is_equal = float((actual - wanted).abs().max()) <= TOLERANCE * size if actual.numel() else True
+            is_equal = not actual.numel() or float((actual - wanted).abs().max()) <= TOLERANCE * size
         if not is_equal:
             return f"its {'logits' if index == 0 else 'gradients'} aren't those of its head's product"
     return ""
