@@ -1,7 +1,7 @@
 """Ends a model's forward in front of its head, so that the loss computes the logits itself, a chunk at a time.
 
-While a `HeadCut` is on, the head raises what it was called with, and the model's own forward ends there: its code behind
-the head doesn't run (`models.analysis.head_trial` reads what that does to logits). All hooks run as behind any forward.
+While a `HeadCut` is on, the model's own forward ends at the head: its code behind it doesn't run, and what that does to
+logits is read by `models.analysis.head_trial`. All hooks of the model run as behind any forward.
 """
 
 from __future__ import annotations
@@ -90,4 +90,3 @@ class HeadCut:
                 return self._input.hidden
 
         return forward
-

@@ -147,7 +147,7 @@ class BatchShares:
 
 @dataclass(frozen=True, slots=True)
 class LossChunk:
-    """Tokens whose logits exist at once: ``auto`` lets the device decide, ``off`` is all of a micro-batch, or a number."""
+    """Tokens whose logits exist at once: ``auto`` lets the device decide, ``off`` is a micro-batch's, or a number."""
 
     tokens: int = AUTO_CHUNK
     """Tokens of a chunk; `AUTO_CHUNK`, or `WHOLE_LOGITS` for no chunks."""

@@ -109,9 +109,7 @@ class _HeadGradients:
     def finish(self) -> tuple[torch.Tensor | None, ...]:
         """Returns the gradients of hidden state, weight and bias in their types; None where none is wanted."""
         dtype = self._operand.dtype
-        return self._of_hidden, *(
-            None if item is None else item.to(dtype) for item in (self._of_weight, self._of_bias)
-        )
+        return self._of_hidden, *(None if item is None else item.to(dtype) for item in (self._of_weight, self._of_bias))
 
 
 def head_cross_entropy_sums(

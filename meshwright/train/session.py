@@ -117,9 +117,7 @@ def model_compute(model: BuiltModel, trial: ForwardTrial, loss_chunk: LossChunk)
             head = view.head_cut.run(lambda: call_model(*arguments, bounds=batch.bounds))
             chunk = loss_chunk.size(targets.numel(), len(head.weight), head.hidden.device.type == "cpu")
             return head_cross_entropy_sums(head, targets, scale, chunk, trial.head.logit_map, view.vocab)
-        output = model_output(
-            *arguments, token_parts=batch.tokens.shape[1] // targets.shape[1], bounds=batch.bounds
-        )
+        output = model_output(*arguments, token_parts=batch.tokens.shape[1] // targets.shape[1], bounds=batch.bounds)
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
         # Models that reshape to full rows give the same elements in the same order: a reshape restores (B, S_local, V).

@@ -60,12 +60,14 @@ def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int)
     if type(head).forward is not nn.Linear.forward:
         return HeadTrial(refused=f"its head {name} is a {type(head).__name__}, and no plain nn.Linear")
     try:
-        # The numbers of a narrow clone's code may follow from its sizes: they are the full model's that count.
-        full = clone.module if clone.full_size else copy_module(built.module).to(torch.bfloat16)
-        logit_map = _read_logit_map(full, clone.structure if clone.full_size else built.structure, length)
-        refused = "its logits are no limited or scaled product of its head" if logit_map is None else ""
-        if logit_map is not None:
-            refused = _difference(clone, logit_map, length)
+        clone_map = _read_logit_map(clone.module, structure, length)
+        logit_map = clone_map
+        if not clone.full_size:
+            # The numbers of a narrow clone's code may follow from its sizes: the full model's are those that count.
+            logit_map = _read_logit_map(copy_module(built.module).to(torch.bfloat16), built.structure, length)
+        refused = "its logits are no scaled or limited product of its head"
+        if clone_map is not None and logit_map is not None:
+            refused = _difference(clone, clone_map, length)
     except Exception as error:
         refused = f"its head couldn't be tried out: {type(error).__name__}: {error}".partition("\n")[0][:200]
     if refused or logit_map is None:
@@ -104,9 +106,7 @@ def _read_logit_map(module: nn.Module, structure: ModelStructure, length: int) -
     module = duplicate_module(module)
     head = module.get_submodule(structure.head)
     columns = int(head.weight.shape[0])  # type: ignore[union-attr, index]
-    product = 20.0 * torch.randn(
-        length, columns, generator=torch.Generator().manual_seed(5), dtype=torch.float64
-    )
+    product = 20.0 * torch.randn(length, columns, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     # The numbers from which limit and factor are read; the others test them.
     product[0, 0], product[0, 1] = _LARGE, 1e-3
     wrap_forward(
@@ -134,7 +134,7 @@ def _read_logit_map(module: nn.Module, structure: ModelStructure, length: int) -
 
 
 def _difference(clone: Clone, logit_map: LogitMap, length: int) -> str:
-    """Returns how a clone's logits or gradients differ from those of its head's input, in a clause; "" for equal ones."""
+    """Returns how a clone's logits or gradients differ from those of its head's input, in a clause; "" for equal."""
     module, structure = duplicate_module(clone.module), clone.structure
     assert structure.head is not None
     cut = HeadCut(module, structure.head)

@@ -35,10 +35,11 @@ class ChunkedLoss:
 
     @property
     def working_bytes(self) -> Array:
-        """Bytes at the peak of the loss: a chunk's logits in the type of compute (e) and their exponentials in float32,
-        the hidden state's gradient (N D e), and the weight's, added up in float32 (m) where there are several chunks.
+        """Bytes at the peak of the loss.
 
-        A product of 16 bits for the weight's sum, or the copy that the sum becomes, doesn't meet the exponentials.
+        A chunk's logits in the type of compute (e bytes) and their exponentials in float32, the hidden state's gradient
+        (N D e), and the weight's (V D m), added up in float32 where there are several chunks. What a chunk adds to that
+        sum in 16 bits, or the sum becomes in the end, doesn't meet the exponentials.
         """
         model, element = self._model, self._model.element
         chunk_logits = model.tokens / self.count * self._columns
