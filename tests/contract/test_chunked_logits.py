@@ -173,7 +173,7 @@ def test_other_code_keeps_whole_logits(name: str) -> None:
     head = trial_of(name)
     assert head.refused and not head.name
     model = build(name)
-    with pytest.raises(PlanError, match="loss_chunk=4 computes .* leave loss_chunk out"):
+    with pytest.raises(PlanError, match=r"loss_chunk=4 computes .* leave loss_chunk out"):
         analyse_model(model, Layout.parse("loss_chunk=4"))
     analyse_model(model, Layout.parse("replicate=1"))
 
