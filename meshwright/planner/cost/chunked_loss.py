@@ -39,7 +39,8 @@ class ChunkedLoss:
 
         A chunk's logits in the type of compute (e bytes) and their exponentials in float32, the hidden state's gradient
         (N D e), and the weight's (V D m), added up in float32 where there are several chunks. What a chunk adds to that
-        sum in 16 bits, or the sum becomes in the end, doesn't meet the exponentials.
+        sum in 16 bits, or the sum becomes in the end, doesn't meet the exponentials. On a GPU backward copies both
+        gradients, since looking whether they are scaled once more would synchronise.
         """
         model, element = self._model, self._model.element
         chunk_logits = model.tokens / self.count * self._columns
@@ -48,7 +49,9 @@ class ChunkedLoss:
         narrow_product = np.where(self._sum_bytes > element, self._weight * element, 0.0)
         temporary = np.maximum(exponentials, trained * narrow_product)
         hidden = model.tokens * model.job.shape.width * element
-        return np.asarray(chunk_logits * element + temporary + hidden + trained * self._weight * self._sum_bytes)
+        forward = chunk_logits * element + temporary + hidden + trained * self._weight * self._sum_bytes
+        is_copied = 1.0 if model.engine.saved.chunk_logits else 0.0
+        return np.asarray(np.maximum(forward, is_copied * 2.0 * (hidden + trained * self._weight * element)))
 
     @property
     def moved_bytes(self) -> Array:
