@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.jobs.train import logits_header_row
 from meshwright.models.analysis.clone import make_clone
 from meshwright.models.analysis.head_trial import HeadTrial
 from meshwright.models.analysis.logit_map import LogitMap
@@ -25,7 +26,7 @@ from tests.tiers import cases
 torch.set_num_threads(1)
 
 SEQUENCE, VOCAB, ROWS = 12, 61, 8
-SIZES = {"layers": 2, "width": 32, "heads": 4}
+SIZES = {"layers": 4, "width": 32, "heads": 4}
 MODELS = {
     "llama": ModelConfig(name="llama", **SIZES),
     "gpt2": ModelConfig(name="gpt2", **SIZES),
@@ -175,7 +176,8 @@ def test_other_code_keeps_whole_logits(name: str) -> None:
     model = build(name)
     with pytest.raises(PlanError, match=r"loss_chunk=4 computes .* leave loss_chunk out"):
         analyse_model(model, Layout.parse("loss_chunk=4"))
-    analyse_model(model, Layout.parse("replicate=1"))
+    facts = analyse_model(model, Layout.parse("replicate=1"))
+    assert head.refused in logits_header_row(Layout(), facts)["logits"]
 
 
 def test_the_factor_is_the_full_models_not_its_narrow_clones() -> None:
@@ -195,8 +197,11 @@ def test_a_cut_is_off_but_while_it_runs() -> None:
     expected = module(tokens)
     cut = HeadCut(module, "head")
     assert torch.equal(module(tokens), expected)
-    head = cut.run(lambda: module(tokens))
-    assert torch.allclose(nn.functional.linear(head.hidden, head.weight, head.bias), expected)
+    logits, _ = cut.run(
+        lambda: module(tokens),
+        lambda head: (nn.functional.linear(head.hidden, head.weight, head.bias), head.hidden),
+    )
+    assert torch.allclose(logits, expected)
     assert torch.equal(module(tokens), expected)
     with pytest.raises(RuntimeError, match="without calling its head"):
-        cut.run(lambda: None)
+        cut.run(lambda: None, lambda head: (head.hidden, head.hidden))

@@ -15,6 +15,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.analysis.logit_map import LogitMap
 from meshwright.parallel.head_cut import HeadInput
+from meshwright.parallel.transform import DTYPES
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.chunked_loss import ChunkedLoss
 from meshwright.planner.cost.groups import Machine
@@ -124,21 +125,22 @@ def peak_bytes(compute: Callable[[], Any]) -> int:
     return peak
 
 
-def planned_bytes(tokens: int, chunk: str) -> float:
-    """Returns the planner's bytes of the loss at its peak, of a float32 model on one device."""
+def planned_bytes(tokens: int, chunk: str, precision: str) -> float:
+    """Returns the planner's bytes of the loss at its peak on one device."""
     shape = shape_from_sizes(TableSizes(name="small", layers=1, width=64, heads=4, vocab=1000))
-    job = PricedJob(shape=shape, sequence=tokens, rows=1, precision="float32")
+    job = PricedJob(shape=shape, sequence=tokens, rows=1, precision=precision)
     layouts = LayoutBatch.from_layouts([Layout.parse(f"loss_chunk={chunk}")], 1)
     model = PricedModel(job, layouts, Machine.of(Cluster.parse("1xh100")), MESHWRIGHT)
     assert ChunkedLoss(model).on.all()
     return float(ChunkedLoss(model).working_bytes[0])
 
 
-def test_bytes_at_the_peak_are_those_planned_and_no_whole_logits() -> None:
+@pytest.mark.parametrize("precision", ["float32", "float64", "bf16"])
+def test_bytes_at_the_peak_are_those_planned_and_no_whole_logits(precision: str) -> None:
     tokens, vocab, width, chunk = 512, 1000, 64, 64
-    draw = torch.Generator().manual_seed(4)
-    hidden = torch.randn(tokens, width, generator=draw).requires_grad_()
-    weight = (0.02 * torch.randn(vocab, width, generator=draw)).requires_grad_()
+    draw, dtype = torch.Generator().manual_seed(4), DTYPES[precision]
+    hidden = torch.randn(tokens, width, generator=draw).to(dtype).requires_grad_()
+    weight = (0.02 * torch.randn(vocab, width, generator=draw)).to(dtype).requires_grad_()
     targets = torch.randint(0, vocab, (tokens,), generator=draw)
 
     def whole() -> None:
@@ -151,9 +153,9 @@ def test_bytes_at_the_peak_are_those_planned_and_no_whole_logits() -> None:
     for compute in (whole, chunked):
         hidden.grad = weight.grad = None
         peaks.append(peak_bytes(compute))
-    assert peaks[0] > 4 * tokens * vocab
-    assert peaks[1] == pytest.approx(planned_bytes(tokens, str(chunk)), rel=0.05)
-    assert peaks[1] < peaks[0] / 2
+    assert peaks[0] > dtype.itemsize * tokens * vocab
+    assert peaks[1] == pytest.approx(planned_bytes(tokens, str(chunk), precision), rel=0.05)
+    assert peaks[1] < 0.6 * peaks[0]
 
 
 def test_the_choice_is_read_and_written() -> None:

@@ -20,7 +20,7 @@ from meshwright.models.forward import call_model, model_output
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.head_cut import HeadCut
+from meshwright.parallel.head_cut import HeadCut, HeadInput
 from meshwright.parallel.stage import copy_module
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
@@ -60,7 +60,7 @@ def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int)
     if type(head).forward is not nn.Linear.forward:
         return HeadTrial(refused=f"its head {name} is a {type(head).__name__}, and no plain nn.Linear")
     try:
-        clone_map = _read_logit_map(clone.module, structure, length)
+        clone_map = _read_logit_map(duplicate_module(clone.module), structure, length)
         logit_map = clone_map
         if not clone.full_size:
             # The numbers of a narrow clone's code may follow from its sizes: the full model's are those that count.
@@ -98,12 +98,11 @@ def _read_logit_map(module: nn.Module, structure: ModelStructure, length: int) -
     """Returns what a model's code does to its head's product, which is replaced by chosen numbers; None for other code.
 
     Args:
-        module: the full model, on meta or real: the code behind its head runs on real numbers either way.
+        module: a copy of the model, on meta or real, which is changed: the code behind its head runs on real numbers.
         structure: of it.
         length: tokens of a row.
     """
     assert structure.head is not None
-    module = duplicate_module(module)
     head = module.get_submodule(structure.head)
     columns = int(head.weight.shape[0])  # type: ignore[union-attr, index]
     product = 20.0 * torch.randn(length, columns, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
@@ -141,15 +140,18 @@ def _difference(clone: Clone, logit_map: LogitMap, length: int) -> str:
     generator = torch.Generator().manual_seed(6)
     tokens, targets = (torch.randint(clone.vocab, (2, length), generator=generator) for _ in range(2))
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+    def logits_of(head: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
+        scaled = logit_map.factor * nn.functional.linear(head.hidden, head.weight, head.bias)
+        return logit_map.limit * torch.tanh(scaled / logit_map.limit) if logit_map.limit else scaled, head.hidden
+
     with Float64Ops(), nothing_dropped():
         torch.manual_seed(0)
         expected = model_output(module, structure, tokens, targets).logits
         torch.manual_seed(0)
-        head = cut.run(lambda: call_model(module, structure, tokens, targets))
+        logits, _ = cut.run(lambda: call_model(module, structure, tokens, targets), logits_of)
     if expected is None:
         return "its forward returns no logits"
-    scaled = logit_map.factor * nn.functional.linear(head.hidden, head.weight, head.bias)
-    logits = logit_map.limit * torch.tanh(scaled / logit_map.limit) if logit_map.limit else scaled
     if logits.numel() != expected.numel():
         return f"its logits are {tuple(expected.shape)}, and its head's product {tuple(logits.shape)}"
     upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
