@@ -87,7 +87,7 @@ class _HeadGradients:
         sums_in_float32 = chunk < len(hidden) and weight.dtype.itemsize == 2
         sum_dtype = torch.float32 if sums_in_float32 else weight.dtype
         self._of_hidden = torch.empty_like(hidden) if wanted[0] else None
-        self._of_weight = torch.zeros_like(weight, dtype=sum_dtype) if wanted[1] else None
+        self._of_weight = torch.empty_like(weight, dtype=sum_dtype) if wanted[1] else None
         self._of_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and wanted[2] else None
 
     def add(self, rows: slice, of_logits: torch.Tensor) -> None:
@@ -99,10 +99,13 @@ class _HeadGradients:
         """
         if self._of_hidden is not None:
             torch.mm(of_logits, self._operand, out=self._of_hidden[rows])
+        # At the first chunk the sum's memory holds nothing yet, which a factor of 0 leaves unread.
+        kept = 0.0 if rows.start == 0 else 1.0
         if self._of_weight is not None and self._of_weight.dtype == of_logits.dtype:
-            self._of_weight.addmm_(of_logits.t(), self._hidden[rows])
+            self._of_weight.addmm_(of_logits.t(), self._hidden[rows], beta=kept)
         elif self._of_weight is not None:
-            self._of_weight += of_logits.t() @ self._hidden[rows]
+            product = of_logits.t() @ self._hidden[rows]
+            self._of_weight = self._of_weight.add_(product) if kept else self._of_weight.copy_(product)
         if self._of_bias is not None:
             self._of_bias += of_logits.sum(dim=0, dtype=self._of_bias.dtype)
 

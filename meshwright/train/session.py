@@ -36,6 +36,7 @@ from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build
 from meshwright.parallel.context import local_tokens
+from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.peak_rate import measure_peak
@@ -114,9 +115,12 @@ def model_compute(model: BuiltModel, trial: ForwardTrial, loss_chunk: LossChunk)
         has_documents = batch.positions is not None
         arguments = (module, model.structure, batch.tokens, batch.targets, batch.positions, has_documents)
         if view.head_cut is not None:
-            head = view.head_cut.run(lambda: call_model(*arguments, bounds=batch.bounds))
-            chunk = loss_chunk.size(targets.numel(), len(head.weight), head.hidden.device.type == "cpu")
-            return head_cross_entropy_sums(head, targets, scale, chunk, trial.head.logit_map, view.vocab)
+
+            def chunked_loss(head: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
+                chunk = loss_chunk.size(targets.numel(), len(head.weight), head.hidden.device.type == "cpu")
+                return head_cross_entropy_sums(head, targets, scale, chunk, trial.head.logit_map, view.vocab)
+
+            return view.head_cut.run(lambda: call_model(*arguments, bounds=batch.bounds), chunked_loss)
         output = model_output(*arguments, token_parts=batch.tokens.shape[1] // targets.shape[1], bounds=batch.bounds)
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
