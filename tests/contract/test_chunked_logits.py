@@ -184,9 +184,9 @@ def test_the_factor_is_the_full_models_not_its_narrow_clones() -> None:
     wide: Any = build_meta(
         ModelConfig(name="granite", layers=2, width=1024, heads=16, ffn=4096), vocab=32000, context=64
     )
-    assert not make_clone(wide).full_size and wide.module.logits_scaling == 1.0
+    assert not make_clone(wide).full_size and wide.module.config.logits_scaling == 1.0
     # A factor that follows from the width: the clone, built anew from its config, keeps 1.
-    wide.module.logits_scaling = 8.0
+    wide.module.config.logits_scaling = 8.0
     head = try_forward(wide).head
     assert not head.refused and head.logit_map == LogitMap(0.125)
 
