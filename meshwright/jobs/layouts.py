@@ -1,3 +1,4 @@
+# long: every way in which a run gets its plan is one noun
 """The plan of a run: the layout that the user named, the planner's choice, or one for the surviving ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# long: a request, its question and its answer are one noun
 """Planning for a model that was read already, or that is given by its sizes; loads no torch.
 
 The job ``plan`` (`jobs.plan`) reads the model and ends here.

@@ -171,7 +171,7 @@ def _memory_figure(result: PlanResult) -> Markup:
         layers = f"layers {stages[first].layers[0]} to {max(stages[last].layers) - 1}"
         label = f"{name}: {layers}" if len(stages) > 1 else "every rank"
         rows.append((label, dict(stages[first].memory), float(room[first])))
-    return memory_bars(rows, float(max(room)), question.usable)
+    return memory_bars(rows, float(max(room)), question.usable_share)
 
 
 def _pipeline_figure(result: PlanResult, most_spans: int) -> list[Markup]:

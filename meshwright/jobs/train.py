@@ -368,7 +368,15 @@ def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, 
         **unsplit_header_row(plan.layout, analysis),
         **attention_header_row(built, analysis, kind),
         **float8_header_row(built, plan.layout, analysis, kind),
+        **logits_header_row(plan.layout, analysis),
     }
+
+
+def logits_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:
+    """Returns the row that says why the logits of a whole micro-batch exist at once; none where they needn't."""
+    if not layout.loss_chunk.on or analysis.trial is None or not analysis.trial.head.refused:
+        return {}
+    return {"logits": f"of a whole micro-batch at once, since {analysis.trial.head.refused}"}
 
 
 def unsplit_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:

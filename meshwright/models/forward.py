@@ -104,13 +104,26 @@ def model_output(
     Raises:
         ConfigError: for an output that is neither logits nor a loss, or masked documents without position ids.
     """
+    result = call_model(module, structure, tokens, targets, positions, mask_documents, bounds)
+    return ModelOutput(result.logits, None) if structure.transformers else _read_output(result, tokens, token_parts)
+
+
+def call_model(
+    module: nn.Module,
+    structure: ModelStructure,
+    tokens: torch.Tensor,
+    targets: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    mask_documents: bool = False,
+    bounds: DocumentBounds | None = None,
+) -> Any:
+    """Returns what a module's forward returns, called as by `model_output`, whose arguments these are."""
     # transformers' models compute a loss from labels, which costs time and isn't used here
     if structure.transformers or targets is None or structure.target_argument is None:
         labels = {}
     else:
         labels = {structure.target_argument: targets}
-    result = _call_module(module, structure, tokens, labels, positions, mask_documents, bounds)
-    return ModelOutput(result.logits, None) if structure.transformers else _read_output(result, tokens, token_parts)
+    return _call_module(module, structure, tokens, labels, positions, mask_documents, bounds)
 
 
 def author_output(

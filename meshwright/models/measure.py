@@ -56,6 +56,7 @@ def measure_shape(built: BuiltModel) -> ModelShape:
         active_experts=active if experts else 0,
         tied=bool(structure.head) and head == 0,
         positions=structure.positions or 0,
+        whole_logits=structure.head is None or not isinstance(module.get_submodule(structure.head), nn.Linear),
         blocks=read_blocks(built),
     )
 

@@ -30,6 +30,8 @@ class ForwardLayer(IntEnum):
     """A linear module's product is computed in float8."""
     STAGE = 10
     """Layers of other pipeline stages are stubs; a stage's forward ends at its boundary."""
+    HEAD = 15
+    """The forward ends in front of the head, whose product the loss computes in chunks."""
     TENSOR = 20
     """Row-parallel outputs are summed; inputs and buffers are sliced to a rank's units."""
     EXPERT = 30

@@ -48,5 +48,7 @@ class ModelSource:
     """What a micro-batch counts for in each term of the model's own loss, where it has any."""
     terms: Sequence[str] = ()
     """Names of the terms that ``compute`` reports beside the cross-entropy."""
+    head: str = ""
+    """Name of the linear head in front of which ``compute`` may end the forward (`parallel.head_cut`)."""
     moving: Sequence[str] = ()
     """Names of the buffers that forward changes while it trains."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from meshwright.parallel.head_cut import HeadCut
 from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.spec.placement import LocalShard
 
@@ -21,6 +22,8 @@ class LossView:
     """The run of the vocabulary whose logits this rank has; None for all."""
     tokens: tuple[int, int, bool] = (0, 1, False)
     """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.local_tokens`."""
+    head_cut: HeadCut | None = None
+    """Ends the forward in front of the head; None where the loss needs whole logits."""
     totals: torch.Tensor | None = None
     """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
     None where the cross-entropy is all there is."""

@@ -33,7 +33,7 @@ from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_choices import CPU_CHUNK_TOKENS, Recompute
 from meshwright.units import format_bytes
 
 USABLE = 0.94
@@ -226,7 +226,10 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     # Gradients are added at the measured rate, and what nodes wait for each other is in measured collectives.
     shares |= dict.fromkeys(("cp_overlap", "ep_overlap", "interference", "accumulate_bytes", "jitter"), 0.0)
     options = {f"runtime__{name}": share for name, share in shares.items()}
-    return MESHWRIGHT.with_options(**options, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES)
+    chunks = {"saved__chunk_logits": 0.0, "saved__chunk_tokens": float(CPU_CHUNK_TOKENS)}
+    return MESHWRIGHT.with_options(
+        **options, **chunks, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES
+    )
 
 
 def choose(question: Question, show: int = 10) -> Choice:

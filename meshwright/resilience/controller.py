@@ -1,3 +1,4 @@
+# long: a run, generation after generation, is one noun
 """The life of a run: generation after generation of ranks, on any number of nodes; one node leads itself.
 
 For each generation the controller plans for the devices that are usable, chooses the state to restore, starts the ranks

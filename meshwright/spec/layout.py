@@ -35,7 +35,7 @@ from meshwright.spec.groups import (
     state_shards,
     world_size,
 )
-from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit, parse_choice, parse_int
+from meshwright.spec.layout_choices import BatchShares, LossChunk, Recompute, StageSplit, parse_choice, parse_int
 
 FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 """Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
@@ -49,11 +49,12 @@ DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"
 """Name under which gathers of the secondary copy of the weights are booked."""
-_GRAMMARS: Mapping[str, type[Recompute] | type[StageSplit] | type[BatchShares] | type[Compression]] = {
+_GRAMMARS: Mapping[str, type[Recompute | StageSplit | BatchShares | Compression | LossChunk]] = {
     "recompute": Recompute,
     "split": StageSplit,
     "rows": BatchShares,
     "compress": Compression,
+    "loss_chunk": LossChunk,
 }
 """Choices that have a text form of their own."""
 _CHOICES_OF: Mapping[str, Mechanics] = {
@@ -107,6 +108,9 @@ class Layout:
     secondary: int = 0
     """Neighbouring ranks that share each layer's gathered weights from forward to backward under ZeRO-3, so that
     backward gathers among them alone; 0 for all ranks that share the state."""
+    loss_chunk: LossChunk = LossChunk()  # noqa: RUF009 - frozen
+    """Tokens whose logits exist at once, where the model's are a linear function of its last hidden state: ``auto``
+    lets the device decide, ``off`` makes the logits of the whole micro-batch, ``1024`` those of 1024 tokens."""
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have; choices with a grammar may be given as text."""

@@ -9,6 +9,14 @@ from typing import Self
 
 from meshwright.errors import PlanError, nearest
 
+AUTO_CHUNK, WHOLE_LOGITS = 0, -1
+"""What stands for ``auto`` and ``off`` among numbers of tokens."""
+_CHUNK_WORDS = {"auto": AUTO_CHUNK, "off": WHOLE_LOGITS}
+GPU_CHUNK_LOGITS = 1 << 27
+"""Logits of a chunk on a GPU: 256 MiB in bf16. At V = 128k that is a thousand tokens, whose products still fill the
+device, and beside which adding up the weight's gradient is little traffic."""
+CPU_CHUNK_TOKENS = 512
+"""Tokens of a chunk on processor cores: with fewer, adding up the weight's gradient costs time."""
 RECOMPUTES = ("none", "full", "selective")
 """What a recomputed layer keeps: everything; its input alone; its input and the outputs of matrix products."""
 
@@ -135,6 +143,50 @@ class BatchShares:
     def __bool__(self) -> bool:
         """Returns whether the shares differ."""
         return bool(self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class LossChunk:
+    """Tokens whose logits exist at once: ``auto`` lets the device decide, ``off`` is a micro-batch's, or a number."""
+
+    tokens: int = AUTO_CHUNK
+    """Tokens of a chunk; `AUTO_CHUNK`, or `WHOLE_LOGITS` for no chunks."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Reads the text form.
+
+        Raises:
+            PlanError: for anything but ``auto``, ``off`` and a whole number of at least 1.
+        """
+        if text in _CHUNK_WORDS:
+            return cls(_CHUNK_WORDS[text])
+        if not text.isdigit() or int(text) < 1:
+            raise PlanError(f"loss_chunk={text}: write auto, off, or the tokens whose logits exist at once, as 1024")
+        return cls(int(text))
+
+    def __str__(self) -> str:
+        """Returns the text form."""
+        return next((word for word, tokens in _CHUNK_WORDS.items() if tokens == self.tokens), str(self.tokens))
+
+    @property
+    def on(self) -> bool:
+        """Whether a run may compute its logits in chunks."""
+        return self.tokens != WHOLE_LOGITS
+
+    def size(self, tokens: int, columns: int, on_cpu: bool) -> int:
+        """Returns the tokens of a chunk of the logits of a micro-batch, where it is `on`.
+
+        Args:
+            tokens: N, of the micro-batch on this rank.
+            columns: of the vocabulary on this rank.
+            on_cpu: whether processor cores compute.
+        """
+        chunk = self.tokens
+        if chunk == AUTO_CHUNK:
+            chunk = CPU_CHUNK_TOKENS if on_cpu else max(1, GPU_CHUNK_LOGITS // columns)
+        # Chunks of equal size, so that the last one's product isn't a thin one.
+        return -(-tokens // -(-tokens // min(chunk, tokens)))
 
 
 def parse_int(key: str, value: str) -> int:

@@ -144,6 +144,8 @@ class ModelShape:
     """Whether the head is the embedding."""
     positions: int = 0
     """Learned positions; 0 without them."""
+    whole_logits: bool = False
+    """Whether the loss needs the logits of a whole micro-batch at once: there is no linear head."""
     blocks: tuple[LayerShape, ...] = ()
     """Every block, in order; equal ones may be one object. Empty where only the totals are known."""
 

@@ -161,6 +161,7 @@ PRIVATE_NAMES = (
             *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
         )
     ),
+    PrivateName("torch:ops.aten._scaled_mm", "the operator of products in float8, whose outputs recompute keeps"),
     *(
         PrivateName(f"torch._C._distributed_c10d:{name}", "what NCCL recorded of its collectives", needs_cuda=True)
         for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")

@@ -34,8 +34,7 @@ class _CrossEntropy(torch.autograd.Function):
         wants_gradient = ctx.needs_input_grad[0]
         # The logits' memory becomes their gradient: at large V this halves the peak of the head.
         gradient = (logits if reuse else torch.empty_like(logits)) if wants_gradient else None
-        one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
-        loss_sum, hits = one_pass(logits, targets, scale, gradient, vocab)
+        loss_sum, hits = sums_of_logits(logits, targets, scale, gradient, vocab)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         # float64 sums: float32 loses digits over 10^6 tokens, and would depend on the layout.
@@ -47,11 +46,35 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        factor = upstream[0]
-        # The incoming gradient is usually 1; testing that on a GPU would synchronise.
-        if factor.device.type != "cpu" or factor.item() != 1.0:
-            gradient = gradient * factor.to(gradient.dtype)
-        return gradient, None, None, None, None
+        return scaled_gradient(gradient, upstream[0]), None, None, None, None
+
+
+def scaled_gradient(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """Returns ``gradient``, of any shape, times ``factor``, ()."""
+    # The incoming gradient is usually 1; testing that on a GPU would synchronise.
+    if factor.device.type == "cpu" and factor.item() == 1.0:
+        return gradient
+    return gradient * factor.to(gradient.dtype)
+
+
+def sums_of_logits(
+    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes loss, hits and gradient of logits.
+
+    Args:
+        logits: (N, V) floating, or this rank's columns of them.
+        targets: (N,) int64.
+        scale: factor on the gradient.
+        gradient: shaped like logits, filled with scale x (softmax - one-hot); may be the logits' own memory; None for
+            none.
+        vocab: this rank's columns of the vocabulary; None for all.
+
+    Returns:
+        (loss sum in nats, number of hits), float64 scalars, equal on the ranks of ``vocab``.
+    """
+    one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
+    return one_pass(logits, targets, scale, gradient, vocab)
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
@@ -84,7 +107,8 @@ def _full_vocab_pass(
         # log-sum-exp with the row's maximum subtracted: no overflow.
         row_max = chunk.amax(dim=1, keepdim=True).to(dtype)
         target_logit = chunk.gather(1, column).to(dtype)
-        exp_shifted = (chunk.to(dtype) - row_max).exp_()
+        # Promotes to the maximum's type: on a GPU in one kernel, without a copy in that type.
+        exp_shifted = (chunk - row_max).exp_()
         exp_sum = exp_shifted.sum(dim=1, keepdim=True)
         loss_sum += ((exp_sum.log() + row_max - target_logit).squeeze(1) * is_target).sum(dtype=torch.float64)
         # A hit: the target's logit is the row's largest.
@@ -125,7 +149,7 @@ def _sharded_vocab_pass(
         local_max[rows] = chunk.amax(dim=1).to(dtype)
         # Two rows for one all-reduce: the local sum of exponentials, and the target's logit on its owner.
         local_terms[1, rows] = chunk.gather(1, column[rows].unsqueeze(1)).squeeze(1).to(dtype) * in_shard[rows]
-        exp_shifted = (chunk.to(dtype) - local_max[rows].unsqueeze(1)).exp_()
+        exp_shifted = (chunk - local_max[rows].unsqueeze(1)).exp_()
         local_terms[0, rows] = exp_shifted.sum(dim=1)
         if gradient is not None:
             gradient[rows] = exp_shifted

@@ -66,6 +66,11 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"the model gives a loss and no logits, and its loss isn't a mean over targets, so {batches} micro-batches "
             "can't be added up; return logits (B, S, V) beside the loss, or use one reader and microbatches=1"
         )
+    if layout.loss_chunk.tokens > 0 and (reason := trial.head.refused):
+        raise PlanError(
+            f"loss_chunk={layout.loss_chunk} computes the logits of so many tokens at a time, for which they must be "
+            f"the product of a linear head, but {reason}; leave loss_chunk out, and the loss has whole logits"
+        )
     # Buffers that depend on the rows of a call would differ with the layout's micro-batches.
     fixed = [buffer.name for buffer in trial.moving if buffer.data]
     if fixed and (layout.world > 1 or layout.microbatches > 1):

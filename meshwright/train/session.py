@@ -26,7 +26,7 @@ from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.attention import VARLEN, use_varlen
 from meshwright.models.build import BuiltModel, use_float64
-from meshwright.models.forward import model_output
+from meshwright.models.forward import call_model, model_output
 from meshwright.models.random_draws import may_draw
 from meshwright.monitor.display import RunHeader
 from meshwright.monitor.flight import find_recorder
@@ -36,6 +36,7 @@ from meshwright.monitor.timeline import TimelineWriter
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build
 from meshwright.parallel.context import local_tokens
+from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.peak_rate import measure_peak
@@ -44,8 +45,10 @@ from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import DTYPES
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import LossChunk
 from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
+from meshwright.train.chunked_loss import head_cross_entropy_sums
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
@@ -93,33 +96,34 @@ class TrainJob:
     """What the page asks for, where this node's command serves it."""
 
 
-def model_compute(model: BuiltModel, objective: Objective | None = None) -> Compute:
+def model_compute(model: BuiltModel, trial: ForwardTrial, loss_chunk: LossChunk) -> Compute:
     """Returns the computation of one micro-batch: forward, and cross-entropy summed over target tokens.
 
     Args:
         model: on the meta device.
-        objective: its own loss, if that is more than the cross-entropy of its logits.
+        trial: of its forward: its own loss, if that is more than the cross-entropy of its logits, and its head.
+        loss_chunk: tokens whose logits exist at once, where the forward may end in front of the head.
     """
-    if objective is not None and not objective.plain:
-        return own_loss_compute(model.structure, objective)
+    if not trial.objective.plain:
+        return own_loss_compute(model.structure, trial.objective)
 
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Under cp this rank has some tokens of each row: targets are cut like them (`local_tokens`).
         targets = local_tokens(batch.targets, *view.tokens)
-        output = model_output(
-            module,
-            model.structure,
-            batch.tokens,
-            batch.targets,
-            batch.positions,
-            batch.positions is not None,
-            token_parts=batch.tokens.shape[1] // targets.shape[1],
-            bounds=batch.bounds,
-        )
+        has_documents = batch.positions is not None
+        arguments = (module, model.structure, batch.tokens, batch.targets, batch.positions, has_documents)
+        if view.head_cut is not None:
+
+            def chunked_loss(head: HeadInput) -> tuple[torch.Tensor, torch.Tensor]:
+                chunk = loss_chunk.size(targets.numel(), len(head.weight), head.hidden.device.type == "cpu")
+                return head_cross_entropy_sums(head, targets, scale, chunk, trial.head.logit_map, view.vocab)
+
+            return view.head_cut.run(lambda: call_model(*arguments, bounds=batch.bounds), chunked_loss)
+        output = model_output(*arguments, token_parts=batch.tokens.shape[1] // targets.shape[1], bounds=batch.bounds)
         if output.logits is None:
             raise ConfigError("the model's forward gives only a loss, which no trial has read")
-        # Under cp or sequence, this rank has some tokens of each row: targets are cut like them (`local_tokens`).
         # Models that reshape to full rows give the same elements in the same order: a reshape restores (B, S_local, V).
         logits = output.logits.reshape(*targets.shape, output.logits.shape[-1])
         return cross_entropy_sums(logits, targets, scale, view.vocab)
@@ -174,7 +178,8 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
     return ModelSource(
         module=model.module,
         layers=model.structure.layers,
-        compute=model_compute(model, trial.objective),
+        compute=model_compute(model, trial, layout.loss_chunk),
+        head=trial.head.name,
         weigh=None if trial.objective.plain else partial(_weights, trial.objective),
         terms=tuple(term.name for term in trial.objective.reported),
         moving=tuple(buffer.name for buffer in trial.moving),

@@ -32,6 +32,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 1, "offload=optimizer"),
     ("llama", 1, "offload=parameters,microbatches=2"),
     ("llama", 1, "compile=true"),
+    ("llama", 1, "loss_chunk=100,precision=bf16"),
     ("llama", 2, "replicate=2"),
     ("llama", 2, "replicate=2,precision=bf16,microbatches=2"),
     ("llama", 2, "shard=2,zero=1"),
@@ -42,6 +43,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "tp=2"),
     ("llama", 2, "tp=2,sequence=true,precision=bf16"),
     ("llama", 2, "tp=2,compile=true"),
+    ("llama", 2, "tp=2,loss_chunk=100"),
     ("llama", 2, "cp=2"),
     ("llama", 2, "cp=2,attention=heads"),
     ("llama", 2, "cp=2,attention=heads,compile=true"),
@@ -61,7 +63,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("mixtral", 2, "tp=2"),
 )
 
-SOON = (2, 4, 12, 14, 16, 17, 21, 23, 29, 34, 37)
+SOON = (2, 4, 12, 13, 15, 17, 18, 22, 25, 31, 36, 39)
 """WeightPlacement in `LAYOUTS` of what is tried with the newest torch too."""
 
 
@@ -109,6 +111,23 @@ def test_a_layout_trains_on_gpus(root: Path, model: str, devices: int, layout: s
     assert devices == 1 or run.collectives
     # How often threads beside the step wait (snapshots, clocks) depends on when they run: `syncs` has no bound.
     assert run.steps[-1]["to_host"] <= waits_allowed(model, layout), run.steps[-1]
+
+
+VOCAB = 4096
+LOGITS = 8 * 64 * VOCAB * 4
+"""Bytes of the logits of a micro-batch in float32, of which nothing else has as many."""
+
+
+def largest(root: Path, layout: str) -> int:
+    run = train(root, name_of("logits", layout), "llama", 1, "--model.vocab", str(VOCAB), layout=layout)
+    holds(run, 1)
+    return max(step["largest"] for step in run.steps)
+
+
+def test_chunked_logits_allocate_no_micro_batchs_logits(root: Path) -> None:
+    assert largest(root, "loss_chunk=off") >= LOGITS
+    # A chunk of 64 of the 512 tokens; the weight of the head has as many bytes, and its state a few times those.
+    assert largest(root, "loss_chunk=64") <= LOGITS / 4
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])

@@ -12,6 +12,7 @@ import torch
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
+from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
@@ -44,6 +45,8 @@ class ForwardTrial:
 
     objective: Objective = field(default_factory=Objective)
     moving: tuple[MovingBuffer, ...] = ()
+    head: HeadTrial = HeadTrial()  # noqa: RUF009 - frozen
+    """How its logits come about."""
 
 
 @computed_by_helper
@@ -70,7 +73,8 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
                     # Running statistics have the activations' type, here float64; position tables keep theirs.
                     child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
-        return ForwardTrial(objective=trial.objective(), moving=trial.moving())
+        objective, moving = trial.objective(), trial.moving()
+        return ForwardTrial(objective=objective, moving=moving, head=trial.head(built, objective))
     except MeshwrightError:
         raise
     except Exception as error:
@@ -147,6 +151,10 @@ class _Trial:
             MovingBuffer(name=name, data=not _equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
             for name in changed_names
         )
+
+    def head(self, built: BuiltModel, objective: Objective) -> HeadTrial:
+        """Returns how the model's logits come about."""
+        return try_head(built, self._clone, objective, self._length)
 
     def _fitting_length(self) -> int:
         """Returns the first row length, in tokens, on which the model runs."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.cluster import traffic
+from meshwright.planner.cost.chunked_loss import ChunkedLoss
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.layout_batch import Array
@@ -63,10 +64,11 @@ def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     shape, element, tp = model.job.shape, model.element, model.layouts.tp
     logits = model.tokens * shape.vocab / tp
     size = model.tokens * shape.width * element
-    bytes_per_logit = model.engine.saved.logits * _loss_element_scale(model)
+    whole_bytes = model.engine.saved.logits * _loss_element_scale(model) * logits
+    chunked = ChunkedLoss(model)
     cost = LayerCost(
         saved=2 * size / model.token_shards,
-        working=bytes_per_logit * logits,
+        working=np.where(chunked.on, chunked.working_bytes, whole_bytes),
         parameters=shape.vocab * shape.width / tp + shape.other_parameters,
     )
     if not timed:
@@ -74,13 +76,20 @@ def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     product = Product(name="head", inner=shape.width, outer=shape.vocab, split="columns")
     all_gather_s = model.groups.seconds(traffic.all_gather_s, size, model.groups.tp) * (model.layouts.sequence > 0)
     all_reduce_s = model.groups.seconds(traffic.all_reduce_s, size, model.groups.tp) * (model.layouts.sequence == 0)
-    products = 1 if model.job.adapters else 2
     misaligned_factor = np.where(np.mod(shape.vocab / tp, 2.0) == 1.0, UNALIGNED, 1.0)
+    forward_s = misaligned_factor * model.product_s(product)
+    backward_s = misaligned_factor * model.product_s(product, None, 1 if model.job.adapters else 2)
+    # Of a chunk, forward computes all products and the loss's whole work: backward returns what they gave.
     cost.forward = PassTime(
-        matmul=misaligned_factor * model.product_s(product), elementwise=_loss_s(model, logits, 0), tp=all_gather_s
+        matmul=forward_s + np.where(chunked.on, backward_s, 0.0),
+        elementwise=np.where(chunked.on, chunked.elementwise_s, _loss_s(model, logits, 0)),
+        tp=all_gather_s + np.where(chunked.on, chunked.all_reduce_s, 0.0),
     )
-    backward_s = misaligned_factor * model.product_s(product, None, products)
-    cost.backward = PassTime(matmul=backward_s, elementwise=_loss_s(model, logits, 1), tp=all_gather_s + all_reduce_s)
+    cost.backward = PassTime(
+        matmul=np.where(chunked.on, 0.0, backward_s),
+        elementwise=np.where(chunked.on, 0.0, _loss_s(model, logits, 1)),
+        tp=all_gather_s + all_reduce_s,
+    )
     for pass_time in (cost.forward, cost.backward):
         wire = model.groups.booked(np.asarray(pass_time.tp), model.groups.tp)
         pass_time.inside, pass_time.outside = wire.inside, wire.outside

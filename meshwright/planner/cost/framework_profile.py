@@ -84,6 +84,10 @@ class ActivationModel:
     """More bytes per element of F: eager SwiGLU saves silu(gate) too (2), a decomposed GELU more."""
     logits: float = 12.0
     """Bytes per logit of one micro-batch at the peak: logits, their float32 copy, their gradient."""
+    chunk_logits: float = 0.0
+    """Logits that exist at once under ``loss_chunk=auto``; 0 for those of a whole micro-batch."""
+    chunk_tokens: float = 0.0
+    """The same as tokens, where that is how the device decides."""
     selective_share: float = 1.0
     """Share of the products whose results ``selective`` recompute keeps."""
     expert_copies: float = 4.0

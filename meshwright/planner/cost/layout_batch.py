@@ -150,6 +150,8 @@ class LayoutBatch:
     """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
     secondary: Array
     """Neighbours that share gathered weights from forward to backward under ZeRO-3; 0 for all ranks of the state."""
+    loss_chunk: Array
+    """Tokens whose logits exist at once; `AUTO_CHUNK` or `WHOLE_LOGITS`."""
     splits: tuple[tuple[float, ...] | None, ...] = ()
     """Layers of each stage, for layouts that name them; empty where none does."""
     files: tuple[str, ...] = ()
@@ -233,7 +235,7 @@ class LayoutBatch:
             splits: layers of each stage, for layouts that name them.
             files: schedules from files, whose codes follow those of the known ones.
         """
-        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary"}
+        zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
         zeros |= {"compress", "compress_weights", "low_rank", "inverse_density"}
         names = array_fields()
         values = {
@@ -287,4 +289,5 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "inverse_density": layout.compress.inverse_density,
         "compress_weights": COMPRESSIONS.index(layout.compress_weights),
         "secondary": layout.secondary,
+        "loss_chunk": layout.loss_chunk.tokens,
     }

@@ -6,6 +6,7 @@ Sums count bytes by operator: w is the bytes of an element of compute, a bool ha
 from __future__ import annotations
 
 from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
+from meshwright.spec.layout_choices import GPU_CHUNK_LOGITS
 
 FUSED_WIDTH = 38.0
 """Bytes moved per element of D in a compiled layer's forward, in bf16. Source: counted by `models.fused` off a layer's
@@ -48,7 +49,7 @@ ACCUMULATE_BYTES = 10.0
 others: nanotron 7.8, Megatron with Transformer Engine 19.6."""
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",
-    saved=ActivationModel(gate_extra=2.0, logits=12.0),
+    saved=ActivationModel(gate_extra=2.0, logits=12.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
     runtime=RuntimeModel(
         attention=ATTENTION,
         pass_width=PASS_WIDTH,

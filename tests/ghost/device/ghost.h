@@ -13,6 +13,7 @@ void ghost_free(void *pointer);
 enum ghost_counter { GHOST_LAUNCHES, GHOST_SYNCS, GHOST_TO_DEVICE, GHOST_TO_HOST, GHOST_COUNTERS };
 extern long ghost_counts[GHOST_COUNTERS];
 long ghost_count(int counter);
+long ghost_largest(void);
 
 /* A handle that no other stream, event or communicator of this process has. */
 void *ghost_handle(void);

@@ -159,7 +159,15 @@ cudaError_t cudaDeviceCanAccessPeer(int *can, int device, int peer) { *can = 1; 
 /* ---- memory and copies ---------------------------------------------------------------------------------------- */
 
 cudaError_t cudaMemGetInfo(size_t *unused, size_t *total) { *unused = *total = 80ull << 30; return cudaSuccess; }
+static long largest_allocation;
+
+/* Bytes of the largest allocation since the last call. */
+long ghost_largest(void) { return __sync_lock_test_and_set(&largest_allocation, 0); }
+
 cudaError_t cudaMalloc(void **pointer, size_t bytes) {
+    long before = largest_allocation;
+    while ((long)bytes > before && !__sync_bool_compare_and_swap(&largest_allocation, before, (long)bytes))
+        before = largest_allocation;
     *pointer = ghost_alloc(bytes);
     return *pointer ? cudaSuccess : cudaErrorMemoryAllocation;
 }
