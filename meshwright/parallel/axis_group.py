@@ -281,11 +281,19 @@ class AxisGroup(DifferentiableCollectives):
         group: the process group.
         log: where traffic is booked.
         wire: over shared memory; None for the group's own collectives.
+        gloo_reason: why CPU ranks don't share memory; empty where they do, or nobody asked.
     """
 
-    def __init__(self, axis: str, group: dist.ProcessGroup, log: TrafficLog, wire: SharedWire | None = None) -> None:
+    def __init__(
+        self,
+        axis: str,
+        group: dist.ProcessGroup,
+        log: TrafficLog,
+        wire: SharedWire | None = None,
+        gloo_reason: str = "",
+    ) -> None:
         super().__init__()
-        self.axis, self.group, self.log, self.wire = axis, group, log, wire
+        self.axis, self.group, self.log, self.wire, self.gloo_reason = axis, group, log, wire, gloo_reason
         self.size, self.index = group.size(), group.rank()
         self._global = dist.get_process_group_ranks(group)
         backends = dist.get_backend_config(group)

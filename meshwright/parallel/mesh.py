@@ -16,7 +16,7 @@ from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.parallel.top_k import TopKCompressor
-from meshwright.parallel.wire import WireOptions, open_wire
+from meshwright.parallel.wire import WireOptions, open_axis_group
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
@@ -42,8 +42,6 @@ class Mesh:
 
     def __init__(self, layout: Layout, device_type: str, log: TrafficLog, wire: WireOptions = WireOptions()) -> None:
         self.layout, self.device_type, self.log, self._wire = layout, device_type, log, wire
-        self.gloo_reasons: dict[str, str] = {}
-        """Why a group of CPU ranks, by its axis, doesn't use shared memory; empty where all do, or none is to."""
         self.rank = dist.get_rank()
         self.loss_axes = loss_axes()
         shape = layout.shape()
@@ -66,12 +64,15 @@ class Mesh:
             axis: name under which they are booked.
             group: the ranks.
         """
-        if self.device_type != "cpu" or dist.get_backend(group) != "gloo":
-            return AxisGroup(axis, group, self.log)
-        wire = open_wire(axis, group, self._wire)
-        if wire.obstacle:
-            self.gloo_reasons[axis] = wire.obstacle
-        return AxisGroup(axis, group, self.log, wire.shared)
+        return open_axis_group(axis, group, self.log, self._wire)
+
+    def describe_wire(self) -> str:
+        """Returns how collectives of CPU ranks travel, and why those of some axes go through gloo."""
+        if self._wire.choice == "gloo" or self.world.size == 1:
+            return "gloo"
+        groups = {WORLD: self.world, **self.axis_groups}
+        reasons = [f"gloo over {name}: {group.gloo_reason}" for name, group in groups.items() if group.gloo_reason]
+        return "; ".join(["shared memory", *reasons])
 
     def _island_group(self, shape: dict[str, int]) -> AxisGroup:
         """Returns the group of this rank's island; a collective call."""

@@ -491,7 +491,8 @@ def as_bytes(tensor: torch.Tensor) -> _Bytes:
         raise WireError(f"a collective over shared memory needs contiguous tensors, not strides {tensor.stride()}")
     tensor = tensor.detach()
     if tensor.dtype not in _NUMPY_TYPES:
-        tensor = tensor.reshape(-1).view(torch.uint8)
+        # A dim of one element may have any stride, which a view as bytes doesn't take.
+        tensor = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
     flat: _Bytes = tensor.numpy().reshape(-1).view(np.uint8)
     return flat
 

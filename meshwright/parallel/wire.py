@@ -10,6 +10,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.byte_collectives import all_gather_bytes
 from meshwright.parallel.shared_segment import (
     SegmentAddress,
@@ -36,31 +37,22 @@ class WireOptions:
     """Limit of one collective."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wire:
-    """What carries a group's collectives."""
-
-    shared: SharedWire | None
-    """Over shared memory; None for torch's own."""
-    obstacle: str
-    """Why not over shared memory; empty where it is, or where nobody wants it."""
-
-
-def open_wire(axis: str, group: dist.ProcessGroup, options: WireOptions) -> Wire:
-    """Opens the wire of a group; a collective call of its ranks.
+def open_axis_group(axis: str, group: dist.ProcessGroup, log: TrafficLog, options: WireOptions) -> AxisGroup:
+    """Returns the collectives of a group, over shared memory where that is wanted and can be; a collective call.
 
     Args:
-        axis: the group's name, for messages.
-        group: of CPU ranks, over gloo.
-        options: how.
+        axis: the group's name.
+        group: the ranks; those of a GPU, whose group isn't gloo's, share nothing.
+        log: where traffic is booked.
+        options: how CPU ranks' collectives travel.
 
     Raises:
         ConfigError: when shared memory is asked for and these ranks of one machine can't have it.
     """
-    if options.choice == "gloo" or group.size() == 1:
-        return Wire(None, "")
+    if options.choice == "gloo" or group.size() == 1 or dist.get_backend(group) != "gloo":
+        return AxisGroup(axis, group, log)
     if group.size() > MOST_RANKS:
-        return Wire(None, f"{group.size()} ranks are more than {MOST_RANKS}")
+        return AxisGroup(axis, group, log, gloo_reason=f"{group.size()} ranks are more than {MOST_RANKS}")
     segment, obstacle, is_local = _share_segment(group, options.node)
     if segment is None:
         if options.choice == "shm" and is_local:
@@ -68,11 +60,12 @@ def open_wire(axis: str, group: dist.ProcessGroup, options: WireOptions) -> Wire
                 f"launch.wire = shm: the ranks of {axis} can't share memory: {obstacle}; write launch.wire = auto, which "
                 "takes gloo then"
             )
-        return Wire(None, obstacle)
+        return AxisGroup(axis, group, log, gloo_reason=obstacle)
     ranks = dist.get_process_group_ranks(group)
     # Of all ranks those on other nodes don't use these cores; taking them for neighbours only shortens the polling.
     is_crowded = dist.get_world_size() > len(os.sched_getaffinity(0))
-    return Wire(SharedWire(segment, group.rank(), ranks, axis, options.timeout_s, is_crowded), "")
+    wire = SharedWire(segment, group.rank(), ranks, axis, options.timeout_s, is_crowded)
+    return AxisGroup(axis, group, log, wire)
 
 
 def _share_segment(group: dist.ProcessGroup, node: str) -> tuple[SharedSegment | None, str, bool]:
