@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, LaunchError
+from meshwright.launch.contract import RankContext
 from meshwright.launch.failure import describe_exception
-from meshwright.parallel import wire as wire_module
+from meshwright.launch.rendezvous import init_group
+from meshwright.parallel import shared_segment
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
-from meshwright.parallel.shared_segment import RING_BYTES
+from meshwright.parallel.shared_segment import RING_BYTES, SharedSegment
 from meshwright.parallel.shared_wire import WireError
 from meshwright.parallel.wire import WireOptions, open_axis_group
-from tests.ranks.group import run_ranks
+from tests.ranks.group import run_contexts, run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -175,3 +177,94 @@ def test_ranks_with_different_programs_fail() -> None:
         assert "ranks of tp run different programs" in text and "all_reduce" in text
 
 
+def _outlive(context: RankContext, number: int, timeout_s: float, folder: Path) -> None:
+    """Waits for rank 1, which gets a signal inside a collective; writes how the wait ended, and seconds since then."""
+    init_group(context, timeout_s=60.0, group_s=60.0)
+    group, rank = _open(timeout_s), context.rank
+    group.all_reduce(torch.ones(10)).wait()
+    tensor = torch.ones(LONG * 4)
+    if rank == 1:
+        # Its peers need more of it than what it has sent by now.
+        group.all_reduce(tensor)
+        (folder / "at").write_text(str(time.monotonic()))
+        os.kill(os.getpid(), number)
+    try:
+        group.all_reduce(tensor).wait()
+    except WireError as error:
+        died = float((folder / "at").read_text())
+        echo = describe_exception(rank, error, 0.0).is_echo
+        (folder / f"rank{rank}").write_text(f"{time.monotonic() - died} {echo} {error}")
+        raise
+
+
+def _endings(number: int, timeout_s: float, folder: Path) -> tuple[LaunchError, list[tuple[float, str, str]]]:
+    """Returns the launcher's error, and by rank after how long a wait ended, whether it blames a peer, and its text."""
+    with pytest.raises(LaunchError) as caught:
+        run_contexts(3, _outlive, number, timeout_s, folder)
+    texts = [(folder / f"rank{rank}").read_text().split(" ", 2) for rank in (0, 2)]
+    return caught.value, [(float(seconds), echo, text) for seconds, echo, text in texts]
+
+
+def test_a_killed_rank_fails_the_others_within_a_second(tmp_path: Path) -> None:
+    """As gloo's connections would; and the launcher blames the signal, not its echoes."""
+    error, endings = _endings(signal.SIGKILL, 60.0, tmp_path)
+    assert "[rank 1] was killed by SIGKILL" in str(error).splitlines()[0]
+    for seconds, echo, text in endings:
+        assert seconds < 1.0 and echo == "True"
+        # One of the two may have failed first, and ended before the other looked.
+        assert "ended before all_" in text
+
+
+def test_a_stopped_rank_ends_the_wait_at_its_limit(tmp_path: Path) -> None:
+    """A stopped process is alive, so nothing but the limit ends a wait for it; then the others name it."""
+    _, endings = _endings(signal.SIGSTOP, 1.5, tmp_path)
+    first = min(endings)
+    assert 1.4 < first[0] < 10.0 and "timed out after 1.5 s" in first[2] and "rank" in first[2]
+
+
+def _refused(rank: int, node: str) -> tuple[bool, str, str]:
+    """Returns whether ranks share memory by themselves, why not, and what asking for it raises."""
+    options = WireOptions(node=f"{node}{rank}" if node else "")
+    group = open_axis_group("tp", dist.group.WORLD, TrafficLog(), options)
+    total = torch.ones(3)
+    group.all_reduce(total).wait()
+    assert total.eq(2).all()
+    try:
+        open_axis_group("tp", dist.group.WORLD, TrafficLog(), WireOptions(choice="shm", node=options.node))
+    except ConfigError as error:
+        return group.wire is not None, group.gloo_reason, str(error)
+    return group.wire is not None, group.gloo_reason, ""
+
+
+def _no_memory(ranks: int) -> SharedSegment:
+    raise OSError(errno.EPERM, "Operation not permitted")
+
+
+def test_where_memory_cannot_be_shared_gloo_carries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another processor, where the kernel refuses on one rank, and on several nodes: with the reason."""
+    monkeypatch.setattr(shared_segment.platform, "machine", lambda: "aarch64")
+    for shares, reason, raised in run_ranks(2, _refused, ""):
+        assert not shares and "aarch64" in reason and "no fence" in reason
+        assert raised.startswith("launch.wire = shm: the ranks of tp can't share memory: a aarch64") and "auto" in raised
+    monkeypatch.undo()
+    monkeypatch.setattr(SharedSegment, "create", _no_memory)
+    for shares, reason, raised in run_ranks(2, _refused, ""):
+        assert not shares and "the kernel gives no shared memory: Operation not permitted" in reason and reason in raised
+    monkeypatch.undo()
+    # Ranks of several nodes go through gloo even where shared memory is asked for within nodes.
+    assert run_ranks(2, _refused, "node") == [(False, "its ranks are on several machines", "")] * 2
+
+
+def _leave_early(rank: int) -> bool:
+    """Rank 1 has sent all that the others need, and goes while rank 0 still waits for rank 2."""
+    group = _open()
+    tensor = torch.full((10,), float(rank))
+    if rank == 2:
+        time.sleep(0.3)
+    group.all_reduce(tensor).wait()
+    return bool((tensor == 3).all())
+
+
+def test_a_rank_that_has_sent_everything_may_go() -> None:
+    """Only a rank of which something is missing fails a wait."""
+    assert run_ranks(3, _leave_early) == [True] * 3
