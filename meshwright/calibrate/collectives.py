@@ -13,7 +13,7 @@ from meshwright.calibrate.clock import DeviceTimer, agreed
 from meshwright.cluster.traffic import span
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.token_dispatch import exchange
-from meshwright.parallel.wire import WireOptions, open_axis_group
+from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
 
 SLOWEST_S = 0.5
 """Longest single call: larger sizes aren't measured, so that a slow network doesn't delay the calibration."""
@@ -45,7 +45,7 @@ def placements(ranks: int, node_ranks: int) -> list[tuple[int, int, int]]:
 
 
 def collectives(
-    messages: Sequence[int], node_ranks: int, clock: DeviceTimer, wire: WireOptions = WireOptions()
+    messages: Sequence[int], node_ranks: int, clock: DeviceTimer, wire: WireOptions = AUTO
 ) -> Iterator[tuple[Any, ...]]:
     """Yields (kind, ranks, nodes, rank stride, bytes, seconds) for every placement; all ranks call it together.
 

@@ -399,9 +399,7 @@ class AxisGroup(DifferentiableCollectives):
         return self._native(
             "all_to_all",
             sent_bytes,
-            lambda: dist.all_to_all_single(
-                output, rows, list(received), list(sent), group=self.group, async_op=True
-            ),
+            lambda: dist.all_to_all_single(output, rows, list(received), list(sent), group=self.group, async_op=True),
         )
 
     def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> PendingCollective:

@@ -16,7 +16,7 @@ from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.parallel.top_k import TopKCompressor
-from meshwright.parallel.wire import WireOptions, open_axis_group
+from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
@@ -40,7 +40,7 @@ class Mesh:
         wire: how collectives of CPU ranks travel.
     """
 
-    def __init__(self, layout: Layout, device_type: str, log: TrafficLog, wire: WireOptions = WireOptions()) -> None:
+    def __init__(self, layout: Layout, device_type: str, log: TrafficLog, wire: WireOptions = AUTO) -> None:
         self.layout, self.device_type, self.log, self._wire = layout, device_type, log, wire
         self.rank = dist.get_rank()
         self.loss_axes = loss_axes()

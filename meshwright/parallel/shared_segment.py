@@ -51,8 +51,8 @@ class SegmentAddress:
 class SharedSegment:
     """A mapped segment of ``ranks`` ranks.
 
-    A rank's ring is a stream of bytes: position ``p`` of it lies at ``p % RING_BYTES``. ``counters`` holds how many bytes
-    each rank has published, and how many of each stream each rank has read.
+    A rank's ring is a stream of bytes: position ``p`` of it lies at ``p % RING_BYTES``. ``counters`` holds how many
+    bytes each rank has published, and how many of each stream each rank has read.
 
     Args:
         descriptor: of the file; the segment closes it.

@@ -1,9 +1,10 @@
 """Collectives of CPU ranks on one machine over a `SharedSegment`.
 
-Each rank writes its messages, in the order of the collectives, into one stream that all others read. A collective copies
-its tensor into the stream where it starts, as far as there is room, and the peers read from there where they wait: no
-rank waits for another in order to start. Sums add the ranks' values in rank order, so they are bit-identical on all
-ranks and in every run. A message begins with a header, so ranks whose programs differ fail instead of mixing tensors.
+Each rank writes its messages, in the order of the collectives, into one stream that all others read. A collective
+copies its tensor into the stream where it starts, as far as there is room, and the peers read from there where they
+wait: no rank waits for another in order to start. Sums add the ranks' values in rank order, so they are bit-identical
+on all ranks and in every run. A message begins with a header, so ranks whose programs differ fail instead of mixing
+tensors.
 
     all-reduce, 2 ranks or few bytes   each writes all n bytes, and adds what the others wrote
     all-reduce, more                   reduce-scatter, then all-gather: 2 (r-1)/r n bytes written by each of r ranks
@@ -15,6 +16,7 @@ while its rank computes, such as the rest of a long message, is done by a thread
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import threading
@@ -142,7 +144,7 @@ class SharedWire:
             self._reads.append((work, self._add_up(work, _ALL_REDUCE, data, data, add, work)))
             return self._start(work)
         bounds = self._even_bounds(tensor.numel(), tensor.element_size())
-        parts = [data[start:stop] for start, stop in zip(bounds, bounds[1:])]
+        parts = [data[start:stop] for start, stop in itertools.pairwise(bounds)]
         scattered = self._scatter(parts[self._index], parts, add)
         gathered = self._begin(_ALL_GATHER, self._header_bytes + _aligned(parts[self._index].size))
         self._gather(gathered, parts, parts[self._index], scattered)
@@ -316,9 +318,7 @@ class SharedWire:
             # A peer that skips bytes it doesn't need may be ahead of what is written.
             slowest = min(self._counters[tail] for tail in self._tails)
             self._room_until = RING_BYTES + min(slowest, self._written)
-            self._needed = [
-                peer for peer, tail in zip(self._peers, self._tails) if self._counters[tail] == slowest
-            ]
+            self._needed = [peer for peer, tail in zip(self._peers, self._tails) if self._counters[tail] == slowest]
         return self._room_until - self._written
 
     def _headers(self, work: WireWork, kind: int, expected: Sequence[int]) -> Generator[bool, None, list[list[int]]]:
@@ -384,7 +384,9 @@ class SharedWire:
             summands = []
             for rank in range(self._size):
                 place = self._read[rank] % RING_BYTES
-                source = own[offset : offset + count] if rank == self._index else self._rings[rank][place : place + count]
+                source = (
+                    own[offset : offset + count] if rank == self._index else self._rings[rank][place : place + count]
+                )
                 summands.append(source)
             # The own summand may lie where the sum goes, so the sum of the first ones is made elsewhere.
             partial = summands[0]
@@ -454,7 +456,9 @@ class SharedWire:
                 self._failure = WireError(f"{LOST_CONTACT}: {self._name(lost)} ended before {work.name} was done")
                 raise self._failure
         if waited_s > self._timeout_s:
-            self._failure = WireError(f"{work.name} timed out after {self._timeout_s:g} s, waiting for {self._name(needed)}")
+            self._failure = WireError(
+                f"{work.name} timed out after {self._timeout_s:g} s, waiting for {self._name(needed)}"
+            )
             raise self._failure
 
     def _name(self, peers: Sequence[int]) -> str:

@@ -37,6 +37,10 @@ class WireOptions:
     """Limit of one collective."""
 
 
+AUTO = WireOptions()
+"""Shared memory wherever it can be."""
+
+
 def open_axis_group(axis: str, group: dist.ProcessGroup, log: TrafficLog, options: WireOptions) -> AxisGroup:
     """Returns the collectives of a group, over shared memory where that is wanted and can be; a collective call.
 
@@ -57,8 +61,8 @@ def open_axis_group(axis: str, group: dist.ProcessGroup, log: TrafficLog, option
     if segment is None:
         if options.choice == "shm" and is_local:
             raise ConfigError(
-                f"launch.wire = shm: the ranks of {axis} can't share memory: {obstacle}; write launch.wire = auto, which "
-                "takes gloo then"
+                f"launch.wire = shm: the ranks of {axis} can't share memory: {obstacle}; write launch.wire = auto, "
+                "which takes gloo then"
             )
         return AxisGroup(axis, group, log, gloo_reason=obstacle)
     ranks = dist.get_process_group_ranks(group)
@@ -77,7 +81,10 @@ def _share_segment(group: dist.ProcessGroup, node: str) -> tuple[SharedSegment |
         except OSError as error:
             obstacle = f"the kernel gives no shared memory: {error.strerror or error}"
     identity = machine_identity()
-    offer = {"machine": f"{identity}/{node}" if identity else "", "address": asdict(segment.address) if segment else None}
+    offer = {
+        "machine": f"{identity}/{node}" if identity else "",
+        "address": asdict(segment.address) if segment else None,
+    }
     offers = [json.loads(data) for data in all_gather_bytes(json.dumps(offer).encode(), group)]
     is_local = len({offer["machine"] for offer in offers}) == 1
     if not is_local:

@@ -43,7 +43,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import DTYPES
-from meshwright.parallel.wire import WireOptions
+from meshwright.parallel.wire import AUTO, WireOptions
 from meshwright.spec.layout import Layout
 from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
@@ -144,7 +144,7 @@ def build_program(
     device: torch.device,
     facts: ModelAnalysis | None = None,
     filled: bool = True,
-    wire: WireOptions = WireOptions(),
+    wire: WireOptions = AUTO,
 ) -> Program:
     """Builds this rank's program; the default process group must be initialised.
 

@@ -115,10 +115,12 @@ def test_collectives_are_those_of_numpy_in_rank_order(ranks: int) -> None:
 
 
 def _long_messages(rank: int, ranks: int) -> list[str]:
-    """Starts collectives that are longer than all rings together, on one rank much later, and waits in another order."""
+    """Starts collectives longer than all rings together, on one rank much later, and waits in another order."""
     group, gloo, wrong = _open(), AxisGroup("tp", dist.group.WORLD, TrafficLog()), []
     tensors = [_values(rank, LONG + extra, torch.float32) for extra in range(4)]
-    expected = [_sum_in_order([_values(one, LONG + extra, torch.float32) for one in range(ranks)]) for extra in range(4)]
+    expected = [
+        _sum_in_order([_values(one, LONG + extra, torch.float32) for one in range(ranks)]) for extra in range(4)
+    ]
     gloo_sum = tensors[0].clone()
     gloo.all_reduce(gloo_sum).wait()
     if rank == 0:
@@ -132,7 +134,9 @@ def _long_messages(rank: int, ranks: int) -> list[str]:
     for handle in reversed(pending):
         handle.wait()
     wrong += [f"sum {at}" for at, (one, other) in enumerate(zip(tensors, expected)) if not _same(one, other)]
-    if not all(gathered.view(ranks, -1)[one].equal(torch.arange(LONG, dtype=torch.int32) + one) for one in range(ranks)):
+    if not all(
+        gathered.view(ranks, -1)[one].equal(torch.arange(LONG, dtype=torch.int32) + one) for one in range(ranks)
+    ):
         wrong.append("gather")
     if not torch.allclose(gloo_sum, tensors[0], rtol=1e-5, atol=1e-5):
         wrong.append("gloo")
@@ -245,11 +249,15 @@ def test_where_memory_cannot_be_shared_gloo_carries(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_segment.platform, "machine", lambda: "aarch64")
     for shares, reason, raised in run_ranks(2, _refused, ""):
         assert not shares and "aarch64" in reason and "no fence" in reason
-        assert raised.startswith("launch.wire = shm: the ranks of tp can't share memory: a aarch64") and "auto" in raised
+        assert (
+            raised.startswith("launch.wire = shm: the ranks of tp can't share memory: a aarch64") and "auto" in raised
+        )
     monkeypatch.undo()
     monkeypatch.setattr(SharedSegment, "create", _no_memory)
     for shares, reason, raised in run_ranks(2, _refused, ""):
-        assert not shares and "the kernel gives no shared memory: Operation not permitted" in reason and reason in raised
+        assert (
+            not shares and "the kernel gives no shared memory: Operation not permitted" in reason and reason in raised
+        )
     monkeypatch.undo()
     # Ranks of several nodes go through gloo even where shared memory is asked for within nodes.
     assert run_ranks(2, _refused, "node") == [(False, "its ranks are on several machines", "")] * 2
