@@ -6,10 +6,13 @@ that made it. Each segment has a random token, so nobody takes another generatio
 
 Each rank holds a POSIX lock on a byte of the file. The kernel releases it when the process ends, before anybody has
 reaped it and without a signal, so any rank can ask whether another is alive.
+
+A rank that waits sleeps in the kernel on a counter (futex) until the rank that moves it wakes it, as a socket would.
 """
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -30,6 +33,8 @@ _COUNTER_WORDS = ALIGNMENT // 8
 """A counter has a cache line of its own: a rank that polls one doesn't slow the writer of another."""
 _LOCK = struct.Struct("hhqqi4x")
 """Source: struct flock of Linux on 64 bits, fcntl(2): type, whence, start, length, pid."""
+_FUTEX, _FUTEX_WAIT, _FUTEX_WAKE, _ALL = 202, 0, 1, 2**31 - 1
+"""Source: Linux, syscall_64.tbl and futex(2); of x86_64, as `ORDERED_MACHINES` are."""
 ORDERED_MACHINES = ("x86_64", "AMD64")
 """Processors whose stores are seen in program order, so that a counter that has moved says that the data before it is
 there. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 3, section 8.2.2. Others need
@@ -75,6 +80,8 @@ class SharedSegment:
         header_bytes = _header_bytes(ranks)
         self.counters = memoryview(self._map)[ALIGNMENT:header_bytes].cast("q")
         """Words of 8 bytes; a store of one is a single instruction, so no reader sees half of it."""
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map)) + ALIGNMENT
+        self._system_call = ctypes.CDLL(None).syscall
         data = np.frombuffer(self._map, np.uint8)[header_bytes:]
         self.rings: list[NDArray[np.uint8]] = list(data.reshape(ranks, RING_BYTES))
         """The ring of each rank, (RING_BYTES,)."""
@@ -124,6 +131,28 @@ class SharedSegment:
     def read_at(self, writer: int, reader: int) -> int:
         """Returns the index of the counter of bytes of ``writer``'s stream that ``reader`` needs no longer."""
         return self.published_at(writer) + (reader + 1) * _COUNTER_WORDS
+
+    def sleep(self, counter: int, seen: int, limit_s: float) -> None:
+        """Sleeps until a counter is woken; not at all if it isn't what it was.
+
+        Args:
+            counter: its index.
+            seen: its value when this rank found that it has to wait.
+            limit_s: longest sleep, below a second.
+        """
+        limit = (ctypes.c_long * 2)(0, int(limit_s * 1e9))
+        # The kernel compares the lower half, in which any change of less than 4 GiB shows.
+        self._system_call(
+            ctypes.c_long(_FUTEX), ctypes.c_void_p(self._address + 8 * counter), ctypes.c_int(_FUTEX_WAIT),
+            ctypes.c_uint32(seen & 0xFFFFFFFF), limit, None, ctypes.c_int(0),
+        )  # fmt: skip
+
+    def wake(self, counter: int) -> None:
+        """Wakes all that sleep on a counter, which has moved."""
+        self._system_call(
+            ctypes.c_long(_FUTEX), ctypes.c_void_p(self._address + 8 * counter), ctypes.c_int(_FUTEX_WAKE),
+            ctypes.c_int(_ALL), None, None, ctypes.c_int(0),
+        )  # fmt: skip
 
     def hold(self, rank: int) -> None:
         """Marks a rank as alive until this process ends or closes the segment.

@@ -17,7 +17,6 @@ while its rank computes, such as the rest of a long message, is done by a thread
 from __future__ import annotations
 
 import itertools
-import os
 import struct
 import threading
 import time
@@ -35,12 +34,12 @@ PIECE_BYTES = 256 * 2**10
 """Bytes that are copied or added before they are published: small enough to stay in a core's cache."""
 WHOLE_BYTES = 64 * 2**10
 """All-reduces of more than two ranks up to these bytes are sent whole: one wait for the peers instead of two."""
-SPIN_S = 0.0005
-"""Seconds for which a waiting rank only yields its core; then it sleeps, ever longer."""
-LONGEST_SLEEP_S = 0.005
-"""Longest sleep of a waiting rank. It then runs for less than a hundredth of the time and counts as idle."""
+SPIN_S = 0.0001
+"""Seconds for which a waiting rank looks again and again, about what a sleep and a wake cost; then it sleeps."""
 CHECK_S = 0.02
-"""Seconds without progress after which, and then so often, a waiting rank asks whether its peers are alive."""
+"""Longest sleep, after which a waiting rank asks whether its peers are alive."""
+SHORT_SLEEP_S = 0.001
+"""Longest sleep while this rank has still something to write, for which it may be woken by another counter."""
 HELPER_S = 0.001
 """Seconds between looks of the thread that does what a collective owes."""
 
@@ -116,7 +115,7 @@ class SharedWire:
         self._tail_of = [segment.read_at(peer, index) for peer in range(self._size)]
         # This rank's positions in all streams; what others see of them is in the counters.
         self._written, self._room_until = 0, RING_BYTES
-        self._read = [0] * self._size
+        self._read, self._seen = [0] * self._size, [0] * self._size
         self._header = struct.Struct(f"={2 + self._size}q")
         self._header_bytes = _aligned(self._header.size)
         self._scratch = np.empty(PIECE_BYTES, np.uint8)
@@ -125,6 +124,8 @@ class SharedWire:
         self._reads: deque[tuple[WireWork, _Steps]] = deque()
         self._needed: Sequence[int] = ()
         """Peers without which the last step could not go on."""
+        self._awaited = (0, 0)
+        """The counter that must move before it can, and the value that was too low."""
         self._failure: Exception | None = None
         self._lock, self._waiting = threading.Lock(), 0
         self._helper: threading.Thread | None = None
@@ -196,11 +197,8 @@ class SharedWire:
                 if now - checked > CHECK_S:
                     self._check_peers(work, now - began)
                     checked = now
-                still_s = now - still_since
-                if still_s < self._spin_s:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(LONGEST_SLEEP_S, max(2e-5, still_s / 10)))
+                if now - still_since > self._spin_s:
+                    self._segment.sleep(*self._awaited, SHORT_SLEEP_S if self._writes else CHECK_S)
         finally:
             self._waiting -= 1
 
@@ -308,17 +306,26 @@ class SharedWire:
                 work.sent += count
                 self._written += _aligned(count)
                 # After the data: stores are seen in order (`ORDERED_MACHINES`).
-                self._counters[self._published[self._index]] = self._written
+                self._publish()
                 yield True
-        self._counters[self._published[self._index]] = self._written
+        if not any(part.size for part in payload):
+            self._publish()
+
+    def _publish(self) -> None:
+        """Shows the peers what is written, and wakes those that wait for it."""
+        counter = self._published[self._index]
+        self._counters[counter] = self._written
+        self._segment.wake(counter)
 
     def _room(self, wanted: int = 0) -> int:
         """Returns the free bytes of this rank's ring, a multiple of `ALIGNMENT`; looks again if below ``wanted``."""
         if self._room_until - self._written < max(wanted, self._header_bytes):
+            slowest, tail, peer = min(
+                (self._counters[tail], tail, peer) for peer, tail in zip(self._peers, self._tails)
+            )
             # A peer that skips bytes it doesn't need may be ahead of what is written.
-            slowest = min(self._counters[tail] for tail in self._tails)
             self._room_until = RING_BYTES + min(slowest, self._written)
-            self._needed = [peer for peer, tail in zip(self._peers, self._tails) if self._counters[tail] == slowest]
+            self._needed, self._awaited = (peer,), (tail, slowest)
         return self._room_until - self._written
 
     def _headers(self, work: WireWork, kind: int, expected: Sequence[int]) -> Generator[bool, None, list[list[int]]]:
@@ -335,7 +342,7 @@ class SharedWire:
         sizes: list[list[int]] = [[] for _ in range(self._size)]
         for peer in self._peers:
             while self._available(peer) < self._header_bytes:
-                self._needed = (peer,)
+                self._need(peer)
                 yield False
             place, ring = self._read[peer] % RING_BYTES, self._rings[peer]
             header = ring[place : place + self._header.size].tobytes()
@@ -374,7 +381,9 @@ class SharedWire:
             for peer in self._peers:
                 available = min(self._available(peer), RING_BYTES - self._read[peer] % RING_BYTES)
                 if available <= 0:
-                    self._needed = (peer,)
+                    self._need(peer)
+                    count = 0
+                    break
                 count = min(count, available)
             if sent_first is not None:
                 count = min(count, sent_first.sent - offset)
@@ -422,8 +431,9 @@ class SharedWire:
                 if offsets[peer] == target.size:
                     self._skip(peer, behind[peer])
                     unfinished.remove(peer)
-            self._needed = unfinished
             if unfinished:
+                if not moved:
+                    self._need(unfinished[0])
                 yield moved
 
     def _around(self, kind: int, sizes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -435,12 +445,21 @@ class SharedWire:
 
     def _available(self, peer: int) -> int:
         """Returns the bytes that a peer has published and this rank has not read."""
-        return self._counters[self._published[peer]] - self._read[peer]
+        self._seen[peer] = self._counters[self._published[peer]]
+        return self._seen[peer] - self._read[peer]
+
+    def _need(self, peer: int) -> None:
+        """Notes that a step waits for a peer's next bytes."""
+        # Nothing newer than what the step needs: if more has come since it looked, the sleep ends at once.
+        self._needed, self._awaited = (peer,), (self._published[peer], self._seen[peer])
 
     def _skip(self, peer: int, count: int) -> None:
-        """Gives bytes of a peer's stream back to it."""
+        """Gives bytes of a peer's stream back to it, and wakes it where its ring may have been full."""
+        may_wait = self._seen[peer] - self._read[peer] > RING_BYTES // 2
         self._read[peer] += count
         self._counters[self._tail_of[peer]] = self._read[peer]
+        if may_wait:
+            self._segment.wake(self._tail_of[peer])
 
     def _check_peers(self, work: WireWork, waited_s: float) -> None:
         """Ends a wait that can't succeed.
