@@ -122,8 +122,12 @@ class SharedWire:
         self._number, self._owed_bytes = 0, 0
         self._writes: deque[tuple[WireWork, _Steps]] = deque()
         self._reads: deque[tuple[WireWork, _Steps]] = deque()
-        self._needed: Sequence[int] = ()
-        """Peers without which the last step could not go on."""
+        # Both are asked after: two living ranks may wait for each other's bytes, which neither has room to write since a
+        # third one has ended.
+        self._needed_to_write: Sequence[int] = ()
+        """Peers that had read least when this rank last looked for room."""
+        self._needed_to_read: Sequence[int] = ()
+        """Peers whose bytes the last step that read lacked."""
         self._awaited = (0, 0)
         """The counter that must move before it can, and the value that was too low."""
         self._failure: Exception | None = None
@@ -320,12 +324,11 @@ class SharedWire:
     def _room(self, wanted: int = 0) -> int:
         """Returns the free bytes of this rank's ring, a multiple of `ALIGNMENT`; looks again if below ``wanted``."""
         if self._room_until - self._written < max(wanted, self._header_bytes):
-            slowest, tail, peer = min(
-                (self._counters[tail], tail, peer) for peer, tail in zip(self._peers, self._tails)
-            )
+            slowest, tail = min((self._counters[tail], tail) for tail in self._tails)
             # A peer that skips bytes it doesn't need may be ahead of what is written.
             self._room_until = RING_BYTES + min(slowest, self._written)
-            self._needed, self._awaited = (peer,), (tail, slowest)
+            behind = [peer for peer, tail in zip(self._peers, self._tails) if self._counters[tail] <= slowest]
+            self._needed_to_write, self._awaited = behind, (tail, slowest)
         return self._room_until - self._written
 
     def _headers(self, work: WireWork, kind: int, expected: Sequence[int]) -> Generator[bool, None, list[list[int]]]:
@@ -342,7 +345,7 @@ class SharedWire:
         sizes: list[list[int]] = [[] for _ in range(self._size)]
         for peer in self._peers:
             while self._available(peer) < self._header_bytes:
-                self._need(peer)
+                self._need([other for other in self._peers if not sizes[other]])
                 yield False
             place, ring = self._read[peer] % RING_BYTES, self._rings[peer]
             header = ring[place : place + self._header.size].tobytes()
@@ -380,11 +383,9 @@ class SharedWire:
             count = min(output.size - offset, PIECE_BYTES)
             for peer in self._peers:
                 available = min(self._available(peer), RING_BYTES - self._read[peer] % RING_BYTES)
-                if available <= 0:
-                    self._need(peer)
-                    count = 0
-                    break
                 count = min(count, available)
+            if count <= 0:
+                self._need([peer for peer in self._peers if self._seen[peer] <= self._read[peer]])
             if sent_first is not None:
                 count = min(count, sent_first.sent - offset)
             if count <= 0:
@@ -433,7 +434,7 @@ class SharedWire:
                     unfinished.remove(peer)
             if unfinished:
                 if not moved:
-                    self._need(unfinished[0])
+                    self._need(unfinished)
                 yield moved
 
     def _around(self, kind: int, sizes: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
@@ -448,10 +449,10 @@ class SharedWire:
         self._seen[peer] = self._counters[self._published[peer]]
         return self._seen[peer] - self._read[peer]
 
-    def _need(self, peer: int) -> None:
-        """Notes that a step waits for a peer's next bytes."""
-        # Nothing newer than what the step needs: if more has come since it looked, the sleep ends at once.
-        self._needed, self._awaited = (peer,), (self._published[peer], self._seen[peer])
+    def _need(self, peers: Sequence[int]) -> None:
+        """Notes that a step waits for the next bytes of some peers."""
+        # The value that the step saw: if more has come since it looked, the sleep ends at once.
+        self._needed_to_read, self._awaited = tuple(peers), (self._published[peers[0]], self._seen[peers[0]])
 
     def _skip(self, peer: int, count: int) -> None:
         """Gives bytes of a peer's stream back to it, and wakes it where its ring may have been full."""
@@ -467,7 +468,8 @@ class SharedWire:
         Raises:
             WireError: when a needed peer has ended, or the time is over.
         """
-        needed = tuple(self._needed)
+        to_write, to_read = self._needed_to_write if self._writes else (), self._needed_to_read if self._reads else ()
+        needed = sorted({*to_write, *to_read})
         lost = [peer for peer in needed if not self._segment.is_held(peer)]
         with self._lock:
             # What it published before its end may suffice.
