@@ -122,7 +122,7 @@ class SharedWire:
         self._number, self._owed_bytes = 0, 0
         self._writes: deque[tuple[WireWork, _Steps]] = deque()
         self._reads: deque[tuple[WireWork, _Steps]] = deque()
-        # Both are asked after: two living ranks may wait for each other's bytes, which neither has room to write since a
+        # Both are asked after: two living ranks may wait for each other's bytes, which neither has room to write as a
         # third one has ended.
         self._needed_to_write: Sequence[int] = ()
         """Peers that had read least when this rank last looked for room."""
