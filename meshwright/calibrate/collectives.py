@@ -13,6 +13,7 @@ from meshwright.calibrate.clock import DeviceTimer, agreed
 from meshwright.cluster.traffic import span
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.token_dispatch import exchange
+from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
 
 SLOWEST_S = 0.5
 """Longest single call: larger sizes aren't measured, so that a slow network doesn't delay the calibration."""
@@ -43,40 +44,43 @@ def placements(ranks: int, node_ranks: int) -> list[tuple[int, int, int]]:
     return axis_placements[:MAX_PLACEMENTS]
 
 
-def collectives(messages: Sequence[int], node_ranks: int, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
+def collectives(
+    messages: Sequence[int], node_ranks: int, clock: DeviceTimer, wire: WireOptions = AUTO
+) -> Iterator[tuple[Any, ...]]:
     """Yields (kind, ranks, nodes, rank stride, bytes, seconds) for every placement; all ranks call it together.
 
     Args:
         messages: bytes of full tensors.
         node_ranks: ranks of a node.
         clock: timer of this rank.
+        wire: how collectives of CPU ranks travel.
     """
     world = dist.get_world_size()
     for rank_stride, degree, nodes in placements(world, node_ranks):
-        group = _build_group(rank_stride, degree)
+        axis_group = open_axis_group("calibrate", _build_group(rank_stride, degree), TrafficLog(), wire)
         for kind, build in KINDS.items():
             points: list[tuple[int, float]] = []
             for size in messages:
                 # Sizes ascend, so all larger ones would be slower still.
                 if _extrapolate_s(points, size) > SLOWEST_S:
                     break
-                call = build(
-                    AxisGroup("calibrate", group, TrafficLog()), _divisible_elements(size, degree), clock.device
-                )
+                call = build(axis_group, _divisible_elements(size, degree), clock.device)
                 points.append((size, _slowest_rank_s(call, clock)))
                 yield kind, degree, nodes, rank_stride, *points[-1]
 
 
-def overlapped(size: int, clock: DeviceTimer) -> float:
+def overlapped(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
     """Measures the share of an all-reduce over all ranks that hides under matrix products, 0 to 1.
 
     Args:
         size: bytes of the tensor.
         clock: timer of this rank.
+        wire: how collectives of CPU ranks travel.
     """
     group = dist.group.WORLD
     assert group is not None
-    axis_group, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
+    tensor = torch.ones(size // 4, device=clock.device)
     matrix = torch.randn(512, 512, device=clock.device)
     alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
     product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
@@ -95,7 +99,7 @@ def overlapped(size: int, clock: DeviceTimer) -> float:
     return min(1.0, max(0.0, (alone_s + count * product_s - together_s) / min(alone_s, count * product_s)))
 
 
-def awaited(size: int, clock: DeviceTimer) -> float:
+def awaited(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
     """Measures the extra seconds of a collective between matrix products, over one in a tight loop.
 
     They come from ranks that arrive unevenly and from waking threads. More than the collective itself can't be, and is
@@ -104,10 +108,12 @@ def awaited(size: int, clock: DeviceTimer) -> float:
     Args:
         size: bytes of the tensor.
         clock: timer of this rank.
+        wire: how collectives of CPU ranks travel.
     """
     group = dist.group.WORLD
     assert group is not None
-    axis_group, tensor = AxisGroup("calibrate", group, TrafficLog()), torch.ones(size // 4, device=clock.device)
+    axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
+    tensor = torch.ones(size // 4, device=clock.device)
     matrix = torch.randn(512, 512, device=clock.device)
     alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
     product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]

@@ -20,6 +20,7 @@ from meshwright.json_types import JsonObject
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel.byte_collectives import broadcast_bytes
+from meshwright.parallel.wire import WireOptions
 from meshwright.records import RecordCodec
 
 GROUP_S = 60.0
@@ -193,7 +194,8 @@ def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext,
     # Collectives vary more than computations: twice the window.
     long_timer = dataclasses.replace(clock, window_s=2 * clock.window_s)
     rows, placement = [], None
-    for row in collectives.collectives(sizes.messages, context.local_world, long_timer):
+    wire = WireOptions(node="" if context.node is None else str(context.node))
+    for row in collectives.collectives(sizes.messages, context.local_world, long_timer, wire):
         # Announce each placement once, not each size.
         if placement != row[1:4]:
             placement = row[1:4]
@@ -202,7 +204,7 @@ def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext,
             )
         rows.append(row)
     announce("an all-reduce under matrix products")
-    hidden_share = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer)
+    hidden_share = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer, wire)
     announce("an all-reduce between matrix products")
-    wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), long_timer)
+    wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), long_timer, wire)
     return {"collectives": rows, "overlap": hidden_share, "host": (("wait", wait_s),)}

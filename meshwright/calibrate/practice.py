@@ -15,6 +15,7 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel.wire import WireOptions
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -108,7 +109,8 @@ def _run_steps(
     """Yields each timed step."""
     init_group(context, timeout_s=limit_s, group_s=limit_s)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
-    program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts)
+    wire = WireOptions(timeout_s=limit_s)
+    program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts, wire=wire)
     optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
     batches = _random_batches(layout, context.rank, config, rows, context.device)

@@ -342,6 +342,10 @@ def _check_before_start(
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)
+    if config.launch.wire == "shm" and devices.kind != "cpu":
+        raise ConfigError(
+            "launch.wire = shm is between CPU ranks, and these are on GPUs, whose collectives NCCL sends; leave it out"
+        )
     rows, sequence = config.train.batch, config.data.sequence
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 

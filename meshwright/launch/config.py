@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
@@ -27,6 +28,9 @@ class LaunchConfig(Config):
     network: str = ""
     """What is between the nodes, for the plan: a name of the catalogue's, as ``ethernet-25g`` or ``8xinfiniband-ndr``;
     the usual network of such nodes when empty. A calibration over the same nodes measures it instead."""
+    wire: Literal["auto", "gloo", "shm"] = "auto"
+    """How CPU ranks send collectives: ``shm`` through shared memory, among ranks of one machine; ``gloo`` through
+    sockets; ``auto`` through shared memory wherever it can be."""
     keep_memory: bool = True
     """On CPU ranks, keep freed tensor memory in the process instead of handing it back after each operation."""
 

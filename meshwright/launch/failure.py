@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from meshwright.errors import LaunchError, MeshwrightError
+from meshwright.errors import LOST_CONTACT, LaunchError, MeshwrightError
 
 RankLabel = Callable[[int], str]
 """Names a rank by its coordinates in the mesh, as ``replicate 1, shard 0``; empty without a mesh."""
@@ -18,8 +18,6 @@ _LOST_PEER = re.compile(
     r"Connection (closed|reset|refused)|Broken pipe|[Ss]ocket (closed|error|Timeout)|ncclRemoteError|"
     r"remote process exited|NCCL communicator was aborted|failed to recv, got 0 bytes|wait timeout after"
 )
-LOST_CONTACT = "lost contact with another rank"
-"""Phrase in meshwright's own errors about a lost peer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,8 @@
 On gloo the gather and the scatter are direct exchanges between pairs: every rank sends each peer its part at once and
 sums in rank order. That is the same number of bytes as a ring, with one message latency instead of n-1, the sum is
 bit-identical on all ranks, and it avoids gloo's own reduce-scatter, which all-reduces the whole tensor.
+
+CPU ranks of one machine have a `SharedWire` instead, which carries all but `exchange`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch.distributed as dist
 
 from meshwright.events import CommTotals
 from meshwright.parallel.live_bytes import LiveBytes
+from meshwright.parallel.shared_wire import SharedWire, WireWork
 
 DIRECT_RANKS = 16
 """Largest gloo group that exchanges directly; beyond it the number of messages per rank outweighs the latency saved."""
@@ -173,22 +176,24 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
     """A started collective: `wait` finishes it once, books it, and runs what must follow (a sum, a copy).
 
     Args:
-        works: what torch started.
+        works: what was started.
         finish_transfer: called after the transfer: a copy or a sum.
         axis_group: its ranks.
         op: its kind.
         sent_bytes: bytes that this rank sends.
         subject: the weights or gradients that travel, as ``layer 3``; empty for activations.
+        starting_s: seconds of this rank's own that the start took.
     """
 
     def __init__(
         self,
-        works: list[dist.Work],
+        works: Sequence[dist.Work | WireWork],
         finish_transfer: Callable[[], None],
         axis_group: AxisGroup,
         op: str,
         sent_bytes: int,
         subject: str = "",
+        starting_s: float = 0.0,
     ) -> None:
         super().__init__()
         self.raw_bytes = sent_bytes
@@ -201,7 +206,8 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
             op,
             sent_bytes,
         )
-        self._started, self._finished = time.perf_counter(), False
+        self._starting_s, self._finished = starting_s, False
+        self._started = time.perf_counter() - starting_s
         # From here to `wait` the transfer overlaps with compute.
         self._event = _record_event() if axis_group.on_cuda else None
         self._number = axis_group.log.start_operation()
@@ -224,7 +230,8 @@ class PendingCollective(dist.Work):  # type: ignore[misc]
             log.on_wait("", self._number, 0)
         now = time.perf_counter()
         if self._event is None:
-            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, now - wait_began, self.raw_bytes)
+            exposed_s = now - wait_began + self._starting_s
+            log.add(self._axis_group.axis, self._op, self._bytes, now - self._started, exposed_s, self.raw_bytes)
         else:
             # Calls and bytes now; the device's times when the log is drained.
             log.add(self._axis_group.axis, self._op, self._bytes, 0.0, 0.0, self.raw_bytes)
@@ -273,11 +280,20 @@ class AxisGroup(DifferentiableCollectives):
         axis: name in the account.
         group: the process group.
         log: where traffic is booked.
+        wire: over shared memory; None for the group's own collectives.
+        gloo_reason: why CPU ranks don't share memory; empty where they do, or nobody asked.
     """
 
-    def __init__(self, axis: str, group: dist.ProcessGroup, log: TrafficLog) -> None:
+    def __init__(
+        self,
+        axis: str,
+        group: dist.ProcessGroup,
+        log: TrafficLog,
+        wire: SharedWire | None = None,
+        gloo_reason: str = "",
+    ) -> None:
         super().__init__()
-        self.axis, self.group, self.log = axis, group, log
+        self.axis, self.group, self.log, self.wire, self.gloo_reason = axis, group, log, wire, gloo_reason
         self.size, self.index = group.size(), group.rank()
         self._global = dist.get_process_group_ranks(group)
         backends = dist.get_backend_config(group)
@@ -289,11 +305,15 @@ class AxisGroup(DifferentiableCollectives):
         """Starts a sum of ``tensor`` (any shape, contiguous, in place) over the group; ``of`` names it."""
         # A ring moves 2 (n-1)/n of the tensor per rank: reduce-scatter, then all-gather.
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
+        if self.wire is not None and self.wire.can_sum(tensor.dtype):
+            return self._shared("all_reduce", sent, self.wire.all_reduce, tensor, of=of)
         return self._native("all_reduce", sent, lambda: dist.all_reduce(tensor, group=self.group, async_op=True), of)
 
     def all_reduce_max(self, tensor: torch.Tensor) -> PendingCollective:
         """Starts an element-wise maximum of ``tensor`` (any shape, contiguous, in place) over the group."""
         sent = 2 * tensor.nbytes * (self.size - 1) // self.size
+        if self.wire is not None and self.wire.can_sum(tensor.dtype):
+            return self._shared("all_reduce", sent, self.wire.all_reduce, tensor, True)
         maximum = dist.ReduceOp.MAX
         return self._native(
             "all_reduce", sent, lambda: dist.all_reduce(tensor, maximum, group=self.group, async_op=True)
@@ -307,6 +327,9 @@ class AxisGroup(DifferentiableCollectives):
         sent = shard.nbytes * (self.size - 1)
         if self.size == 1:
             return PendingCollective([], lambda: _copy(output, shard), self, "all_gather", 0, of)
+        if self.wire is not None:
+            _copy(output.view(self.size, -1)[self.index], shard)
+            return self._shared("all_gather", sent, self.wire.all_gather, output, shard, of=of)
         if not self._direct:
             gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
             return self._native("all_gather", sent, lambda: gather(output, shard, group=self.group, async_op=True), of)
@@ -320,6 +343,8 @@ class AxisGroup(DifferentiableCollectives):
         sent = output.nbytes * (self.size - 1)
         if self.size == 1:
             return PendingCollective([], lambda: _copy(output, tensor), self, "reduce_scatter", 0, of)
+        if self.wire is not None and self.wire.can_sum(tensor.dtype):
+            return self._shared("reduce_scatter", sent, self.wire.reduce_scatter, output, tensor, of=of)
         if not self._direct:
             scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
             return self._native(
@@ -344,6 +369,9 @@ class AxisGroup(DifferentiableCollectives):
     ) -> PendingCollective:
         """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it; any shapes, contiguous."""
         sent = sum(chunk.nbytes for peer, chunk in enumerate(chunks) if peer != self.index)
+        if self.wire is not None:
+            _copy(outputs[self.index], chunks[self.index])
+            return self._shared("all_to_all", sent, self.wire.all_to_all, outputs, chunks, of=of)
         if not self._direct:
             output_list, inputs = list(outputs), list(chunks)
             return self._native(
@@ -352,6 +380,26 @@ class AxisGroup(DifferentiableCollectives):
         works = self._receive(outputs.__getitem__) + self._send(chunks.__getitem__)
         return PendingCollective(
             works, lambda: _copy(outputs[self.index], chunks[self.index]), self, "all_to_all", sent, of
+        )
+
+    def all_to_all_rows(
+        self, output: torch.Tensor, rows: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> PendingCollective:
+        """Starts sending each rank its rows, and receiving those of each, both in rank order.
+
+        Args:
+            output: (n_received, ...), contiguous; n_received is the sum of ``received``.
+            rows: (n_sent, ...), contiguous; n_sent is the sum of ``sent``.
+            received: rows from each rank.
+            sent: rows for each rank.
+        """
+        if self.wire is not None:
+            return self.all_to_all(output.split(list(received)), rows.split(list(sent)))
+        sent_bytes = rows[:1].nbytes * (sum(sent) - sent[self.index])
+        return self._native(
+            "all_to_all",
+            sent_bytes,
+            lambda: dist.all_to_all_single(output, rows, list(received), list(sent), group=self.group, async_op=True),
         )
 
     def exchange(self, outputs: Mapping[int, torch.Tensor], chunks: Mapping[int, torch.Tensor]) -> PendingCollective:
@@ -377,6 +425,13 @@ class AxisGroup(DifferentiableCollectives):
 
     def _send(self, chunk_for_peer: Callable[[int], torch.Tensor]) -> list[dist.Work]:
         return [dist.isend(chunk_for_peer(peer), self._global[peer], group=self.group) for peer in self._peers()]
+
+    def _shared(
+        self, op: str, sent_bytes: int, start: Callable[..., WireWork], *args: object, of: str = ""
+    ) -> PendingCollective:
+        began = time.perf_counter()
+        work = start(*args)
+        return PendingCollective([work], lambda: None, self, op, sent_bytes, of, time.perf_counter() - began)
 
     def _native(self, op: str, sent_bytes: int, start: Callable[[], dist.Work], of: str = "") -> PendingCollective:
         return PendingCollective([start()], lambda: None, self, op, sent_bytes, of)

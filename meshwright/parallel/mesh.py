@@ -16,6 +16,7 @@ from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.parallel.top_k import TopKCompressor
+from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
@@ -36,24 +37,42 @@ class Mesh:
         layout: its degrees multiply to the ranks of the default process group.
         device_type: ``"cpu"`` or ``"cuda"``.
         log: where traffic is booked.
+        wire: how collectives of CPU ranks travel.
     """
 
-    def __init__(self, layout: Layout, device_type: str, log: TrafficLog) -> None:
-        self.layout, self.device_type, self.log = layout, device_type, log
+    def __init__(self, layout: Layout, device_type: str, log: TrafficLog, wire: WireOptions = AUTO) -> None:
+        self.layout, self.device_type, self.log, self._wire = layout, device_type, log, wire
         self.rank = dist.get_rank()
         self.loss_axes = loss_axes()
         shape = layout.shape()
         self.device_mesh: DeviceMesh = init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
-        self.world = AxisGroup(WORLD, dist.group.WORLD, log)
+        self.world = self.axis_group(WORLD, dist.group.WORLD)
         self.island = self.world if layout.islands == 1 else self._island_group(shape)
         """The ranks that take each step together: over them losses, norms and counts are summed."""
         self._carved_groups: Mapping[str, list[list[int]]] = {}
         self.compressors: list[GradientCompressor | FeedbackCompressor | WeightCompressor] = []
         """All that send less than exact values."""
-        self.axis_groups = {name: AxisGroup(name, self.device_mesh.get_group(name), log) for name in shape}
+        self.axis_groups = {name: self.axis_group(name, self.device_mesh.get_group(name)) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:
                 self._carve(name)
+
+    def axis_group(self, axis: str, group: dist.ProcessGroup) -> AxisGroup:
+        """Returns the collectives of a process group; a collective call of its ranks, since it may share memory.
+
+        Args:
+            axis: name under which they are booked.
+            group: the ranks.
+        """
+        return open_axis_group(axis, group, self.log, self._wire)
+
+    def describe_wire(self) -> str:
+        """Returns how collectives of CPU ranks travel, and why those of some axes go through gloo."""
+        if self._wire.choice == "gloo" or self.world.size == 1:
+            return "gloo"
+        groups = {WORLD: self.world, **self.axis_groups}
+        reasons = [f"gloo over {name}: {group.gloo_reason}" for name, group in groups.items() if group.gloo_reason]
+        return "; ".join(["shared memory", *reasons])
 
     def _island_group(self, shape: dict[str, int]) -> AxisGroup:
         """Returns the group of this rank's island; a collective call."""
@@ -61,7 +80,7 @@ class Mesh:
         # With the islands outermost, each row of the matrix is one island.
         lines = self.device_mesh.mesh.movedim(dims, tuple(range(len(dims)))).reshape(self.layout.islands, -1)
         group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-        return AxisGroup(ISLAND, group, self.log)
+        return self.axis_group(ISLAND, group)
 
     def _carve(self, name: str) -> None:
         """Adds the groups of an axis that factorises others' ranks a second time.
@@ -71,7 +90,7 @@ class Mesh:
         """
         for suffix, groups in zip(("", "_shard", "_copies"), carved_groups(name, self.layout.degrees)):
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            self.axis_groups[name + suffix] = AxisGroup(name + suffix, group, self.log)
+            self.axis_groups[name + suffix] = self.axis_group(name + suffix, group)
             self._carved_groups = {**self._carved_groups, name + suffix: groups}
 
     def axis_device_mesh(self, axis_group: AxisGroup) -> DeviceMesh:
@@ -93,7 +112,7 @@ class Mesh:
         key = _PRODUCT.join(used)
         if key not in self.axis_groups:
             group, _ = dist.new_subgroups_by_enumeration(self._ranks_along(used))
-            self.axis_groups[key] = AxisGroup(key, group, self.log)
+            self.axis_groups[key] = self.axis_group(key, group)
         return self.axis_groups[key]
 
     def _ranks_along(self, names: Sequence[str]) -> list[list[int]]:
@@ -110,7 +129,7 @@ class Mesh:
         if key not in self.axis_groups:
             lines = self.device_mesh.mesh.movedim(tuple(self.layout.shape()).index(name), -1).reshape(-1, size)
             group, _ = dist.new_subgroups_by_enumeration(lines.tolist())
-            self.axis_groups[key] = AxisGroup(name, group, self.log)
+            self.axis_groups[key] = self.axis_group(name, group)
         return self.axis_groups[key]
 
     def compressor(
@@ -196,7 +215,7 @@ class Mesh:
         key = f"{axis}_{suffix}"
         if key not in self.axis_groups:
             group, _ = dist.new_subgroups_by_enumeration(groups)
-            self.axis_groups[key] = AxisGroup(booked_axis, group, self.log)
+            self.axis_groups[key] = self.axis_group(booked_axis, group)
         return self.axis_groups[key]
 
     def barrier(self, timeout: timedelta) -> None:

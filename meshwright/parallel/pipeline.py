@@ -257,7 +257,7 @@ def _holder_groups(division: Division, mesh: Mesh) -> dict[tuple[int, ...], Axis
                 [[pipeline[index] for index in holders] for pipeline in pipeline_ranks]
             )
             if pipeline_group.index in holders:
-                axis_groups[holders] = AxisGroup(pipeline_group.axis, group, mesh.log)
+                axis_groups[holders] = mesh.axis_group(pipeline_group.axis, group)
     return axis_groups
 
 

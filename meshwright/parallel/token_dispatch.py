@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
 from meshwright.spec.experts import ExpertRows
@@ -32,11 +31,7 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
     """
     tensor = tensor.contiguous()
     out = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    work = dist.all_to_all_single(out, tensor, list(received), list(sent), group=axis_group.group, async_op=True)
-    row_bytes = tensor[:1].nbytes
-    PendingCollective(
-        [work], lambda: None, axis_group, "all_to_all", row_bytes * (sum(sent) - sent[axis_group.index])
-    ).wait()
+    axis_group.all_to_all_rows(out, tensor, received, sent).wait()
     return out
 
 

@@ -24,6 +24,7 @@ from meshwright.launch.rendezvous import init_group
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.table import sharding_table
 from meshwright.parallel.build import check
+from meshwright.parallel.wire import WireOptions
 from meshwright.proof.case import Case
 from meshwright.proof.compare import Verdict, merge_ranks, one_line
 from meshwright.proof.compressed_sums import CompressedSums
@@ -141,7 +142,8 @@ def _train_under_layout(
     reference = torch.load(path, map_location="cpu", weights_only=True)
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
-    program = build_program(case.build(), plan, device, facts=facts)
+    wire = WireOptions(timeout_s=case.timeout_s)
+    program = build_program(case.build(), plan, device, facts=facts, wire=wire)
     for stage in program.stages:
         stage.module.train(case.training)
     is_lossy = layout.is_lossy

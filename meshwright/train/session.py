@@ -44,6 +44,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import DTYPES
+from meshwright.parallel.wire import AUTO, WireOptions
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import LossChunk
 from meshwright.spec.placement import Box
@@ -142,7 +143,12 @@ def _no_values(name: str, box: Box) -> torch.Tensor:
 
 
 def build_program(
-    model: BuiltModel, plan: Plan, device: torch.device, facts: ModelAnalysis | None = None, filled: bool = True
+    model: BuiltModel,
+    plan: Plan,
+    device: torch.device,
+    facts: ModelAnalysis | None = None,
+    filled: bool = True,
+    wire: WireOptions = AUTO,
 ) -> Program:
     """Builds this rank's program; the default process group must be initialised.
 
@@ -152,10 +158,11 @@ def build_program(
         device: where this rank computes.
         facts: from `analyse_model`; read here when not given.
         filled: whether to draw or read initial weights; NaN otherwise.
+        wire: how collectives of CPU ranks travel.
     """
     layout = plan.layout
     source = make_model_source(model, layout, facts or analyse_model(model, layout), filled)
-    mesh = Mesh(layout, device.type, TrafficLog())
+    mesh = Mesh(layout, device.type, TrafficLog(), wire)
     return build(source, layout, mesh, device, StepTimer(device.type))
 
 
@@ -234,7 +241,10 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout, device = job.config, job.plan.layout, torch.device(context.device)
-    program = build_program(job.model, job.plan, device, job.analysis, job.memory is None or job.memory.state is None)
+    filled = job.memory is None or job.memory.state is None
+    node = "" if context.node is None else str(context.node)
+    wire = WireOptions(choice=config.launch.wire, node=node, timeout_s=config.launch.collective_s)
+    program = build_program(job.model, job.plan, device, job.analysis, filled, wire)
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
@@ -286,7 +296,10 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     stack.callback(feed.close)
     deps.hooks = (*deps.hooks, *_speed_hooks(context, job, program, feed, monitor))
     if context.rank == 0:
-        monitor.event(Event(kind="run_started", rank=0, data={"step": trainer.step, "layout": str(layout)}))
+        started = {"step": trainer.step, "layout": str(layout)}
+        if program.mesh is not None and device.type == "cpu":
+            started["wire"] = program.mesh.describe_wire()
+        monitor.event(Event(kind="run_started", rank=0, data=started))
     return trainer.run()
 
 
