@@ -1,3 +1,4 @@
+# long: a group, its collectives and the log of their traffic are one noun
 """Collectives over one axis's group, with a log of the bytes sent and of the time that ranks were blocked.
 
 On gloo the gather and the scatter are direct exchanges between pairs: every rank sends each peer its part at once and

@@ -1,3 +1,4 @@
+# long: a stream of pieces and the collectives over it are one noun
 """Collectives of CPU ranks on one machine over a `SharedSegment`.
 
 Each rank writes its messages, in the order of the collectives, into one stream that all others read. A collective

@@ -1,3 +1,4 @@
+# long: what a rank of a run does from its start to its end is one noun
 """The work of every rank: join the process group, build the layout's program, train, return the outcome."""
 
 from __future__ import annotations
@@ -242,9 +243,7 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout, device = job.config, job.plan.layout, torch.device(context.device)
     filled = job.memory is None or job.memory.state is None
-    node = "" if context.node is None else str(context.node)
-    wire = WireOptions(choice=config.launch.wire, node=node, timeout_s=config.launch.collective_s)
-    program = build_program(job.model, job.plan, device, job.analysis, filled, wire)
+    program = build_program(job.model, job.plan, device, job.analysis, filled, _wire_options(context, config))
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
@@ -296,11 +295,22 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     stack.callback(feed.close)
     deps.hooks = (*deps.hooks, *_speed_hooks(context, job, program, feed, monitor))
     if context.rank == 0:
-        started = {"step": trainer.step, "layout": str(layout)}
-        if program.mesh is not None and device.type == "cpu":
-            started["wire"] = program.mesh.describe_wire()
-        monitor.event(Event(kind="run_started", rank=0, data=started))
+        monitor.event(Event(kind="run_started", rank=0, data=_started_facts(trainer, program, layout, device)))
     return trainer.run()
+
+
+def _wire_options(context: RankContext, config: RunConfig) -> WireOptions:
+    """Returns how this rank's collectives travel."""
+    node = "" if context.node is None else str(context.node)
+    return WireOptions(choice=config.launch.wire, node=node, timeout_s=config.launch.collective_s)
+
+
+def _started_facts(trainer: Trainer, program: Program, layout: Layout, device: torch.device) -> dict[str, object]:
+    """Returns what the event of a run's start says."""
+    facts: dict[str, object] = {"step": trainer.step, "layout": str(layout)}
+    if program.mesh is not None and device.type == "cpu":
+        facts["wire"] = program.mesh.describe_wire()
+    return facts
 
 
 def _open_memory(
