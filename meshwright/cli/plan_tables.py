@@ -12,7 +12,7 @@ from meshwright.cli.arguments import print_result
 from meshwright.cli.plan_output import TFLOPS, format_tflops, make_console, rate_cells
 from meshwright.jobs.plan_questions import Answer, BudgetResult, WhatIfResult
 from meshwright.planner.capacity import NEAR_BEST, BatchCurve, LargestModel, LongestRows
-from meshwright.planner.cases import Case
+from meshwright.planner.cases import PlannedCase
 from meshwright.planner.emit import Emitted
 from meshwright.planner.measured_run import MeasuredRun
 from meshwright.planner.reshape import Reshape
@@ -59,7 +59,7 @@ def _short(text: str) -> str:
     return text if len(text) <= LONGEST_WHY else text[: LONGEST_WHY - 3] + "..."
 
 
-def _case_cells(case: Case) -> list[str]:
+def _case_cells(case: PlannedCase) -> list[str]:
     """Returns step, tokens a second, TFLOP/s, MFU, fullest rank and layout of a case as cells."""
     if case.best is None:
         return ["", "", "", "", "", _short(case.why)]

@@ -198,7 +198,7 @@ def memory_bars(rows: Sequence[tuple[str, Mapping[str, float], float]], device_b
 
 
 @dataclass(frozen=True, slots=True)
-class _Box:
+class _ActionBox:
     x: float
     y: float
     width: float
@@ -230,7 +230,9 @@ def pipeline(simulation: Simulation) -> Markup:
             note = f"{name}: {format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
             # A hairline between boxes.
             boxes.append(
-                _Box(x, y, max(0.1, width - 0.6), height, ACTION_COLOURS[single.kind], text if is_roomy else "", note)
+                _ActionBox(
+                    x, y, max(0.1, width - 0.6), height, ACTION_COLOURS[single.kind], text if is_roomy else "", note
+                )
             )
     present = {single.kind for span in spans for single in span.action.parts}
     tick_values = ticks(0.0, simulation.makespan_s * 1e3, 8)

@@ -33,7 +33,7 @@ from meshwright.planner.capacity import (
     largest_model,
     longest_rows,
 )
-from meshwright.planner.cases import Case, solve_case
+from meshwright.planner.cases import PlannedCase, solve_case
 from meshwright.planner.choose import price_possible
 from meshwright.planner.emit import Emitted, emit_plan, narrowed_question, recomputed_whole
 from meshwright.planner.finalists import choose_finalists
@@ -156,9 +156,9 @@ def plan_batch(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
 class WhatIfResult:
     """The same question on a changed cluster."""
 
-    today: Case
+    today: PlannedCase
     """On the cluster as it is."""
-    changed: tuple[Case, ...]
+    changed: tuple[PlannedCase, ...]
     """With all changes; of several also with each alone."""
 
     @property

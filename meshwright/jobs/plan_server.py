@@ -65,10 +65,10 @@ class PlanServer(GuardedServer):
     def __init__(self, port: int, question: PlanQuestion, desk: PlanDesk) -> None:
         self.desk = desk
         self.document = _document(question).encode()
-        super().__init__((HOST, port), _Handler, secrets.token_hex(32), f"--serve {port}")
+        super().__init__((HOST, port), _PlanHandler, secrets.token_hex(32), f"--serve {port}")
 
 
-class _Handler(GuardedHandler):
+class _PlanHandler(GuardedHandler):
     """One request."""
 
     server: PlanServer

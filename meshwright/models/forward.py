@@ -117,7 +117,17 @@ def call_model(
     mask_documents: bool = False,
     bounds: DocumentBounds | None = None,
 ) -> Any:
-    """Returns what a module's forward returns, called as by `model_output`, whose arguments these are."""
+    """Returns what a module's forward returns.
+
+    Args:
+        module: the model.
+        structure: of the model.
+        tokens: (B, S) int64.
+        targets: (B, S) int64, for a module of one's own that takes them.
+        positions: (B, S) int64, that start again with each document.
+        mask_documents: whether attention stays within documents.
+        bounds: of the documents, for attention without a mask.
+    """
     # transformers' models compute a loss from labels, which costs time and isn't used here
     if structure.transformers or targets is None or structure.target_argument is None:
         labels = {}

@@ -57,7 +57,7 @@ class HeadCut:
         wrap_forward(module, ForwardLayer.HEAD, "ends at its head, where that computes the loss", _catch)
 
     def run(self, call: Callable[[], object], loss: HeadLoss) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what ``loss`` makes of the head's input.
+        """Returns what ``loss`` makes of the head's input: the loss, (), and its sums, (3,) float64.
 
         Args:
             call: calls the module once. An exception by which a pipeline stage ends earlier passes through.

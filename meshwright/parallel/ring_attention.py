@@ -128,7 +128,7 @@ class RingCall:
         """Returns the gradients of query, key and value; key's and value's from all ranks that saw them.
 
         Args:
-            upstream: gradient of the output, (B, S / c, H, E').
+            upstream: gradient of the output, (B, S, H, E) of this rank's tokens.
             query: as in `forward`.
             key: as in `forward`.
             value: as in `forward`.

@@ -60,7 +60,7 @@ _NUMPY_TYPES = {
 }  # fmt: skip
 
 
-class WireError(RuntimeError):
+class SharedWireError(RuntimeError):
     """A collective over shared memory failed: a peer has ended, was too slow, or runs another program."""
 
 
@@ -85,7 +85,7 @@ class WireWork:
         """Waits until it is done.
 
         Raises:
-            WireError: when a peer that it needs has ended, or the wire's time is over.
+            SharedWireError: when a peer that it needs has ended, or the wire's time is over.
         """
         self._wire.wait(self)
         return True
@@ -169,7 +169,7 @@ class SharedWire:
         return self._start(self._scatter(as_bytes(output), parts, _adder(tensor.dtype, False)))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> WireWork:
-        """Starts sending ``chunks[p]`` to rank p and receiving ``outputs[p]`` from it, but for this rank's own."""
+        """Starts sending ``chunks[p]``, (n,), to rank p and receiving ``outputs[p]``, (n,), from it, but for its own."""
         parts, targets = [as_bytes(chunk) for chunk in chunks], [as_bytes(output) for output in outputs]
         payload = [parts[peer] for peer in self._peers]
         sizes = [0 if peer == self._index else part.size for peer, part in enumerate(parts)]
@@ -183,7 +183,7 @@ class SharedWire:
         """Waits for a collective, and does meanwhile what this rank owes to the others.
 
         Raises:
-            WireError: see `WireWork.wait`.
+            SharedWireError: see `WireWork.wait`.
         """
         if work.is_done:
             return
@@ -244,10 +244,10 @@ class SharedWire:
         """Does all that can be done now, in turns; returns whether anything could. The lock is held.
 
         Raises:
-            WireError: when the wire has failed.
+            SharedWireError: when the wire has failed.
         """
         if self._failure is not None:
-            raise WireError(str(self._failure))
+            raise SharedWireError(str(self._failure))
         progress = False
         try:
             while True:
@@ -341,7 +341,7 @@ class SharedWire:
             expected: bytes that must come from each rank.
 
         Raises:
-            WireError: when a peer sends something else.
+            SharedWireError: when a peer sends something else.
         """
         sizes: list[list[int]] = [[] for _ in range(self._size)]
         for peer in self._peers:
@@ -353,7 +353,7 @@ class SharedWire:
             header += ring[: self._header.size - len(header)].tobytes()
             sent_kind, number, *sizes[peer] = self._header.unpack(header)
             if (sent_kind, number, sizes[peer][self._index]) != (kind, work.number, expected[peer]):
-                raise WireError(
+                raise SharedWireError(
                     f"ranks of {self._axis} run different programs: rank {self._ranks[peer]} sends "
                     f"{sizes[peer][self._index]} bytes by its collective {number}, {_NAMES.get(sent_kind, sent_kind)}; "
                     f"rank {self._ranks[self._index]} expects {expected[peer]} bytes by its {work.number}th, "
@@ -467,7 +467,7 @@ class SharedWire:
         """Ends a wait that can't succeed.
 
         Raises:
-            WireError: when a needed peer has ended, or the time is over.
+            SharedWireError: when a needed peer has ended, or the time is over.
         """
         to_write, to_read = self._needed_to_write if self._writes else (), self._needed_to_read if self._reads else ()
         needed = sorted({*to_write, *to_read})
@@ -475,10 +475,10 @@ class SharedWire:
         with self._lock:
             # What it published before its end may suffice.
             if lost and not self._advance() and not work.is_done:
-                self._failure = WireError(f"{LOST_CONTACT}: {self._name(lost)} ended before {work.name} was done")
+                self._failure = SharedWireError(f"{LOST_CONTACT}: {self._name(lost)} ended before {work.name} was done")
                 raise self._failure
         if waited_s > self._timeout_s:
-            self._failure = WireError(
+            self._failure = SharedWireError(
                 f"{work.name} timed out after {self._timeout_s:g} s, waiting for {self._name(needed)}"
             )
             raise self._failure
@@ -514,7 +514,9 @@ def _aligned(count: int) -> int:
 def as_bytes(tensor: torch.Tensor) -> _Bytes:
     """Returns the memory of a contiguous CPU tensor of any shape and type, as (n,) bytes."""
     if not tensor.is_contiguous():
-        raise WireError(f"a collective over shared memory needs contiguous tensors, not strides {tensor.stride()}")
+        raise SharedWireError(
+            f"a collective over shared memory needs contiguous tensors, not strides {tensor.stride()}"
+        )
     tensor = tensor.detach()
     if tensor.dtype not in _NUMPY_TYPES:
         # A dim of one element may have any stride, which a view as bytes doesn't take.

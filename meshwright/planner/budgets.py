@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.cases import Case, Solve, solve_case
+from meshwright.planner.cases import PlannedCase, Solve, solve_case
 from meshwright.planner.choose import Question
 
 DAY_S = 86400.0
@@ -27,7 +27,7 @@ GIVE_UP_FACTOR = 1.25
 class Budget:
     """Training on so many tokens on one cluster."""
 
-    case: Case
+    case: PlannedCase
     """The cluster and its plan."""
     tokens: float
     """To train on."""
@@ -48,7 +48,7 @@ class Budget:
         return fields | {"case": self.case.to_json()}
 
 
-def make_budget(case: Case, tokens: float) -> Budget:
+def make_budget(case: PlannedCase, tokens: float) -> Budget:
     """Returns what training on some tokens takes by a case's plan.
 
     Args:

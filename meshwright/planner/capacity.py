@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.cases import Case, Solve, fits, solve_case
+from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
 from meshwright.planner.choose import Question
 from meshwright.planner.shape_changes import heads_step, resized, with_positions
 from meshwright.spec.layout import OFFLOADS
@@ -53,9 +53,9 @@ def largest_that(holds: Callable[[int], bool], start: int, limit: int) -> int:
 class LargestModel:
     """The largest model of a family that a cluster trains."""
 
-    asked: Case
+    asked: PlannedCase
     """The model that was given."""
-    largest: tuple[Case, ...]
+    largest: tuple[PlannedCase, ...]
     """The largest with its state on the devices, and where hosts are known the largest with state in their memory."""
 
     @property
@@ -145,9 +145,9 @@ def _largest_shape(question: Question) -> ModelShape | None:
 class LongestRows:
     """The longest rows that a cluster trains a model on."""
 
-    asked: Case
+    asked: PlannedCase
     """Rows as given."""
-    longest: tuple[Case, ...]
+    longest: tuple[PlannedCase, ...]
     """The longest with the state on the devices, and where hosts are known the longest with state in their memory."""
 
     @property
@@ -213,7 +213,7 @@ def _longest_sequence(question: Question) -> int:
 class BatchCurve:
     """Throughput by the rows of the global batch."""
 
-    cases: tuple[Case, ...]
+    cases: tuple[PlannedCase, ...]
     """The plan of each batch, rows doubling."""
 
     @property
@@ -251,7 +251,7 @@ def batch_curve(question: Question, rows: Sequence[int], solve: Solve) -> BatchC
         rows: of the global batches, the smallest first.
         solve: plans.
     """
-    cases: list[Case] = []
+    cases: list[PlannedCase] = []
     flat = 0
     for count in rows:
         job = dataclasses.replace(question.job, rows=count)

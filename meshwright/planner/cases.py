@@ -14,7 +14,7 @@ Solve = Callable[[Question], Candidate]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Case:
+class PlannedCase:
     """A question with its best layout, or why there is none."""
 
     name: str
@@ -45,12 +45,12 @@ class Case:
         return {"sizes": sizes, **self.to_json()}
 
 
-def solve_case(name: str, question: Question, solve: Solve) -> Case:
+def solve_case(name: str, question: Question, solve: Solve) -> PlannedCase:
     """Returns the case of a question; one that nothing fits has the reason instead of a layout."""
     try:
-        return Case(name=name, question=question, best=solve(question))
+        return PlannedCase(name=name, question=question, best=solve(question))
     except PlanError as error:
-        return Case(name=name, question=question, best=None, why=str(error))
+        return PlannedCase(name=name, question=question, best=None, why=str(error))
 
 
 def fits(question: Question) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.cases import Case, Solve, candidate_json
+from meshwright.planner.cases import PlannedCase, Solve, candidate_json
 from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.device_kinds import kinds_of
 from meshwright.planner.explain import NAMES, memory_sentence
@@ -23,7 +23,7 @@ class MeasuredRun:
     """Model, batch and cluster of the run."""
     predicted: Candidate
     """The layout as the planner prices it."""
-    plan: Case
+    plan: PlannedCase
     """The best layout."""
     measured_s: float
     """Seconds of a step, measured."""
@@ -85,7 +85,7 @@ def measure_run(
     return MeasuredRun(
         question=question,
         predicted=predicted,
-        plan=Case(name="plan", question=question, best=solve(question)),
+        plan=PlannedCase(name="plan", question=question, best=solve(question)),
         measured_s=measured_s,
         tokens_per_s=tokens / measured_s,
         flops_per_device=flops / question.cluster.devices,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from meshwright.planner.capacity import with_shape
-from meshwright.planner.cases import Case, Solve, solve_case
+from meshwright.planner.cases import PlannedCase, Solve, solve_case
 from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.shape_changes import (
     heads_step,
@@ -32,7 +32,7 @@ LEAST_GAIN = 0.002
 class Reshaped:
     """A nearby model."""
 
-    case: Case
+    case: PlannedCase
     """Its sizes and its plan; named by what changes."""
     parameters: int
     """Parameters more than the given model's."""
@@ -51,7 +51,7 @@ class Reshaped:
 class Reshape:
     """Nearby models that use the devices better."""
 
-    today: Case
+    today: PlannedCase
     """The given model's plan."""
     better: tuple[Reshaped, ...]
     """Of each kind of change the one with most FLOP/s, where it has more; the best first."""
@@ -123,7 +123,7 @@ def reshape(question: Question, solve: Solve) -> Reshape:
         case = solve_case(name, with_shape(question, nearby), solve)
         if case.best is not None:
             reshaped.append(_compare(case, case.best, best, shape))
-    today = Case(name="today", question=question, best=best)
+    today = PlannedCase(name="today", question=question, best=best)
     return Reshape(today=today, better=tuple(_best_by_kind(reshaped)), tried=tried)
 
 
@@ -138,7 +138,7 @@ def _best_by_kind(reshaped: Sequence[Reshaped]) -> list[Reshaped]:
     return sorted(best.values(), key=lambda item: -item.utilization)
 
 
-def _compare(case: Case, planned: Candidate, best: Candidate, shape: ModelShape) -> Reshaped:
+def _compare(case: PlannedCase, planned: Candidate, best: Candidate, shape: ModelShape) -> Reshaped:
     return Reshaped(
         case=case,
         parameters=case.question.job.shape.parameters - shape.parameters,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshwright.errors import ClusterError
 from meshwright.planner.budgets import cluster_sizes
 from meshwright.planner.capacity import largest_that
-from meshwright.planner.cases import Case, Solve, fits, solve_case
+from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.planner.utilization import data_sheet_flops
@@ -35,7 +35,7 @@ COMPUTE_PARTS = ("matmul", "attention", "elementwise", "recompute")
 class Walls:
     """Where the time and the memory of a plan go, and what more of each resource would bring."""
 
-    today: Case
+    today: PlannedCase
     """The plan."""
     step_flops: float
     """Model FLOPs of a step, without what is recomputed."""
@@ -55,7 +55,7 @@ class Walls:
     """Tokens a device and step below which sums over the network outlast compute; None without a network."""
     tokens_per_device: float
     """Of this batch."""
-    doubled: tuple[Case, ...]
+    doubled: tuple[PlannedCase, ...]
     """The plan with each resource doubled alone (latency halved)."""
 
     @property
@@ -114,7 +114,7 @@ def find_walls(question: Question, solve: Solve) -> Walls:
     parts, tokens = best.price.parts, job.rows * job.sequence
     step_flops = job.shape.train_flops_per_token(job.sequence) * tokens
     return Walls(
-        today=Case(name="today", question=question, best=best),
+        today=PlannedCase(name="today", question=question, best=best),
         step_flops=step_flops,
         peak_s=step_flops / data_sheet_flops(cluster, job.dtype),
         compute_s=sum(parts.get(name, 0.0) for name in COMPUTE_PARTS),

@@ -20,7 +20,7 @@ from meshwright.launch.rendezvous import init_group
 from meshwright.parallel import shared_segment
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.shared_segment import RING_BYTES, SharedSegment
-from meshwright.parallel.shared_wire import WireError
+from meshwright.parallel.shared_wire import SharedWireError
 from meshwright.parallel.wire import WireOptions, open_axis_group
 from tests.ranks.group import run_contexts, run_ranks
 
@@ -170,7 +170,7 @@ def test_a_rank_that_is_busy_elsewhere_still_sends() -> None:
 
 def _differing_programs(rank: int) -> str:
     group = _open()
-    with pytest.raises(WireError) as caught:
+    with pytest.raises(SharedWireError) as caught:
         group.all_reduce(torch.ones(10 + rank)).wait()
     return str(caught.value)
 
@@ -196,7 +196,7 @@ def _outlive(context: RankContext, number: int, timeout_s: float, folder: Path) 
         os.kill(os.getpid(), number)
     try:
         group.all_reduce(tensor).wait()
-    except WireError as error:
+    except SharedWireError as error:
         died = float((folder / "at").read_text())
         echo = describe_exception(rank, error, 0.0).is_echo
         (folder / f"rank{rank}").write_text(f"{time.monotonic() - died} {echo} {error}")

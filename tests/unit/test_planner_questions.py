@@ -26,7 +26,7 @@ from meshwright.jobs.plan_questions import (
 )
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.capacity import BatchCurve, largest_that, with_sequence, with_shape
-from meshwright.planner.cases import Case, fits
+from meshwright.planner.cases import PlannedCase, fits
 from meshwright.planner.choose import Candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.scaling import Point, best_size, knee
@@ -333,5 +333,5 @@ def test_where_nothing_fits_the_answer_says_what_would_and_it_does() -> None:
 
 def test_a_case_without_a_plan_says_why() -> None:
     question = question_of(asked(batch=3, fix="replicate=8"), MODEL)
-    case = Case(name="none", question=question, best=None, why="because")
+    case = PlannedCase(name="none", question=question, best=None, why="because")
     assert case.to_json()["best"] is None and case.to_json()["why"] == "because"
