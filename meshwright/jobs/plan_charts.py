@@ -198,7 +198,7 @@ def memory_bars(rows: Sequence[tuple[str, Mapping[str, float], float]], device_b
 
 
 @dataclass(frozen=True, slots=True)
-class _ActionBox:
+class _SpanBox:
     x: float
     y: float
     width: float
@@ -230,7 +230,7 @@ def pipeline(simulation: Simulation) -> Markup:
             note = f"{name}: {format_seconds(span.start_s)} to {format_seconds(span.end_s)}"
             # A hairline between boxes.
             boxes.append(
-                _ActionBox(
+                _SpanBox(
                     x, y, max(0.1, width - 0.6), height, ACTION_COLOURS[single.kind], text if is_roomy else "", note
                 )
             )

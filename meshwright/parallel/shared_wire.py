@@ -169,7 +169,7 @@ class SharedWire:
         return self._start(self._scatter(as_bytes(output), parts, _adder(tensor.dtype, False)))
 
     def all_to_all(self, outputs: Sequence[torch.Tensor], chunks: Sequence[torch.Tensor]) -> WireWork:
-        """Starts sending ``chunks[p]``, (n,), to rank p and receiving ``outputs[p]``, (n,), from it, but for its own."""
+        """Starts sending ``chunks[p]: (n,)`` to rank p and receiving ``outputs[p]: (n,)`` from it, but for its own."""
         parts, targets = [as_bytes(chunk) for chunk in chunks], [as_bytes(output) for output in outputs]
         payload = [parts[peer] for peer in self._peers]
         sizes = [0 if peer == self._index else part.size for peer, part in enumerate(parts)]
@@ -514,9 +514,7 @@ def _aligned(count: int) -> int:
 def as_bytes(tensor: torch.Tensor) -> _Bytes:
     """Returns the memory of a contiguous CPU tensor of any shape and type, as (n,) bytes."""
     if not tensor.is_contiguous():
-        raise SharedWireError(
-            f"a collective over shared memory needs contiguous tensors, not strides {tensor.stride()}"
-        )
+        raise SharedWireError(f"a collective over shared memory needs contiguous tensors; strides {tensor.stride()}")
     tensor = tensor.detach()
     if tensor.dtype not in _NUMPY_TYPES:
         # A dim of one element may have any stride, which a view as bytes doesn't take.
