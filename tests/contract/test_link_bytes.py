@@ -77,9 +77,9 @@ def rank_traffic(asked: Question, layout: Layout, rank: int) -> Iterator[tuple[t
     # Megatron: of attention and of the feed-forward a gather and a scatter (or an all-reduce), forward and backward.
     blocks = 1 if ep > 1 else 2
     yield groups.across(("tp",)).ranks, times * blocks * 4 * hidden * (tp - 1) / tp
-    # Keys and values: gathered in forward, their gradients scattered in backward.
-    key_values = tokens * cp * 2 * block.kv_heads * block.head_size * 2.0 / tp
-    yield groups.across(("cp",)).ranks, times * 2 * key_values * (cp - 1) / cp
+    # Tokens for heads: all-to-alls of queries, keys, values and the output, of their gradients in backward.
+    features = 2 * (block.heads + block.kv_heads) * block.head_size * 2.0 / tp
+    yield groups.across(("cp",)).ranks, times * 2 * tokens * features * (cp - 1) / cp
     if ep > 1:  # to the experts and back, forward and backward
         routed = tokens / tp * block.active_experts * shape.width * 2.0
         yield groups.carved("ep").ranks, times * 4 * routed * (ep - 1) / ep

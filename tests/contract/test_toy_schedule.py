@@ -235,7 +235,8 @@ def test_a_file_is_planned_and_proven_with_stages_and_without(
 
 def test_what_devices_of_several_kinds_have_no_search_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     """There pipelines run 1F1B: a schedule that is asked for was passed over in silence."""
-    argv = [*PLAN, "--cluster", "8xh100+8xa100-40"]
+    argv = list(PLAN)
+    argv[argv.index("--cluster") + 1] = "8xh100+8xa100-40"
     for more in (["--schedules", "toy"], ["--fix", "tp=2"], ["--fix", "zero=1"]):
         assert main([*argv, *more]) == 2
         assert "name whole layouts by --layout" in capsys.readouterr().err
