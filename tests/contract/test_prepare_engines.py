@@ -134,6 +134,7 @@ def test_jobs_of_an_array_share_a_batch_without_overlap(tmp_path: Path) -> None:
         run_share(tmp_path / "none", 0, 1)
 
 
+@pytest.mark.long
 @needs_datatrove
 def test_datatroves_executor_gives_the_same_bytes_after_two_kills(tmp_path: Path) -> None:
     """The first kill comes while text is read, the second while it is encoded; what was finished stays as it is."""
@@ -173,6 +174,7 @@ def _run_until(stage: str, condition: Callable[[], bool], text: str, out: Path) 
             if line.startswith(stage):
                 _wait_until(condition)
                 return process
+    process.wait(60.0)
     raise AssertionError("it ended before")
 
 
