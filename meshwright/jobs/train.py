@@ -48,6 +48,7 @@ from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.build import BuiltModel
 from meshwright.models.measure import measure_shape
 from meshwright.monitor.trackers.registry import check_trackers
+from meshwright.parallel.head_stages import whole_logits_reason
 from meshwright.resilience.agent import Agent, NodeEndpoint
 from meshwright.resilience.keeper import await_keeper
 from meshwright.resilience.planning import Planning, Replan, ReplanRequest
@@ -378,9 +379,10 @@ def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, 
 
 def logits_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:
     """Returns the row that says why the logits of a whole micro-batch exist at once; none where they needn't."""
-    if not layout.loss_chunk.on or analysis.trial is None or not analysis.trial.head.refused:
+    if not layout.loss_chunk.on or analysis.trial is None:
         return {}
-    return {"logits": f"of a whole micro-batch at once, since {analysis.trial.head.refused}"}
+    reason = analysis.trial.head.refused or whole_logits_reason(layout)
+    return {"logits": f"of a whole micro-batch at once, since {reason}"} if reason else {}
 
 
 def unsplit_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:

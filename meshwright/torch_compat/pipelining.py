@@ -98,3 +98,13 @@ def run_microbatches(runtime: Any, count: int) -> None:
     runtime._step_microbatches(
         arg_mbs=[()] * count, kwarg_mbs=[{}] * count, target_mbs=[None] * count, return_outputs=False
     )
+
+
+def splits_custom_functions() -> bool:
+    """Returns whether torch can run the backward of a custom autograd function in halves.
+
+    Before 2.13 its pipelining reads a field of autograd nodes that those of Python's functions lack ("Attribute
+    '_input_metadata' is invalid").
+    """
+    major, minor, *_ = torch.__version__.split(".")
+    return (int(major), int(minor)) >= (2, 13)

@@ -13,10 +13,9 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from meshwright.jobs.model_presets import preset_sizes
 
 from meshwright.jobs.plan_desk import PlanDesk, PlanProcess
-from meshwright.jobs.plan_question import PlanQuestion
+from meshwright.jobs.plan_question import PlanQuestion, page_presets
 from meshwright.jobs.plan_server import PlanServer
 from tests.fuzz.mutations import mutations
 
@@ -54,7 +53,7 @@ def posted(server: PlanServer, body: bytes) -> tuple[int, str]:
 
 def test_damaged_questions_are_refused_or_within_bounds(server: PlanServer) -> None:
     draw = random.Random(11)
-    body = {"kind": "plan", "page": "a", "number": 7, "question": preset_sizes("Mixtral 8x7B") | {"network": ""}}
+    body = {"kind": "plan", "page": "a", "number": 7, "question": page_presets()["mixtral-8x7b"] | {"network": ""}}
     seen = set()
     for data in mutations(json.dumps(body).encode(), draw, ROUNDS):
         try:

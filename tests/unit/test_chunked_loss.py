@@ -14,6 +14,7 @@ from torch.nn import functional
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.analysis.logit_map import LogitMap
+from meshwright.parallel import head_stages
 from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.transform import DTYPES
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -174,3 +175,13 @@ def test_chunks_have_equal_size() -> None:
     assert LossChunk(1000).size(10, 8, on_cpu=False) == 10
     assert LossChunk().size(10**6, GPU_CHUNK_LOGITS // 100, on_cpu=False) == 100
     assert LossChunk().size(4096, 128256, on_cpu=True) == 512
+
+
+def test_an_older_torch_has_whole_logits_where_backward_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts = [Layout.parse(f"pp=2,microbatches=4,schedule={name}") for name in ("1f1b", "zerobubble")]
+    monkeypatch.setattr(head_stages, "splits_custom_functions", lambda: False)
+    assert [bool(head_stages.whole_logits_reason(layout)) for layout in layouts] == [False, True]
+    with pytest.raises(PlanError, match="take schedule=1f1b"):
+        head_stages.check(Layout.parse("pp=2,microbatches=4,schedule=zerobubble,loss_chunk=64"), 4)
+    monkeypatch.setattr(head_stages, "splits_custom_functions", lambda: True)
+    assert not any(map(head_stages.whole_logits_reason, layouts))
