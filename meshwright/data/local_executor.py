@@ -102,7 +102,7 @@ def execute(batch: str, numbers: Sequence[int], workers: int) -> None:
 
 
 def _end_with_parent() -> None:
-    """Waits for the end of standard input, which the parent holds, and kills this session."""
+    """Waits for the end of standard input, which the parent holds, and kills the session that it leads."""
     while os.read(0, 1 << 10):
         pass
     os.killpg(os.getpgrp(), signal.SIGKILL)
