@@ -155,7 +155,8 @@ class Wire:
         self._port += 1
         processes = []
         for node, name in enumerate(names):
-            command = ["ip", "netns", "exec", name, *self._cores.prefix(node), sys.executable, "-m", "meshwright"]
+            # The share of cores first: inside the network's own /sys there are no cgroups to enter.
+            command = [*self._cores.prefix(node), "ip", "netns", "exec", name, sys.executable, "-m", "meshwright"]
             command += words
             if len(names) > 1:
                 command += ["--nodes", str(len(names)), "--node", str(node), "--slots", "1"]

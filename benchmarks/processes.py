@@ -188,4 +188,4 @@ class CoreShare:
         pinned = ["taskset", "-c", str(self._cores[node % len(self._cores)])]
         if not self._groups:
             return pinned
-        return ["sh", "-c", f'echo $$ > {self._groups[node]}/cgroup.procs; exec "$@"', "sh", *pinned]
+        return ["sh", "-c", f'echo $$ > {self._groups[node]}/cgroup.procs && exec "$@"', "sh", *pinned]
