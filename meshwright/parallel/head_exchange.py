@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import FunctionCtx
 
+from meshwright.parallel import group_operators
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.spec.placement import Span
 
@@ -41,17 +42,23 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
     local_features = _width(spans[axis_group.index])
     # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
-    outputs = [x.new_empty(*x.shape[:2], local_features) for _ in spans]
+    return torch.cat(_exchange(chunks, [local_features] * axis_group.size, axis_group), dim=1)
+
+
+def _exchange(chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup) -> list[torch.Tensor]:
+    """Sends ``chunks[p]: (B, S/c, F_p)`` to rank p; returns (B, S/c, ``features[p]``) of each."""
+    if axis_group.is_traced:
+        return group_operators.all_to_all(chunks, features, axis_group.operator_name)
+    outputs = [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
     axis_group.all_to_all(outputs, chunks).wait()
-    return torch.cat(outputs, dim=1)
+    return outputs
 
 
 def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Exchanges (B, S, F') for (B, S/c, F); features that several ranks hold are summed."""
     # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
-    outputs = [x.new_empty(*chunks[0].shape[:2], _width(rank_spans)) for rank_spans in spans]
-    axis_group.all_to_all(outputs, chunks).wait()
+    outputs = _exchange(chunks, [_width(rank_spans) for rank_spans in spans], axis_group)
     if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
     # A feature that several ranks needed (a shared key head) gets one gradient from each: they add up.
