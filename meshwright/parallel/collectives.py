@@ -118,7 +118,7 @@ def all_gather_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Te
 def reduce_scatter_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Reduce-scatters ``dim``: (..., size * n, ...), partial over the group, becomes (..., n, ...); no gradient."""
     if axis_group.is_traced:
-        chunks = x.unflatten(dim, (axis_group.size, -1)).movedim(dim, 0)
+        chunks = torch.stack(x.chunk(axis_group.size, dim=dim))
         return group_operators.reduce_scatter(chunks, axis_group.operator_name)
     # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
     shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()

@@ -59,9 +59,7 @@ class GatheredAttention(TorchFunctionMode):
         for (start, stop), local_queries in zip(spans, query.chunk(2, dim=-2)):
             marked_query: torch.Tensor = local_queries
             # (first query of the run, whether it is the first run): dropout draws once for both, by the row's queries.
-            # Compiled layers draw nothing.
-            if not axis_group.is_traced:
-                marked_query.query_run = (start, not outputs)
+            marked_query.query_run = (start, not outputs)
             visible_keys = stop if causal else keys.shape[-2]
             # A mask counts whole rows (the model made it before the tokens were split): take this run's queries.
             mask_rows = None if mask is None else mask[..., start:stop, :visible_keys]

@@ -9,7 +9,6 @@ run their collectives in the order in which the model's code has them, whatever 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -55,14 +54,6 @@ def reduce_scatter(shards: torch.Tensor, group: str) -> torch.Tensor:
     return out
 
 
-@torch.library.custom_op("meshwright::all_to_all", mutates_args=())
-def all_to_all(chunks: Sequence[torch.Tensor], features: Sequence[int], group: str) -> list[torch.Tensor]:
-    """Sends ``chunks[p]: (..., F_p)`` to rank p and returns what each sent, (..., ``features[p]``)."""
-    outputs = [chunk.new_empty(*chunk.shape[:-1], width) for chunk, width in zip(chunks, features, strict=True)]
-    _GROUPS[group].all_to_all(outputs, [chunk.contiguous() for chunk in chunks]).wait()
-    return outputs
-
-
 @all_reduce.register_fake
 def _(x: torch.Tensor, group: str) -> torch.Tensor:
     return x.new_empty(x.shape)
@@ -78,10 +69,5 @@ def _(shards: torch.Tensor, group: str) -> torch.Tensor:
     return shards.new_empty(shards.shape[1:])
 
 
-@all_to_all.register_fake
-def _(chunks: Sequence[torch.Tensor], features: Sequence[int], group: str) -> list[torch.Tensor]:
-    return [chunk.new_empty(*chunk.shape[:-1], width) for chunk, width in zip(chunks, features)]
-
-
-for _operator in (all_reduce, all_gather, reduce_scatter, all_to_all):
+for _operator in (all_reduce, all_gather, reduce_scatter):
     keep_in_order(_operator)

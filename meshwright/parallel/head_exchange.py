@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch.autograd.function import FunctionCtx
 
-from meshwright.parallel import group_operators
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.spec.placement import Span
 
@@ -47,8 +46,6 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
 
 def _exchange(chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup) -> list[torch.Tensor]:
     """Sends ``chunks[p]: (B, S/c, F_p)`` to rank p; returns (B, S/c, ``features[p]``) of each."""
-    if axis_group.is_traced:
-        return group_operators.all_to_all(chunks, features, axis_group.operator_name)
     outputs = [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
     axis_group.all_to_all(outputs, chunks).wait()
     return outputs
@@ -103,7 +100,7 @@ def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> 
         axis_group: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return axis_group.apply(_ToUnits, x, axis_group, spans)
+    return _apply_untraced(axis_group, _ToUnits, x, axis_group, spans)
 
 
 def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
@@ -115,4 +112,11 @@ def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], fe
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return axis_group.apply(_ToTokens, x, axis_group, spans, features)
+    return _apply_untraced(axis_group, _ToTokens, x, axis_group, spans, features)
+
+
+@torch.compiler.disable
+def _apply_untraced(axis_group: AxisGroup, function: type[torch.autograd.Function], *args: object) -> torch.Tensor:
+    """Applies a function outside of compiled graphs: Dynamo doesn't trace the exchange around stand-ins of rows."""
+    out: torch.Tensor = axis_group.apply(function, *args)
+    return out

@@ -163,10 +163,10 @@ def _context_split(model: BuiltModel, layout: Layout, table: ShardingTable, toke
             f"{layout.format_degree(Mechanics.TOKENS)} splits each row's tokens, but the model doesn't allow it: "
             f"{context.refused}; use shard={degree}"
         )
-    if context.attention == "ring" and layout.compile:
+    if context.attention in BALANCED_ATTENTIONS and layout.compile:
         raise PlanError(
-            "attention=ring plans each exchange on the host by the documents' tokens, which compile=true hides; drop "
-            "one, or write attention=gather"
+            f"attention={context.attention} looks for attention in the model's calls, which compile=true hides; "
+            "drop one"
         )
     return context
 
