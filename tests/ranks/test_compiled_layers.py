@@ -81,12 +81,11 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: 
     write_corpus(tmp_path / "corpus.txt", 60)
     rest = ("--model", "llama", *SIZES, *more, "--checkpoint.every", "0", "--evaluation.every", "2")
     curves, graphs = [], tmp_path / "graphs"
-    is_whole = "mixtral" not in more and "cp=" not in layout
+    # A recomputed layer may not change its hooks' state inside of a graph (`tensor_hooks.Once`).
+    is_whole = "mixtral" not in more and "cp=" not in layout and "recompute" not in layout
     for name, written in (("plain", layout), ("compiled", f"{layout},compile=true")):
         argv = words(tmp_path, name, *rest, layout=f"{written},precision=float64", devices=2)
-        status, text = call(
-            argv, tmp_path / "log", before=traced(graphs, "mixtral" not in more and "cp=" not in layout)
-        )
+        status, text = call(argv, tmp_path / "log", before=traced(graphs, is_whole))
         assert status == 0, text
         assert "recompile_limit" not in text, text
         curves.append(curve(tmp_path / name))
@@ -97,6 +96,4 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: 
     # A compiler that repeated or dropped a collective would be found in its bytes.
     assert sent(tmp_path / "compiled") == sent(tmp_path / "plain")
     graphs_of_rank = Counter(line.split()[0] for line in graphs.read_text().splitlines())
-    assert max(graphs_of_rank.values()) <= GRAPHS * (8 if "mixtral" in more or "cp=" in layout else 1), (
-        graphs.read_text()
-    )
+    assert max(graphs_of_rank.values()) <= GRAPHS * (1 if is_whole else 8), graphs.read_text()
