@@ -16,7 +16,6 @@ from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
-from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Choice, Question, choose, price_candidate
@@ -442,6 +441,5 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         base=base,
         fits=config.fits,
         rounds=make_rounds(config.outer),
-        may_compile=machines.devices.kind == "cuda" and not drawing_parts(model.built),
         history=learn(*run_history_file(machines)),
     )

@@ -285,9 +285,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     # bf16 is the request's default; layouts of CPU cores are planned in float32.
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
-    compiled = _given_compile(config)
-    on_cores = cluster.device.name.startswith("cpu")
-    base = Layout(precision=precision, compile=compiled is True)
+    base = Layout(precision=precision, compile=config.compile)
     if base.product_precision and cluster.device.name.startswith("cpu"):
         raise PlanError(
             f"precision={precision}: processor cores emulate float8, which is slower than any other precision; plan in "
@@ -308,8 +306,6 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         objective=config.objective,
         fits=config.fits,
         usable=config.usable,
-        # Compiled code hides what it draws, so models with dropout aren't compiled.
-        may_compile=compiled is None and not on_cores and not any(block.drops for block in model.shape.blocks),
         limits=_parse_limits(config),
         rounds=make_rounds(config.outer),
     )
@@ -355,14 +351,6 @@ def _parse_sizes(text: str) -> TableSizes:
     return TableSizes(**values)
 
 
-def _given_compile(config: PlanConfig) -> bool | None:
-    """Returns whether layers are to be compiled, as ``compile`` or ``fix`` says; None where the planner chooses."""
-    assignments = {assignment.strip() for assignment in config.fix.split(",")}
-    if config.compile or "compile=true" in assignments:
-        return True
-    return False if "compile=false" in assignments else None
-
-
 def _parse_limits(config: PlanConfig) -> dict[str, object]:
     """Parses ``fix`` and ``schedules`` into limits of the search space.
 
@@ -373,15 +361,11 @@ def _parse_limits(config: PlanConfig) -> dict[str, object]:
     limits: dict[str, Any] = {"fixed": fixed}
     for assignment in (assignment.strip() for assignment in config.fix.split(",") if assignment.strip()):
         key, _, value = assignment.partition("=")
-        known_keys = (*known_axes(), "microbatches", "zero", "offload", "compile")
+        known_keys = (*known_axes(), "microbatches", "zero", "offload")
         if key not in known_keys:
             raise ConfigError(
                 f"fix: '{key}' can't be given{nearest(key, known_keys)}; it takes {', '.join(known_keys)}"
             )
-        if key == "compile":
-            if value not in ("true", "false"):
-                raise ConfigError(f"fix: {assignment}: compile is true or false")
-            continue  # `_given_compile`
         if key == "offload":
             if value not in OFFLOADS:
                 raise ConfigError(f"fix: {assignment}{nearest(value, OFFLOADS)}")

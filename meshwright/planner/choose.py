@@ -130,8 +130,6 @@ class Question:
     """Share of a device's memory that may be filled, in place of the one that follows from ``fits``."""
     history: RunHistory = field(default_factory=RunHistory)
     """Measured over priced times of earlier runs on these machines."""
-    may_compile: bool = False
-    """Whether the plan may have compiled layers where the base has none (`planner.compiled`)."""
     limits: dict[str, Any] = field(default_factory=dict)
     """Fields of `Space` that differ from their defaults."""
     rounds: Rounds = field(default_factory=Rounds)
@@ -311,10 +309,7 @@ def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
-    options = (
-        *(layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy, layout.secondary),
-        layout.compile,
-    )
+    options = (layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy, layout.secondary)
     return axes + sum(map(bool, options)), layout.zero, layout.microbatches
 
 

@@ -17,7 +17,6 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
-from meshwright.planner.finalists import choose_finalists
 from meshwright.spec.layout import Layout
 
 LLAMA = TableSizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)
@@ -62,28 +61,6 @@ def test_a_search_for_compiled_layers_finds_no_split_backward() -> None:
     assert all(one.layout.compile and one.layout.schedule not in ("zbv", "zerobubble", "dualpipev") for one in best)
     eager = choose(dataclasses.replace(asked, base=Layout(precision="bf16")))
     assert not any(one.layout.compile for one in eager.best)
-
-
-def test_finalists_on_gpus_are_priced_compiled_too() -> None:
-    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
-    eager_only = Question(job=job, cluster=CLUSTER, base=Layout(precision="bf16"))
-    eager = choose_finalists(eager_only, 3, None)
-    assert not any(option.layout.compile for option in eager.best)
-    both = choose_finalists(dataclasses.replace(eager_only, may_compile=True), 3, None)
-    assert len(both.best) == len(eager.best) and eager.best[0].layout in [option.layout for option in both.best]
-    plan = both.best[0]
-    assert plan.layout.compile and plan.price.step_s < eager.best[0].price.step_s
-    # Its price is that of the named layout.
-    assert plan.price.step_s == pytest.approx(price(job, plan.layout, CLUSTER).step_s)
-    assert any("--fix compile=false" in sentence for sentence in both.notes)
-
-
-def test_no_backward_in_halves_is_compiled() -> None:
-    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=1024, rows=64)
-    limits = {"fixed": {"pp": 4}, "schedules": ("zbv",)}
-    question = Question(job=job, cluster=CLUSTER, base=Layout(precision="bf16"), limits=limits, may_compile=True)
-    best = choose_finalists(question, 3, None).best
-    assert not any(option.layout.compile and option.layout.pipeline().splits_backward for option in best)
 
 
 # -------------------------------------------------------- dropout
