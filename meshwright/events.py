@@ -78,6 +78,9 @@ class StepRecord:
     accuracy: float = 0.0
     """Share of target tokens whose logit was the largest."""
     mfu: float | None = None
+    """Model FLOP/s over the dense peak of all devices by their data sheets, as the planner's; where a device has none,
+    as a processor core, over the rate of `mfu_of_measured`."""
+    mfu_of_measured: float | None = None
     """Model FLOP/s over the rate at which all ranks multiply matrices, measured at the start."""
     experts: tuple[float, ...] = ()
     """In a mixture: share of the router's choices that went to each expert, over all layers."""

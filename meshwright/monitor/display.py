@@ -94,6 +94,8 @@ def step_line(record: StepRecord, course: Course) -> str:
         fields.append(join_text(course.joined_record))
     if record.mfu is not None:
         fields.append(f"mfu {record.mfu:.1%}")
+        if record.mfu_of_measured is not None and record.mfu_of_measured != record.mfu:
+            fields[-1] += f" ({record.mfu_of_measured:.1%} of measured)"
     if record.memory.get("peak"):
         fields.append(f"mem {format_bytes(record.memory['peak'])}")
     if record.skipped:

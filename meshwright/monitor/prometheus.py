@@ -116,7 +116,8 @@ _SCALARS = {
     "tokens_total": Family("tokens_total", "counter", "Target tokens since step 0 of the run."),
     "tokens_per_s": Family("tokens_per_second", "gauge", "Target tokens per second of the newest step."),
     "step_s": Family("step_seconds", "gauge", "Wall time of the newest step on rank 0."),
-    "mfu": Family("mfu_ratio", "gauge", "Model FLOP/s over the rate at which all ranks multiply matrices."),
+    "mfu": Family("mfu_ratio", "gauge", "Model FLOP/s over the data sheets' dense peak."),
+    "mfu_of_measured": Family("mfu_of_measured_ratio", "gauge", "Model FLOP/s over the measured matrix products'."),
     "epoch": Family("epoch", "gauge", "Times that the text was read."),
 }
 _TRAFFIC = {

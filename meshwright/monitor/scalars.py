@@ -50,6 +50,8 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         values["experts/idle"] = float(sum(share == 0 for share in record.experts))
     if record.mfu is not None:
         values["speed/mfu"] = record.mfu
+    if record.mfu_of_measured is not None:
+        values["speed/mfu_of_measured"] = record.mfu_of_measured
     values |= {f"memory/{name}_bytes": float(size) for name, size in record.memory.items()}
     values |= {f"step/{name}_s": seconds for name, seconds in record.parts.items()}
     for total in record.comm:

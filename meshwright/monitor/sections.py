@@ -67,7 +67,7 @@ def course(run: RunFiles) -> list[Markup]:
         chart("tokens_per_s", "Throughput", "tokens/s", from_zero=True),
     ]
     if any(value > 0 for value in column(run.steps, "mfu")):
-        charts.append(chart("mfu", "MFU", "share of the matrix-product rate", from_zero=True))
+        charts.append(chart("mfu", "MFU", "share of the dense peak", from_zero=True))
     peaks = [number((step.get("memory") or {}).get("peak")) / 2**30 for step in run.steps]
     if any(math.isfinite(peak) for peak in peaks):
         charts.append(line_chart([Series(label="peak", x=x, y=peaks)], "Peak memory", "GiB on rank 0", from_zero=True))

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -259,19 +258,17 @@ class DifferentiableCollectives:
     """Runs autograd functions whose forward and backward communicate."""
 
     def __init__(self) -> None:
-        self._call: Callable[..., Any] = _apply_function
+        self.operator_name = ""
+        """Name by which the operators of compiled graphs find the group; empty where nothing is compiled."""
 
     def apply(self, function: type[torch.autograd.Function], *args: object) -> object:
         """Applies an autograd function, whose forward and backward communicate over this group."""
-        return self._call(function, *args)
+        return function.apply(*args)
 
-    def hide_from_compiler(self) -> None:
-        """Keeps these functions out of what torch.compile traces: events and messages' sizes aren't tensors."""
-        self._call = torch.compiler.disable(_apply_function)
-
-
-def _apply_function(function: type[torch.autograd.Function], *args: object) -> object:
-    return function.apply(*args)
+    @property
+    def is_traced(self) -> bool:
+        """Whether torch.compile traces the call, so that the group's operators stand for its collectives."""
+        return bool(self.operator_name) and torch.compiler.is_compiling()
 
 
 class AxisGroup(DifferentiableCollectives):

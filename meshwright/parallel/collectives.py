@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import FunctionCtx
 
+from meshwright.parallel import group_operators
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.torch_compat.tensors import dispatch_mode
 
@@ -24,6 +25,8 @@ class _CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if ctx.axis_group.is_traced:
+            return group_operators.all_reduce(upstream[0], ctx.axis_group.operator_name), None
         grad = upstream[0].contiguous()
         if grad is upstream[0]:
             grad = grad.clone()  # autograd may hand this very tensor to another branch
@@ -34,6 +37,8 @@ class _CopyToGroup(torch.autograd.Function):
 class _ReduceFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
+        if axis_group.is_traced:
+            return group_operators.all_reduce(x, axis_group.operator_name)
         # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
         # which looks on as a dispatch mode, does.
         x = x.contiguous() if dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
@@ -101,14 +106,20 @@ def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, part
 def all_gather_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """All-gathers ``dim``: (..., n, ...) becomes (..., size * n, ...), in rank order, without a gradient."""
     shard = x.contiguous()
-    out = shard.new_empty(axis_group.size * shard.numel())
-    axis_group.all_gather(out, shard.view(-1)).wait()
-    shards = out.view(axis_group.size, *shard.shape)
+    if axis_group.is_traced:
+        shards = group_operators.all_gather(shard, axis_group.operator_name, axis_group.size)
+    else:
+        out = shard.new_empty(axis_group.size * shard.numel())
+        axis_group.all_gather(out, shard.view(-1)).wait()
+        shards = out.view(axis_group.size, *shard.shape)
     return torch.cat(shards.unbind(), dim=dim) if dim else shards.flatten(0, 1)
 
 
 def reduce_scatter_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Reduce-scatters ``dim``: (..., size * n, ...), partial over the group, becomes (..., n, ...); no gradient."""
+    if axis_group.is_traced:
+        chunks = torch.stack(x.chunk(axis_group.size, dim=dim))
+        return group_operators.reduce_scatter(chunks, axis_group.operator_name)
     # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
     shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
     shape = list(x.shape)

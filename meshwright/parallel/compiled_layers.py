@@ -1,10 +1,11 @@
-"""torch.compile, layer by layer: collectives between layers stay out of the graphs."""
+"""torch.compile, layer by layer: collectives inside of a layer are operators of its graph (`group_operators`)."""
 
 from __future__ import annotations
 
 import torch
 
 from meshwright.errors import PlanError
+from meshwright.parallel import group_operators
 from meshwright.parallel.document_attention import is_packed_mask
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.transform import Transform, TransformContext
@@ -24,7 +25,7 @@ def check(layout: Layout, layers: int) -> None:
 
 def _apply(context: TransformContext) -> None:
     for axis_group in context.mesh.axis_groups.values() if context.mesh is not None else ():
-        axis_group.hide_from_compiler()
+        group_operators.register(axis_group)
     for layer in (layer for stage in context.stages for layer in stage.layers):
         wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", _compiled)
 

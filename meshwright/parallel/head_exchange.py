@@ -41,17 +41,21 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
     local_features = _width(spans[axis_group.index])
     # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
-    outputs = [x.new_empty(*x.shape[:2], local_features) for _ in spans]
+    return torch.cat(_exchange(chunks, [local_features] * axis_group.size, axis_group), dim=1)
+
+
+def _exchange(chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup) -> list[torch.Tensor]:
+    """Sends ``chunks[p]: (B, S/c, F_p)`` to rank p; returns (B, S/c, ``features[p]``) of each."""
+    outputs = [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
     axis_group.all_to_all(outputs, chunks).wait()
-    return torch.cat(outputs, dim=1)
+    return outputs
 
 
 def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Exchanges (B, S, F') for (B, S/c, F); features that several ranks hold are summed."""
     # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
-    outputs = [x.new_empty(*chunks[0].shape[:2], _width(rank_spans)) for rank_spans in spans]
-    axis_group.all_to_all(outputs, chunks).wait()
+    outputs = _exchange(chunks, [_width(rank_spans) for rank_spans in spans], axis_group)
     if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
     # A feature that several ranks needed (a shared key head) gets one gradient from each: they add up.
@@ -96,7 +100,7 @@ def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> 
         axis_group: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return axis_group.apply(_ToUnits, x, axis_group, spans)
+    return _apply_untraced(axis_group, _ToUnits, x, axis_group, spans)
 
 
 def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
@@ -108,4 +112,11 @@ def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], fe
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return axis_group.apply(_ToTokens, x, axis_group, spans, features)
+    return _apply_untraced(axis_group, _ToTokens, x, axis_group, spans, features)
+
+
+@torch.compiler.disable
+def _apply_untraced(axis_group: AxisGroup, function: type[torch.autograd.Function], *args: object) -> torch.Tensor:
+    """Applies a function outside of compiled graphs: Dynamo doesn't trace the exchange around stand-ins of rows."""
+    out: torch.Tensor = axis_group.apply(function, *args)
+    return out

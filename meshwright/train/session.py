@@ -18,8 +18,9 @@ from torch import nn
 
 from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.store import CheckpointStore
+from meshwright.cluster import catalogue
 from meshwright.data.tokens import TokenSet
-from meshwright.errors import ConfigError, RankError
+from meshwright.errors import ClusterError, ConfigError, RankError
 from meshwright.events import Event
 from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
@@ -218,6 +219,20 @@ def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
     return float(stepper.world_sum(local_rate))
 
 
+def _data_sheet_flops(layout: Layout, stepper: Stepper, device: torch.device) -> float | None:
+    """Returns the dense FLOP/s of all ranks' devices by their data sheets; None where one has none.
+
+    Source: Chowdhery et al., PaLM (2022), section 4.1, measures utilisation against the theoretical peak.
+    """
+    local_peak = math.nan
+    if device.type == "cuda":
+        with contextlib.suppress(ClusterError):  # a GPU that the catalogue doesn't know, or without such a rate
+            data_sheet = catalogue.device(torch.cuda.get_device_name(device))
+            local_peak = data_sheet.peak(layout.product_precision or layout.compute_precision)
+    peak = float(stepper.world_sum(torch.tensor([local_peak], dtype=torch.float64, device=device)))
+    return None if math.isnan(peak) else peak
+
+
 def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
     """Trains on this rank; the same call on every rank.
 
@@ -280,6 +295,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         flops_per_token=job.flops_per_token,
         hooks=job.hooks,
         peak_flops=_peak_flops(job, stepper, device),
+        data_sheet_flops=_data_sheet_flops(job.plan.layout, stepper, device),
         memory=memory,
         faults=faults,
         outer=outer,

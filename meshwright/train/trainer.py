@@ -68,7 +68,9 @@ class TrainerDeps:
     """Has ``.requested``: whether this rank was asked to end."""
     flops_per_token: float = 0.0
     peak_flops: float | None = None
-    """Peak FLOP/s of all devices together."""
+    """FLOP/s of all devices' matrix products together, as measured."""
+    data_sheet_flops: float | None = None
+    """Dense FLOP/s of all devices together by their data sheets; None where one has none."""
     hooks: Sequence[Hook] = field(default_factory=tuple)
     memory: RankMemory | None = None
     """Shared memory for snapshots, when a supervisor watches the ranks."""
@@ -379,7 +381,8 @@ class Trainer:
         rate = tokens / step_s
         if deps.program.state_meter is not None:
             self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
-        mfu = deps.flops_per_token * rate / deps.peak_flops if deps.peak_flops else None
+        flops_per_s = deps.flops_per_token * rate
+        mfu_of_measured = flops_per_s / deps.peak_flops if deps.peak_flops else None
         outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
         return StepRecord(
             step=self.step + 1,
@@ -394,7 +397,8 @@ class Trainer:
             memory={"peak": peak_bytes()} | self._state_bytes | outer_bytes,
             layout=str(deps.layout),
             accuracy=values["accuracy"],
-            mfu=mfu,
+            mfu=flops_per_s / deps.data_sheet_flops if deps.data_sheet_flops else mfu_of_measured,
+            mfu_of_measured=mfu_of_measured,
             skipped=skipped,
             experts=outcome.experts,
             terms=outcome.terms,

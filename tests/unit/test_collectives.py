@@ -18,7 +18,7 @@ class Done:
 class DoublingWire:
     """Two ranks that hold the same: a sum is twice the tensor, in place."""
 
-    size, index = 2, 0
+    size, index, is_traced = 2, 0, False
 
     def apply(self, function: Any, *args: Any) -> Any:
         return function.apply(*args)

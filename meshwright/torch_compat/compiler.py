@@ -1,0 +1,21 @@
+"""Private names of torch.compile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._library.effects import EffectType
+
+from meshwright.torch_compat import PrivateName
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "torch._library.effects:EffectType.ORDERED",
+        "collectives in a compiled graph must keep their order; the kinds of effects are public under no other name",
+    ),
+)
+
+
+def keep_in_order(operator: Any) -> None:
+    """Keeps calls of an operator of `torch.library.custom_op` in the traced order, and none left out or repeated."""
+    operator.register_effect(EffectType.ORDERED)
