@@ -82,7 +82,7 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: 
     write_corpus(tmp_path / "corpus.txt", 60)
     rest = ("--model", "llama", *SIZES, *more, "--checkpoint.every", "0", "--evaluation.every", "2")
     curves, graphs = [], tmp_path / "graphs"
-    # A recomputed layer may not change its hooks' state (`tensor_hooks.Once`) inside of a graph, nor hold float64's mode.
+    # Inside of a graph a recomputed layer may neither change its hooks' state nor have float64's mode.
     is_whole = "mixtral" not in more and "cp=" not in layout and "recompute" not in layout
     for name, written in (("plain", layout), ("compiled", f"{layout},compile=true")):
         argv = words(tmp_path, name, *rest, layout=f"{written},precision=float64", devices=2)
