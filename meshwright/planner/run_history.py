@@ -78,7 +78,7 @@ class RunHistory:
     by_axes: Mapping[str, Correction] = field(default_factory=dict)
     """Of runs whose layouts use the same axes, as ``shard+tp``."""
     other: Correction = Correction()
-    """Of layouts none of whose axes ran: of all runs whose waits were measured."""
+    """Of layouts none of whose axes ran: of all exact runs whose waits were measured."""
 
     def of(self, layout: Layout) -> Correction:
         """Returns a layout's correction: of its axes, else the largest factors of any of them alone, else `other`."""
@@ -115,6 +115,7 @@ class _Run:
     """A run's measured over its priced seconds, as logarithms."""
 
     axes: str
+    is_lossy: bool
     paced: bool
     ratio: float
     """Of a step."""
@@ -148,8 +149,10 @@ def learn(path: Path, machine: str) -> RunHistory:
     runs_by_axes: dict[str, list[_Run]] = {}
     for run in runs:
         runs_by_axes.setdefault(run.axes, []).append(run)
-    compute = [run.compute for run in runs if run.compute is not None]
-    traffic = [run.traffic for run in runs if run.traffic is not None]
+    # What rounding costs beside the wire says nothing of layouts that don't round.
+    exact = [run for run in runs if not run.is_lossy]
+    compute = [run.compute for run in exact if run.compute is not None]
+    traffic = [run.traffic for run in exact if run.traffic is not None]
     return RunHistory(
         factor=math.exp(median(run.ratio for run in runs)),
         runs=len(runs),
@@ -182,8 +185,8 @@ def _read_run(row: JsonObject) -> _Run | None:
             # A wire may be far slower than catalogued: only the step as a whole bounds it.
             traffic = _log_ratio(waits_s, priced_waits_s, most=math.inf)
     return _Run(
-        axes=axes_of(layout), paced=bool(row.get("paced")), ratio=math.log(measured_s / priced_s), compute=compute,
-        traffic=traffic,
+        axes=axes_of(layout), is_lossy=layout.is_lossy, paced=bool(row.get("paced")),
+        ratio=math.log(measured_s / priced_s), compute=compute, traffic=traffic,
     )  # fmt: skip
 
 
@@ -217,10 +220,14 @@ def _is_enough(runs: Sequence[_Run]) -> bool:
 def axes_of(layout: Layout) -> str:
     """Returns the axes that a layout uses in a step, as ``shard3+tp``: the runtime's overhead depends on them.
 
-    ZeRO-3 counts as an axis of its own, because it gathers for each layer. Islands don't count: steps between joins are
-    those of one.
+    ZeRO-3 counts as an axis of its own, because it gathers for each layer, and so does each way to round what is sent,
+    whose work the ranks' own cores do. Islands don't count: steps between joins are those of one.
     """
     used_axes = [name for name, degree in layout.within_island().degrees.items() if degree > 1]
-    return "+".join(
-        sorted(f"{name}3" if layout.zero == 3 and name in row_axes(Holds.SHARD) else name for name in used_axes)
-    )
+    if layout.zero == 3:
+        used_axes = [f"{name}3" if name in row_axes(Holds.SHARD) else name for name in used_axes]
+    if layout.compress:
+        used_axes.append(f"compress={layout.compress}")
+    if layout.compress_weights != "none":
+        used_axes.append(f"compress_weights={layout.compress_weights}")
+    return "+".join(sorted(used_axes))

@@ -99,6 +99,25 @@ def test_a_slow_wire_raises_a_price_by_what_is_sent_on_it(tmp_path: Path) -> Non
     assert seconds(lesson, "islands=2", matmul=0.540) == pytest.approx(0.540)
 
 
+def test_what_rounding_costs_raises_the_price_of_layouts_that_round_alike_alone(tmp_path: Path) -> None:
+    path = tmp_path / "runs.jsonl"
+    # Two machines at 1 Gbit/s, a core each, which rounds as well: waits as priced, a step far longer.
+    record(path, "here", {"layout": "replicate=2", "paced": True, **_core(0.576, 0.690)})
+    for layout, measured_s in (("replicate=2,compress=bf16", 0.936), ("replicate=2,compress=int8", 0.909)):
+        for _ in range(2):
+            record(path, "here", {"layout": layout, "paced": True, **_core(0.570, measured_s)})
+    lesson = learn(path, "here")
+    exact = 0.670 / 0.556
+    assert of(lesson, "replicate=2")[0] == pytest.approx(exact)
+    assert of(lesson, "islands=2")[0] == pytest.approx(exact), "no axis of it ran: as runs that don't round"
+    assert of(lesson, "replicate=4,compress=int8")[0] == pytest.approx(0.889 / 0.550)
+    assert of(lesson, "replicate=2,compress=fp8")[0] == pytest.approx(exact), "its axis ran, its rounding didn't"
+
+
+def _core(priced_s: float, measured_s: float) -> dict[str, float]:
+    return {"priced_s": priced_s, "measured_s": measured_s, "priced_waits_s": 0.020, "waits_s": 0.020}
+
+
 def test_traffic_priced_as_hidden_corrects_its_own_axes_as_a_whole(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     for _ in range(3):
