@@ -1,4 +1,9 @@
-"""torch.compile, layer by layer: collectives inside of a layer are operators of its graph (`group_operators`)."""
+"""torch.compile, layer by layer: collectives inside of a layer are operators of its graph (`group_operators`).
+
+A layer that recomputes is traced with its recompute around it, so that the compiler chooses what to keep. Dynamo can't
+trace a checkpoint in which ranks exchange something (the operators are ordered by an effect) or whose operations a mode
+changes (float64): it would run the layer as it is, without a word. Such a layer is compiled inside of its recompute.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +19,25 @@ from meshwright.torch_compat.varlen import mark_dynamic_sizes
 
 
 def check(layout: Layout, layers: int) -> None:
-    """Refuses to compile a model without repeated layers.
+    """Refuses to compile a model without repeated layers, and layers of which the compiler would skip each.
 
     Raises:
-        PlanError: there is none.
+        PlanError: there is none; what they recompute can't be traced.
     """
     if layout.compile and layers == 0:
         raise PlanError("compile=true compiles layer by layer, but no repeated layers were found in the model")
+    if layout.uncompiled_reason:
+        raise PlanError(f"{layout.uncompiled_reason}; nearest that works: recompute=full, or leave compile out")
 
 
 def _apply(context: TransformContext) -> None:
     for axis_group in context.mesh.axis_groups.values() if context.mesh is not None else ():
         group_operators.register(axis_group)
+    layout = context.layout
+    is_inside = layout.recompute.mode == "full" and (layout.layers_communicate or layout.precision == "float64")
+    place = ForwardLayer.COMPILE_RECOMPUTED if is_inside else ForwardLayer.COMPILE
     for layer in (layer for stage in context.stages for layer in stage.layers):
-        wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", _compiled)
+        wrap_forward(layer, place, "torch.compile", _compiled)
 
 
 def _compiled(plain: Forward) -> Forward:

@@ -2,8 +2,8 @@
 
 Each axis and each choice of a layout that changes how a module runs wraps its forward. What a wrapper sees depends on
 what lies inside of it: a recomputed layer must draw the same dropout numbers again, so recompute lies outside of
-dropout's; a compiled layer is recomputed as a whole, so compile lies outside of recompute. `ForwardLayer` is that
-order, and `describe` prints a module's stack as it is.
+dropout's; a compiler that sees what is recomputed plans for it, so compile lies outside of recompute where it can see
+that. `ForwardLayer` is that order, and `describe` prints a module's stack as it is.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ class ForwardLayer(IntEnum):
     """Random numbers follow from the place in the global batch."""
     FLOAT64 = 60
     """No operation narrows a float64 tensor."""
+    COMPILE_RECOMPUTED = 65
+    """torch.compile of a layer that recompute calls twice, where the compiler can't trace recompute itself."""
     RECOMPUTE = 70
     """Activations are dropped and computed again in backward."""
     COMPILE = 80

@@ -92,6 +92,7 @@ class _ToTokens(torch.autograd.Function):
         return _to_units(upstream[0], ctx.axis_group, ctx.spans), None, None, None
 
 
+@torch.compiler.disable  # Dynamo doesn't trace the exchange around stand-ins of rows.
 def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """Turns (B, S/c, F), all features of some tokens, into (B, S, F'), the features of this rank's units of all tokens.
 
@@ -100,9 +101,10 @@ def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> 
         axis_group: the axis.
         spans: for each rank, the runs of F that its units need; what several need goes to each.
     """
-    return _apply_untraced(axis_group, _ToUnits, x, axis_group, spans)
+    return axis_group.apply(_ToUnits, x, axis_group, spans)
 
 
+@torch.compiler.disable
 def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Undoes `to_units`, where no feature belongs to several ranks: (B, S, F') to (B, S/c, F).
 
@@ -112,11 +114,4 @@ def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], fe
         spans: for each rank, the runs of F that it has.
         features: F.
     """
-    return _apply_untraced(axis_group, _ToTokens, x, axis_group, spans, features)
-
-
-@torch.compiler.disable
-def _apply_untraced(axis_group: AxisGroup, function: type[torch.autograd.Function], *args: object) -> torch.Tensor:
-    """Applies a function outside of compiled graphs: Dynamo doesn't trace the exchange around stand-ins of rows."""
-    out: torch.Tensor = axis_group.apply(function, *args)
-    return out
+    return axis_group.apply(_ToTokens, x, axis_group, spans, features)

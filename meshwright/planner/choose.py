@@ -203,7 +203,8 @@ class Question:
     @property
     def space(self) -> Space:
         """The layouts to choose from."""
-        space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **self.limits)
+        limits = {"compiled": self.base.compile, **self.limits}
+        space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **limits)
         if self.job.splits_backward and not self.base.compile:
             return space
         # torch.compile can't run a backward in two halves, and some models can't.

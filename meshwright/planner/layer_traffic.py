@@ -150,7 +150,8 @@ class LayerTraffic:
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
-                yield from self._tensor_parallel(name, group, layer, is_last)
+                # A compiled layer is repeated as a whole, its last sum too.
+                yield from self._tensor_parallel(name, group, layer, is_last and not self._layout.compile)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "ring":

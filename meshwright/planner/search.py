@@ -159,7 +159,7 @@ class _SearchPass:
 
     def _fits(self, batch: LayoutBatch, columns: Mapping[str, Array]) -> Array:
         """Returns (N,) bool: the layouts that fit, and in a second pass wouldn't fit without offload."""
-        fits = columns["peak"] <= self._memory_bytes
+        fits = (columns["peak"] <= self._memory_bytes) & self._space.runs(batch)
         if self._offloads != ("none",):
             fits &= columns["host"] <= self._host_bytes
         if not self._is_first:

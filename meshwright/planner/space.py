@@ -61,6 +61,8 @@ class Space:
     """Axes that may be used. Of several with the same cost only the first is searched, the others where fixed."""
     offloads: tuple[str, ...] = OFFLOADS
     """State that may lie in host memory; searched only where it could beat every layout without."""
+    compiled: bool = False
+    """Whether layers are compiled: then layers that exchange something can't recompute selectively."""
 
     def given(self, column: str) -> int | None:
         """Returns the product of the fixed degrees of a column's axes; None where no axis of it is fixed."""
@@ -78,6 +80,13 @@ class Space:
         if known_schedules()[schedule].splits_backward:
             return tuple(mode for mode in self.recomputes if mode == "none")
         return self.recomputes
+
+    def runs(self, batch: LayoutBatch) -> np.ndarray:
+        """Returns (N,) bool: the layouts of a batch whose layers run as asked, see `Layout.uncompiled_reason`."""
+        if not self.compiled:
+            return np.ones(batch.count, dtype=bool)
+        communicates = (batch.tp > 1) | (batch.cp > 1) | (batch.ep > 1)
+        return np.asarray(~communicates | (batch.recompute != RECOMPUTES.index("selective")))
 
 
 def divisors(number: int) -> list[int]:
@@ -389,6 +398,8 @@ def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, 
     core += [layout.microbatches, schedule_names().index(schedule), layout.stages_per_rank if is_pipelined else 1]
     variant = (sizes[COPIES], sizes[SHARDS], layout.zero, RECOMPUTES.index(mode))
     if not (core_rows == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
+        return False
+    if layout.uncompiled_reason:
         return False
     free_fields = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
     free_values = {field: getattr(layout, field) for field in free_fields}

@@ -45,6 +45,8 @@ ATTENTIONS = ("heads", "gather", "ring")
 """Ways in which ``cp`` computes attention."""
 BALANCED_ATTENTIONS = ("gather", "ring")
 """Those under which a rank has an early and a late run of each row, for balance (`spec.key_ring`)."""
+IN_LAYERS = (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS)
+"""Mechanics whose ranks exchange activations inside of a layer."""
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"
@@ -315,6 +317,22 @@ class Layout:
         return (
             f"schedule={self.schedule} runs each backward whole under recompute={self.recompute}, since a half would "
             "run the layers' forward again for each group of weights, so it fills no bubble with weight gradients"
+        )
+
+    @property
+    def layers_communicate(self) -> bool:
+        """Whether ranks exchange activations inside of a layer: over ``tp``, ``cp`` or ``ep``."""
+        return any(self.degree(mechanics) > 1 for mechanics in IN_LAYERS)
+
+    @property
+    def uncompiled_reason(self) -> str:
+        """Why the compiler would leave recomputed layers as they are, in a clause; empty where it wouldn't."""
+        if not self.compile or self.recompute.mode != "selective" or not self.layers_communicate:
+            return ""
+        axes = ", ".join(self.format_degree(mechanics) for mechanics in IN_LAYERS if self.degree(mechanics) > 1)
+        return (
+            f"compile=true with recompute={self.recompute} and {axes}: torch.compile can't trace a layer that keeps "
+            "some results and exchanges others, and would run all layers uncompiled"
         )
 
     @property

@@ -43,6 +43,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "tp=2"),
     ("llama", 2, "tp=2,sequence=true,precision=bf16"),
     ("llama", 2, "tp=2,compile=true"),
+    ("llama", 2, "tp=2,sequence=true,recompute=full,compile=true"),
     ("llama", 2, "tp=2,loss_chunk=100"),
     ("llama", 2, "cp=2"),
     ("llama", 2, "cp=2,attention=heads"),

@@ -10,7 +10,7 @@ from benchmarks.published.framework_profiles import NANOTRON
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
-from meshwright.parallel import random_ops
+from meshwright.parallel import build, random_ops
 from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -61,6 +61,21 @@ def test_a_search_for_compiled_layers_finds_no_split_backward() -> None:
     assert all(one.layout.compile and one.layout.schedule not in ("zbv", "zerobubble", "dualpipev") for one in best)
     eager = choose(dataclasses.replace(asked, base=Layout(precision="bf16")))
     assert not any(one.layout.compile for one in eager.best)
+
+
+@pytest.mark.parametrize("axis", ["tp", "cp"])
+def test_a_search_for_compiled_layers_keeps_no_results_of_layers_that_communicate(axis: str) -> None:
+    # So little room that eager layers recompute selectively.
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=4096, rows=64)
+    limits = {"fixed": {axis: 4, "microbatches": 1}}
+    asked = Question(job=job, cluster=CLUSTER, base=Layout(precision="bf16"), limits=limits, usable=0.5)
+    assert any(layout.recompute.mode == "selective" for _, layout in choose(asked).kept)
+    kept = choose(dataclasses.replace(asked, base=Layout(precision="bf16", compile=True))).kept
+    assert kept and not any(layout.recompute.mode == "selective" for _, layout in kept)
+    for text in (f"{axis}=2,compile=true,recompute=selective", f"{axis}=2,compile=true,recompute=selective:1"):
+        with pytest.raises(PlanError, match=f"compile=true with recompute=selective.* and {axis}=2: .*recompute=full"):
+            build.check(Layout.parse(text), "cuda", 2)
+    build.check(Layout.parse("shard=2,zero=3,compile=true,recompute=selective"), "cuda", 2)
 
 
 # -------------------------------------------------------- dropout
