@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -47,6 +47,8 @@ class _Rows:
 
 
 _ROWS: ContextVar[_Rows | None] = ContextVar("rows", default=None)
+_HAS_DOCUMENTS: ContextVar[bool | None] = ContextVar("has_documents", default=None)
+"""Whether rows of the micro-batch may have several documents; None where nobody has said."""
 
 
 @contextlib.contextmanager
@@ -62,6 +64,41 @@ def announce_rows(bounds: DocumentBounds | None, refusals: list[str] | None = No
         yield
     finally:
         _ROWS.reset(token)
+
+
+@contextlib.contextmanager
+def skip_packing_check(has_documents: bool) -> Iterator[None]:
+    """Keeps transformers' models from reading off their positions whether rows have several documents.
+
+    For that the host would wait for the device in each forward. A caller of a batch knows it.
+
+    Args:
+        has_documents: whether rows may have several; their positions then tell which, without a check whether any do.
+    """
+    _replace_packing_check()
+    token = _HAS_DOCUMENTS.set(has_documents)
+    try:
+        yield
+    finally:
+        _HAS_DOCUMENTS.reset(token)
+
+
+@cache
+def _replace_packing_check() -> None:
+    """Has transformers ask what `skip_packing_check` says, and outside of it, or where code is traced, look as ever."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    look: Callable[[torch.Tensor], torch.Tensor | None] = masks.find_packed_sequence_indices
+
+    def known_documents(position_ids: torch.Tensor) -> torch.Tensor | None:
+        """Returns (B, S) int64, the number of each token's document in its row; None where all rows are one."""
+        has_documents = None if torch.compiler.is_compiling() else _HAS_DOCUMENTS.get()
+        if has_documents is None:
+            return look(position_ids)
+        if not has_documents:
+            return None
+        return (torch.diff(position_ids, prepend=position_ids[:, :1] - 1) != 1).cumsum(-1)
+
+    masks.find_packed_sequence_indices = known_documents
 
 
 def rows_announced() -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
-from meshwright.models.attention import announce_rows, is_varlen, rows_announced
+from meshwright.models.attention import announce_rows, is_varlen, rows_announced, skip_packing_check
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.document_attention import DocumentBounds, document_bounds
 from meshwright.parallel.model_checkpointing import restoring_first_run
@@ -202,10 +202,14 @@ def _call_module(
     # a cache of keys is of no use to training
     if structure.transformers and "use_cache" in structure.arguments:
         arguments["use_cache"] = False
+    has_documents = mask_documents and positions is not None
     with contextlib.ExitStack() as stack:
         if is_varlen(module) and not rows_announced():
-            has_documents = mask_documents and positions is not None
             stack.enter_context(announce_rows(bounds or document_bounds(positions) if has_documents else None))
+            stack.enter_context(skip_packing_check(has_documents))
+        elif structure.transformers and not has_documents:
+            # Dense masks of rows with documents are worth a look whether there are any: the causal kernel needs none.
+            stack.enter_context(skip_packing_check(has_documents=False))
         stack.enter_context(restoring_first_run())
         return module(**arguments)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -68,7 +67,7 @@ def measure_model(
         return result
 
     try:
-        with _silence_fake_errors(), faked(module, dtype), _single_document_rows(), _random_ops_mode(built):
+        with _silence_fake_errors(), faked(module, dtype), _random_ops_mode(built):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             # outside_layers counts embedding, head and loss: layers hide their own work from it
             kinds.watch()
@@ -119,21 +118,6 @@ class _Masks:
     def attention_dropout_mask(self, query: torch.Tensor, keys: int, p: float) -> torch.Tensor:
         """Returns a bool mask (B, H, S, keys) for attention weights, fake."""
         return self.dropout_mask((*query.shape[:3], keys), p, query.device)
-
-
-@contextlib.contextmanager
-def _single_document_rows() -> Iterator[None]:
-    """Keeps transformers from looking for documents in fake tensors: a row is one document and needs no mask."""
-    masks: Any = sys.modules.get("transformers.masking_utils")
-    plain = getattr(masks, "find_packed_sequence_indices", None)
-    if plain is None:
-        yield
-        return
-    masks.find_packed_sequence_indices = lambda *_args, **_kwargs: None
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = plain
 
 
 class _LayerKinds:

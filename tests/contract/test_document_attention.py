@@ -9,15 +9,18 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.errors import ConfigError
 from meshwright.jobs import attention_checks
 from meshwright.jobs.verify import verify
 from meshwright.launch.devices import Devices
+from meshwright.models.analysis.clone import realise_model
 from meshwright.models.analysis.document_masks import varlen_refusal
 from meshwright.models.attention import announce_rows, use_varlen
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.models.forward import model_output
 from meshwright.parallel import document_attention as documents
 
 POSITIONS = torch.stack(
@@ -155,6 +158,43 @@ def test_no_dense_mask_is_made() -> None:
             module(tokens, position_ids=positions, use_cache=False)
         assert {mask.shape[-1] - 1 for mask in masks if mask is not None} == ({0, 5} if bounds else {5})
         assert all(mask is None or documents.is_packed_mask(mask) for mask in masks)
+
+
+class HostReads(TorchDispatchMode):
+    """Counts numbers that the host reads off tensors, for which it waits for a GPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2"])
+def test_a_forward_reads_nothing_off_the_device(family: str) -> None:
+    """A caller of a batch knows whether rows have documents; a model that is called by its own user still looks."""
+    built = build_meta(ModelConfig(name=family, layers=2, width=32, heads=4), 32, 24)
+    module = realise_model(built, lambda name, _: built.tensor(name))
+    module.config._attn_implementation = "sdpa"
+    tokens = torch.zeros(2, 24, dtype=torch.int64)
+    own = [module(tokens, position_ids=positions, use_cache=False).logits for positions in (POSITIONS, None)]
+    for is_varlen in (False, True):
+        if is_varlen:
+            use_varlen(module)
+        for positions, expected in zip((POSITIONS, None), own):
+            bounds = documents.document_bounds(POSITIONS) if positions is not None and is_varlen else None
+            with HostReads() as reads:
+                more: dict[str, Any] = {"mask_documents": positions is not None, "bounds": bounds}
+                output = model_output(module, built.structure, tokens, None, positions, **more)
+            # Under dense masks, one a kind of layers, a look whether rows have documents is worth the causal kernel.
+            looks = positions is not None and not is_varlen
+            assert reads.count == looks * (2 if family == "gemma3_text" else 1)
+            torch.testing.assert_close(output.logits, expected)
+    with HostReads() as reads:
+        module(tokens, position_ids=POSITIONS, use_cache=False)
+    assert reads.count > 0
 
 
 @pytest.mark.parametrize(
