@@ -376,30 +376,38 @@ def compare(name: str, question: Question, limit: int, seeds: int) -> list[Run]:
 
 
 def table(runs: Sequence[Run]) -> list[str]:
-    """Returns the lines of a table in Markdown: a line for each question and method."""
-    marks = [count for count in MILESTONES if any(count in run.ratios for run in runs)]
-    heads = [f"best over exact after {count:,} prices: median, worst" for count in marks]
-    lines = [f"| question | method | {' | '.join(heads)} | within {CLOSE:.0%} | prices | seconds of a core |"]
-    lines.append("|---" * (len(marks) + 5) + "|")
-    groups: dict[tuple[str, str], list[Run]] = {}
-    for run in runs:
-        groups.setdefault((run.question, run.method), []).append(run)
-    for (question, method), members in groups.items():
-        cells = []
-        for count in marks:
-            ratios = [run.ratios[count] for run in members if count in run.ratios]
-            cells.append(f"{_ratio(float(np.median(ratios)))}, {_ratio(max(ratios))}" if ratios else "")
-        hits = sum(run.found_after is not None for run in members)
-        seconds = float(np.median([run.core_s for run in members]))
-        lines.append(
-            f"| {question} | {method} | {' | '.join(cells)} | {hits} of {len(members)} | {members[0].prices:,} "
-            f"| {seconds:.1f} |"
-        )
+    """Returns the lines of a table in Markdown, a line for each question.
+
+    A cell has the medians over seeds of the best over the exact one's after each of `MILESTONES`, the worst after the
+    last, how many seeds came within `CLOSE`, and seconds of a core.
+    """
+    lines = [f"| question | exact: prices, core | {' | '.join(METHODS)} |", "|---" * (len(METHODS) + 2) + "|"]
+    for question in dict.fromkeys(run.question for run in runs):
+        members = {method: [run for run in runs if (run.question, run.method) == (question, method)]
+                   for method in ("exact", *METHODS)}  # fmt: skip
+        exact = [f"{run.prices:,}, {run.core_s:.1f} s" for run in members.pop("exact")]
+        lines.append(f"| {' | '.join([question, *exact, *map(_cell, members.values())])} |")
     return lines
 
 
+def _cell(runs: Sequence[Run]) -> str:
+    counts = [count for count in MILESTONES if all(count in run.ratios for run in runs)]
+    medians = [_ratio(float(np.median([run.ratios[count] for run in runs]))) for count in counts]
+    worst = _ratio(max(run.ratios[run.prices] for run in runs))
+    found = sum(run.found_after is not None for run in runs)
+    seconds = float(np.median([run.core_s for run in runs]))
+    return f"{', '.join(medians)} (worst {worst}); {found} of {len(runs)}; {seconds:.1f} s"
+
+
 def _ratio(value: float) -> str:
-    return f"{value:.3f}" if np.isfinite(value) else "nothing fits"
+    return f"{value:.3f}" if np.isfinite(value) else "nothing"
+
+
+def run_json(run: Run) -> dict[str, Any]:
+    """Returns a run as plain values; a ratio is null where nothing that fits was found."""
+    return asdict(run) | {
+        "ratios": {count: value if np.isfinite(value) else None for count, value in run.ratios.items()}
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -414,8 +422,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name in chosen.only:
         runs += compare(name, question_of(name), chosen.prices, chosen.seeds)
     if chosen.json:
-        written: list[dict[str, Any]] = [asdict(run) for run in runs]
-        chosen.json.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        written = json.dumps([run_json(run) for run in runs], indent=2, allow_nan=False)
+        chosen.json.write_text(written + "\n", encoding="utf-8")
     print("\n".join(table(runs)))
     return 0
 

@@ -10,7 +10,18 @@ import numpy as np
 import pytest
 
 from benchmarks import search_methods
-from benchmarks.search_methods import DECISIONS, METHODS, LayoutTree, Policy, Prices, compare, crossed, main, table
+from benchmarks.search_methods import (
+    DECISIONS,
+    METHODS,
+    LayoutTree,
+    Policy,
+    Prices,
+    compare,
+    crossed,
+    main,
+    run_json,
+    table,
+)
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -134,10 +145,12 @@ def test_no_method_beats_the_exact_search_and_all_count_their_prices(
     path = tmp_path / "runs.json"
     assert main(["--prices", "300", "--seeds", "1", "--only", name, "--json", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 + 1 + len(METHODS) and len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 2 + 1 and len({line.count("|") for line in lines}) == 1
     written = json.loads(path.read_text())
     assert [run["method"] for run in written] == ["exact", *METHODS]
-    assert table([dataclasses.replace(runs[1], ratios={256: float("inf")})])[2].count("nothing fits") == 2
+    nothing = [runs[0], *(dataclasses.replace(run, ratios={150: float("inf")}) for run in runs[1:])]
+    assert table(nothing)[2].count("(worst nothing); ") == len(METHODS)
+    assert run_json(nothing[1])["ratios"] == {150: None}
 
 
 def test_the_best_so_far_only_falls(tree: LayoutTree) -> None:
