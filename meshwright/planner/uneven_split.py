@@ -6,6 +6,7 @@ Layouts with equally many stages are split together, as arrays.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,7 +18,6 @@ from meshwright.planner.cost.embedding_and_head import price_head
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layers import LayerCost, PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.device_kinds import DeviceKinds
@@ -25,7 +25,6 @@ from meshwright.planner.space import divisors
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.balanced_cuts import Cuts
-from meshwright.spec.balanced_shares import balanced_shares
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
 
@@ -37,6 +36,8 @@ MAX_MICROBATCHES_PER_STAGE = 16
 """Most micro-batches for each stage: the bubble is under 6 % then."""
 MAX_ROWS_PER_READER = 64
 """Most rows of a micro-batch for each reader: finer shares would need batches of special sizes."""
+MAX_TIMED_ROWS = 512
+"""Most rows of a reader whose seconds are priced; those of more grow in proportion."""
 
 
 def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[Layout]]:
@@ -173,9 +174,9 @@ def uneven_data_layouts(question: Question, kinds: DeviceKinds) -> Iterator[Layo
         reader_kinds = kinds.of_runs(tp)
         if reader_kinds is None:
             continue
-        readers, speeds = world // tp, _reader_speeds(question, kinds, tp)
+        readers, row_seconds = world // tp, _row_seconds(question, kinds, tp)
         for microbatches in divisors(job.rows):
-            shares = _row_shares([speeds[kind] for kind in reader_kinds], job.rows // microbatches)
+            shares = _row_shares([row_seconds[kind] for kind in reader_kinds], job.rows // microbatches)
             if shares is None:
                 continue
             rows = BatchShares.of(shares)
@@ -192,18 +193,43 @@ def uneven_data_layouts(question: Question, kinds: DeviceKinds) -> Iterator[Layo
                     )
 
 
-def _reader_speeds(question: Question, kinds: DeviceKinds, tp: int) -> list[float]:
-    """Returns rows a second of a reader of each kind."""
-    job = dataclasses.replace(question.job, rows=1)
+def _row_seconds(question: Question, kinds: DeviceKinds, tp: int) -> list[Array]:
+    """Returns seconds of forward and backward of 1, 2, ... rows on a reader of each kind, (rows,) float64 a kind."""
+    counts = np.arange(1.0, min(question.job.rows, MAX_TIMED_ROWS) + 1)
     layout = dataclasses.replace(
         question.base, degrees=named_degrees(tp=tp), sequence=tp > 1 and question.space.sequence
     )
-    costs = [price(job, layout, machine, question.runtime).stages[0] for machine in kinds.machines]
-    return [1.0 / (cost.forward_s + cost.backward_s) for cost in costs]
+    batch = LayoutBatch.from_layouts([layout] * len(counts), len(question.job.shape.blocks))
+    batch = dataclasses.replace(batch, rows=counts)
+    engine = question.runtime.for_layout(layout)
+    ranks = [RankTimes(LayerCosts.of(question.job, batch, machine, engine)) for machine in kinds.machines]
+    return [np.asarray(times.forward[:, 0] + times.backward[:, 0]) for times in ranks]
 
 
-def _row_shares(speeds: Sequence[float], rows: int) -> list[int] | None:
-    """Returns rows of each reader in a micro-batch by its speed; None where a reader would get none, or too many."""
-    if rows < len(speeds) or rows > MAX_ROWS_PER_READER * len(speeds):
+def _row_shares(row_seconds: Sequence[Array], rows: int) -> list[int] | None:
+    """Returns rows of each reader in a micro-batch; None where a reader would get none, or too many.
+
+    Rows are dealt out one by one to the reader that would end first with it. As a reader never ends earlier with more
+    rows, no other deal lets the slowest end earlier. Few rows take as long as one where launches bound a device, so
+    seconds of every number count, not those of one row.
+
+    Args:
+        row_seconds: of each reader, seconds of 1, 2, ... rows; beyond the last they grow with the rows.
+        rows: to deal out.
+    """
+    readers = len(row_seconds)
+    if rows < readers or rows > MAX_ROWS_PER_READER * readers:
         return None
-    return balanced_shares([1.0 / speed for speed in speeds], [rows] * len(speeds), rows)
+    shares = [1] * readers
+    ends = [(_end_s(seconds, 2), reader) for reader, seconds in enumerate(row_seconds)]
+    heapq.heapify(ends)
+    for _ in range(rows - readers):
+        _, reader = ends[0]
+        shares[reader] += 1
+        heapq.heapreplace(ends, (_end_s(row_seconds[reader], shares[reader] + 1), reader))
+    return shares
+
+
+def _end_s(seconds: Array, rows: int) -> float:
+    timed = len(seconds)
+    return float(seconds[rows - 1]) if rows <= timed else float(seconds[-1]) * rows / timed

@@ -18,8 +18,9 @@ from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
 from meshwright.planner.device_kinds import kinds_of
 from meshwright.planner.unequal import _timed, choose_unequal, price_unequal, why_unequal
-from meshwright.planner.uneven_split import uneven_pipelines
+from meshwright.planner.uneven_split import uneven_data_layouts, uneven_pipelines
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import BatchShares
 
 SHAPE = shape_from_sizes(TableSizes(name="llama", layers=16, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 
@@ -105,3 +106,23 @@ def test_the_parts_of_a_stage_are_those_of_its_own_device() -> None:
     # The second stage decides, on the slower device: its products are those of a pipeline of such devices.
     assert found.price.parts["matmul"] == pytest.approx(slow.parts["matmul"])
     assert sum(found.price.parts.values()) == pytest.approx(found.price.step_s)
+
+
+def test_rows_are_dealt_by_what_each_number_of_them_takes() -> None:
+    """Few rows take a launch-bound device as long as one, so the seconds of one row tell too little."""
+    shape = shape_from_sizes(TableSizes(name="small", layers=2, width=512, heads=4, vocab=4096))
+    job = PricedJob(shape=shape, sequence=2048, rows=8)
+    asked = Question(job=job, cluster=Cluster.parse("2xh100+2xa100-40"), base=Layout(precision="bf16"))
+    kinds, rest = kinds_of(asked.cluster), "shard=2,tp=2,zero=1,precision=bf16,sequence=true"
+    seconds = {}
+    for first in range(1, 8):
+        rows = "" if first == 4 else f",rows={BatchShares.of([first, 8 - first])}"
+        found = price_unequal(asked, kinds, Layout.parse(rest + rows))
+        assert found is not None
+        seconds[first] = found.price.step_s
+    dealt = [
+        layout.reader_shares() for layout in uneven_data_layouts(asked, kinds)
+        if layout.degree("tp") == 2 and layout.zero == 1 and layout.microbatches == 1 and not layout.recompute
+    ]  # fmt: skip
+    ((first, second),) = dealt
+    assert seconds[first * 8 // (first + second)] == pytest.approx(min(seconds.values()), rel=1e-9), seconds

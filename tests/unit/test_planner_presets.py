@@ -1,14 +1,19 @@
-"""Public models by name have the parameters that their model cards state."""
+"""Public models by name have the sizes of public configs and the parameters that their model cards state."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+from pathlib import Path
+
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.plan_model import preset_model
 from meshwright.models.config import ModelConfig
-from meshwright.planner.closed_form import shape_from_sizes
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.presets import presets
 
 # Parameters by the metadata of the weights on Hugging Face, or by the paper where three digits stand.
@@ -146,3 +151,73 @@ def test_sizes_of_a_preset_can_be_changed_and_nothing_else_is_ignored() -> None:
     assert preset_model(ModelConfig(name="llama")) is None
     with pytest.raises(ConfigError, match=r"model\.dropout can't be set for llama-3-8b"):
         preset_model(ModelConfig(name="llama-3-8b", dropout=0.1))
+
+
+SIZES = json.loads((Path(__file__).parents[1] / "data" / "public_models.json").read_text(encoding="utf-8"))
+"""Sizes of public models as other projects' code and published configs have them, each with its source."""
+WITHOUT_WITNESS = {"command-r-plus-104b", "mistral-small-24b", "palm-540b", "yi-6b"}
+"""Models whose sizes are held to their published parameters alone, or to transformers' defaults."""
+DEFAULTS = {
+    "command-r-35b": "CohereConfig",
+    "deepseek-v3": "DeepseekV3Config",
+    "gemma-7b": "GemmaConfig",
+    "glm-4-9b": "GlmConfig",
+    "gpt-j-6b": "GPTJConfig",
+    "gpt-neox-20b": "GPTNeoXConfig",
+    "gpt-oss-120b": "GptOssConfig",
+    "gpt2-small": "GPT2Config",
+    "llama-7b": "LlamaConfig",
+    "mixtral-8x7b": "MixtralConfig",
+    "phi-3-mini": "Phi3Config",
+}
+"""Models whose sizes are the defaults of their family in transformers."""
+
+
+def effective(sizes: TableSizes) -> dict[str, object]:
+    """The sizes with what isn't given filled in, as a config states them."""
+    return dataclasses.asdict(sizes) | {
+        "kv_heads": sizes.kv_heads or sizes.heads,
+        "head_size": sizes.head_size or sizes.width // sizes.heads,
+        "ffn": sizes.ffn or 4 * sizes.width,
+    }
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_are_those_of_public_configs(name: str) -> None:
+    witness, found = SIZES[name], effective(presets()[name].sizes)
+    assert witness["source"] and len(witness["sizes"]) >= 4
+    assert {key: found[key] for key in witness["sizes"]} == witness["sizes"], witness["source"]
+
+
+def test_every_model_has_a_witness_or_is_named() -> None:
+    assert set(presets()) - set(SIZES) - set(DEFAULTS) == WITHOUT_WITNESS
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_sizes_are_the_defaults_of_transformers(name: str) -> None:
+    config = getattr(transformers, DEFAULTS[name])()
+    found = effective(presets()[name].sizes)
+    is_mixture, latent = bool(found["experts"]), presets()[name].sizes.latent
+    expected = {
+        "layers": config.num_hidden_layers,
+        "width": config.hidden_size,
+        "heads": config.num_attention_heads,
+        "vocab": config.vocab_size,
+        "tied": config.tie_word_embeddings,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+    }
+    ffn = getattr(config, "intermediate_size", None)
+    if is_mixture:
+        expected |= {
+            "experts": getattr(config, "n_routed_experts", None) or config.num_local_experts,
+            "active_experts": config.num_experts_per_tok,
+            "expert_ffn": getattr(config, "moe_intermediate_size", None) or ffn,
+            "dense_layers": getattr(config, "first_k_dense_replace", 0),
+        }
+    elif ffn:
+        expected["ffn"] = ffn
+    assert {key: found[key] for key in expected} == expected
+    if latent is not None:
+        assert (latent.query_rank, latent.kv_rank) == (config.q_lora_rank, config.kv_lora_rank)
+        assert (latent.rope_size, latent.nope_size) == (config.qk_rope_head_dim, config.qk_nope_head_dim)
+        assert latent.value_size == config.v_head_dim
