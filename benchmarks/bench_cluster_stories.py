@@ -60,7 +60,7 @@ class SlurmGround:
     def __init__(self, cluster: SlurmCluster) -> None:
         self._cluster = cluster
         os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]
-        self.kill_node, self.start_node = cluster.kill_node, cluster.start_node
+        self.kill_node, self.start_node, self.lives = cluster.kill_node, cluster.start_node, cluster.lives
 
     def submit(self, argv: list[str], log: Path) -> Callable[[], str]:
         """Submits a run; returns why it can't go on any more, empty while it can."""
@@ -80,7 +80,7 @@ class RayGround:
     def __init__(self, cluster: RayTestCluster) -> None:
         self._cluster = cluster
         self._driver: Running | None = None
-        self.kill_node, self.start_node = cluster.kill_node, cluster.start_node
+        self.kill_node, self.start_node, self.lives = cluster.kill_node, cluster.start_node, cluster.lives
 
     def submit(self, argv: list[str], log: Path) -> Callable[[], str]:
         """Starts a run's driver; returns why it can't go on any more, empty while it can."""
@@ -278,6 +278,11 @@ class Story:
             time.sleep(0.1)
         for pid in run_processes(self._run):
             os.kill(pid, 9)
+        if not self._ground.lives(self._node):
+            self._ground.start_node(self._node)
+        end = time.monotonic() + LEAVE_S
+        while not self._ground.is_empty() and time.monotonic() < end:
+            time.sleep(0.1)
 
 
 def run_processes(run: Path) -> list[int]:
