@@ -57,7 +57,9 @@ class RayTestCluster:
                 "--ray-client-server-port", str(client_port), "--temp-dir", str(self._files),
             )  # fmt: skip
             self.address = f"127.0.0.1:{port}"
-            host = re.search(r"Local node IP: ([\w.:]+)", (self.root / "head.out").read_text())
+            # Ray colours its words where the environment asks for it.
+            output = re.sub(r"\x1b\[[\d;]*m", "", (self.root / "head.out").read_text())
+            host = re.search(r"Local node IP: ([\w.:]+)", output)
             assert host is not None
             self.client_address = f"ray://{host[1]}:{client_port}"
             for node in range(self.count):
@@ -66,6 +68,10 @@ class RayTestCluster:
             self.__exit__()
             raise
         return self
+
+    def lives(self, node: int) -> bool:
+        """Whether a node's raylet runs."""
+        return self._processes[f"n{node}"].poll() is None
 
     def start_node(self, node: int) -> None:
         """Starts a node's raylet and waits until it is in the cluster."""
@@ -91,10 +97,12 @@ class RayTestCluster:
         self._kill(f"n{node}")
 
     def _kill(self, name: str) -> None:
-        parents, root = parent_pids(), self._processes[name].pid
-        for pid in [pid for pid in parents if descends(pid, {root}, parents)]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        root = self._processes[name].pid
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            parents = parent_pids()
+            for pid in [pid for pid in parents if descends(pid, {root}, parents)]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self._processes[name].wait(10)
 
     def wait_until(self, condition: Callable[[], object], limit_s: float = _START_S) -> None:

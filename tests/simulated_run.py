@@ -32,7 +32,7 @@ def write(folder: Path, steps: int, ranks: int = RANKS, every: int = 50, slow: i
     (folder / "plan.json").write_text(json.dumps(plan))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
-            file.write(json.dumps(_record(step, draw)) + "\n")
+            file.write(json.dumps(record(step, draw)) + "\n")
     start = 1_760_000_000.0
     events = [{"kind": "run_started", "rank": 0, "time": start, "step": 0, "layout": LAYOUT, "note": name}]
     events += [
@@ -74,11 +74,11 @@ def write(folder: Path, steps: int, ranks: int = RANKS, every: int = 50, slow: i
     for rank in range(ranks):
         with (folder / "timeline" / f"rank-{rank:05d}.jsonl").open("w") as file:
             for step in recorded:
-                file.write(json.dumps(_timeline(rank, step, start + step * 1.2, rank == slow, ranks, draw)) + "\n")
+                file.write(json.dumps(timeline(rank, step, start + step * 1.2, rank == slow, ranks, draw)) + "\n")
     return folder
 
 
-def _record(step: int, draw: random.Random) -> dict:
+def record(step: int, draw: random.Random) -> dict:
     parts = {"data": 0.002, "pipeline": 0.95, "reduce": 0.12, "norm": 0.01, "optimizer": 0.06, "other": 0.004}
     parts = {name: seconds * draw.uniform(0.95, 1.2) for name, seconds in parts.items()}
     step_s = sum(parts.values())
@@ -100,7 +100,7 @@ def _record(step: int, draw: random.Random) -> dict:
     }  # fmt: skip
 
 
-def _timeline(rank: int, step: int, start: float, slow: bool, ranks: int, draw: random.Random) -> dict:
+def timeline(rank: int, step: int, start: float, slow: bool, ranks: int, draw: random.Random) -> dict:
     """A 1F1B step of a stage: warm-up forwards, pairs, cool-down backwards; a quick rank waits after each."""
     stage = rank * STAGES // ranks
     factor, now, phases, waits = (1.25 if slow else 1.0), 2000, [["data", 0, 2000, 0]], []

@@ -119,6 +119,10 @@ class SlurmCluster:
             self.start_node(node)
         self.wait_until(lambda: self.states().count("idle") == self.count, 30.0)
 
+    def lives(self, node: int) -> bool:
+        """Whether a node's slurmd runs."""
+        return self._daemons[f"n{node}"].poll() is None
+
     def start_node(self, node: int) -> None:
         """Starts a node's slurmd."""
         self._run_daemon("slurmd", "-D", "-N", f"n{node}", key=f"n{node}")
@@ -156,9 +160,11 @@ class SlurmCluster:
 
     def kill_node(self, node: int) -> None:
         """Kills everything of a node at once, as a loss of power does."""
-        for pid in self.node_processes(node):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        # Stopped first: srun has a process beside it that ends the step on all nodes when srun alone is killed.
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in self.node_processes(node):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
         self._daemons[f"n{node}"].wait(10)
 
     def wait_until(self, condition: Callable[[], object], limit_s: float = 20.0) -> None:

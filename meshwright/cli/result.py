@@ -30,6 +30,10 @@ def show_result(result: TrainResult) -> None:
         lines.append(
             f"a step took {format_seconds(measured)}, planned {format_seconds(planned)} ({measured / planned - 1:+.0%})"
         )
+    if "measured" in result.energy:
+        planned_text = f", planned {result.energy['planned']:.3g} J" if "planned" in result.energy else ""
+        parts = " and ".join(name for name in ("devices", "processors") if name in result.energy)
+        lines.append(f"a token took {result.energy['measured']:.3g} J of {parts}{planned_text}")
     if result.state:
         lines += ["", *_state_lines(result.state)]
     if result.sample:

@@ -65,14 +65,24 @@ def _refuse_flags(args: Sequence[str]) -> None:
 
 
 def _list_text(rows: Sequence[RunSummary]) -> str:
-    table = [("run", "state", "step", "loss", "validation", "tokens/s", "devices", "layout", "began")]
+    has_energy = any(row.joules_per_token is not None for row in rows)
+    energy_heading = ("J/token, planned",) if has_energy else ()
+    table = [("run", "state", "step", "loss", "validation", "tokens/s", *energy_heading, "devices", "layout", "began")]
     for row in rows:
         began = "" if row.started is None else _format_time(row.started)
         speed = "" if row.tokens_per_s is None else format_count(row.tokens_per_s)
         step = str(row.step) if row.steps is None else f"{row.step}/{row.steps}"
         losses = ("" if loss is None else f"{loss:.4f}" for loss in (row.loss, row.validation_loss))
-        table.append((row.name, row.state, step, *losses, speed, row.devices, row.layout, began))  # type: ignore[arg-type]
-    return "\n".join(align_columns(table, (2, 3, 4, 5))) if rows else "no runs"
+        energy = (_energy_text(row),) if has_energy else ()
+        table.append((row.name, row.state, step, *losses, speed, *energy, row.devices, row.layout, began))
+    return "\n".join(align_columns(table, range(2, 7 if has_energy else 6))) if rows else "no runs"
+
+
+def _energy_text(row: RunSummary) -> str:
+    figures = (
+        "" if joules is None else f"{joules:.3g}" for joules in (row.joules_per_token, row.planned_joules_per_token)
+    )
+    return ", ".join(filter(None, figures)) if row.joules_per_token is not None else ""
 
 
 def _format_time(seconds: float) -> str:

@@ -14,6 +14,8 @@ from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import open_run
 from meshwright.json_types import JsonObject
 from meshwright.monitor.drift import measure, median_waits_s
+from meshwright.monitor.energy import token_energy
+from meshwright.monitor.health import read_health
 from meshwright.monitor.report import write_report
 from meshwright.monitor.rundir import read_run
 from meshwright.monitor.sinks import JsonlSink
@@ -68,7 +70,8 @@ def conclude(
         sink.close()
     if config.monitor.report:
         result = dataclasses.replace(result, report=str(write_report(run_dir, config.monitor.drift_bound)))
-    result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir))
+    energy = token_energy(read_health(run_dir), read_run(run_dir).plan).to_json()
+    result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir), energy=energy)
     if result.finished and result.time:
         _record_history(plan, run_dir, result.time, machines.for_ranks(plan.ranks))
     return result

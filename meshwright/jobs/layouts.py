@@ -248,7 +248,7 @@ def replan_layout(config: RunConfig, model: ReadModel, machines: Machines, reque
         # What the price doesn't explain of a measured step stays, whatever the layout.
         ratio = 1.0 - (present_s - step_s) / max(present_s, request.step_s)
         # Priced on equal devices; what is expected of these follows from what was measured.
-        prediction = dataclasses.replace(plan.prediction, step_s=request.step_s * ratio)
+        prediction = plan.prediction.rescaled(request.step_s * ratio)
         speeds = ", ".join(f"{speed:.0%}" for speed in choice.speeds)
         plan = dataclasses.replace(plan, prediction=prediction, reason=f"fastest for ranks at speeds of {speeds}")
         return Replan(

@@ -15,6 +15,8 @@ from meshwright.jobs.run_control import find_state
 from meshwright.json_types import JsonObject
 from meshwright.monitor.charts import COLOURS
 from meshwright.monitor.comparison import compared_figures, comparison_page, differing_settings
+from meshwright.monitor.energy import token_energy
+from meshwright.monitor.health import read_health
 from meshwright.monitor.rundir import RunFiles, RunReader, find_runs, is_run_directory, number, read_run
 from meshwright.spec.layout import Layout
 
@@ -49,6 +51,10 @@ class RunSummary:
     """Number and kind of the ranks' devices, as ``8 cuda``; empty when unknown."""
     tokens_per_s: float | None
     """Target tokens a second, the median of the newest steps."""
+    joules_per_token: float | None
+    """Measured energy of a target token; None where no device or processor reports any."""
+    planned_joules_per_token: float | None
+    """Of the devices, as planned; None where no power is known."""
     started: float | None
     """First event, in seconds since the epoch."""
     changed: float | None
@@ -104,6 +110,7 @@ def summarise_run(run_dir: Path, folder: Path | None = None) -> RunSummary:
     times = [number(event.get("time")) for event in files.events]
     train = files.config.get("train")
     steps = train.get("steps") if isinstance(train, dict) else None
+    energy = token_energy(read_health(run_dir), files.plan)
     return RunSummary(
         run=str(run_dir),
         name=str(run_dir.relative_to(folder)) if folder is not None and folder != run_dir else run_dir.resolve().name,
@@ -115,6 +122,8 @@ def summarise_run(run_dir: Path, folder: Path | None = None) -> RunSummary:
         layout=files.layout,
         devices=_devices(files),
         tokens_per_s=_last(median(finite)) if (finite := [speed for speed in speeds if math.isfinite(speed)]) else None,
+        joules_per_token=_last(energy.measured),
+        planned_joules_per_token=_last(energy.planned),
         started=_last(*times[:1]),
         changed=_last(*times),
     )

@@ -13,10 +13,14 @@ from meshwright.jobs.progress import Say
 from meshwright.jobs.run_directory import LAUNCH
 from meshwright.launch.slurm import SlurmLauncher, SlurmPlace, call_slurm
 from meshwright.launch.slurm_job import SlurmJob
-from meshwright.launch.slurm_node import NodeKeeper, NodeRevival
+from meshwright.launch.slurm_node import LifeSigns, NodeKeeper, NodeRevival
 from meshwright.monitor.rundir import read_run
 from meshwright.resilience.claims import read_presence
+from meshwright.resilience.run_lock import has_locks
 from meshwright.train.run_config import RunConfig
+
+_START_S = 180.0
+"""A supervisor's start may take so long, with its imports from a file system that all nodes read at once."""
 
 
 def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool) -> tuple[str, str]:
@@ -79,11 +83,14 @@ def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: S
     def presence(nodes: Iterable[int]) -> dict[int, int]:
         return read_presence(run_dir, nodes)
 
-    launcher, start_s = make_launcher(config), config.launch.group_s
+    launcher = make_launcher(config)
+    signs = LifeSigns(
+        presence=presence, is_owned=lambda: has_locks(run_dir), start_s=max(config.launch.group_s, _START_S)
+    )
     if place.node is None:
-        revival = NodeRevival(place, argv, launcher, presence, start_s, say)
+        revival = NodeRevival(place, argv, launcher, signs, say)
         return SlurmJob(place, argv, config.slurm, lambda: read_run(run_dir).state == "finished", say, revival).run()
-    return NodeKeeper(place, argv, launcher, presence, start_s, say).run()
+    return NodeKeeper(place, argv, launcher, signs, say).run()
 
 
 def slurm_state(record: LaunchRecord) -> SchedulerState:

@@ -43,6 +43,8 @@ class TrainResult:
     """Bytes of a rank's state by part and in ``total``: ``planned`` and ``measured``; empty where none was measured."""
     time: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step, ``planned`` and ``measured`` (median); empty where one of them isn't known."""
+    energy: Mapping[str, float] = field(default_factory=dict)
+    """Joules a token, those known of ``planned``, ``measured``, and its parts ``devices`` and ``processors``."""
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields; what wasn't found is left out, but for the loss."""

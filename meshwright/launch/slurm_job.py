@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from meshwright.launch.slurm_node import SRUN, NodeRevival
 PREEMPTED = 143
 _POLL_S = 0.1
 _LOOK_S = 1.0
+_ENDED_LOOKS = 3
+"""Looks in a row that find the run ended while srun waits, after which it isn't waited for."""
 _END_S = 45.0
 _MARGIN_S = 10.0
 
@@ -72,13 +75,7 @@ class SlurmJob:
                 try:
                     self._wait(step)
                 finally:
-                    if step.poll() is None:
-                        step.terminate()
-                        try:
-                            step.wait(_END_S)
-                        except subprocess.TimeoutExpired:
-                            step.kill()
-                            step.wait()
+                    self._end(step)
         finally:
             signal.signal(signal.SIGUSR1, earlier_handler)
             cancel_replacements(self._place.job, self._place.nodes)
@@ -87,15 +84,26 @@ class SlurmJob:
     def _record(self, number: int, frame: FrameType | None) -> None:
         self._asked.append(number)
 
+    def _end(self, step: subprocess.Popen[bytes]) -> None:
+        """Ends srun where it hasn't ended by itself: at once when all supervisors have."""
+        if step.poll() is None and not self._revival.has_ended:
+            step.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                step.wait(_END_S)
+        if step.poll() is None:
+            step.kill()
+            step.wait()
+
     def _wait(self, step: subprocess.Popen[bytes]) -> None:
-        handled, looked_at = 0, time.monotonic()
+        handled, ended_looks, looked_at = 0, 0, time.monotonic()
         while step.poll() is None:
             time.sleep(_POLL_S)
             if time.monotonic() - looked_at > _LOOK_S:
                 looked_at = time.monotonic()
                 self._revival.poll(revives=not self._asked)
-                if self._revival.is_over:
-                    # Of a node that was away for a moment srun waits for ever for the task's end.
+                # Of a node that was away for a moment srun waits for ever for the task's end.
+                ended_looks = ended_looks + 1 if self._revival.has_ended else 0
+                if ended_looks > _ENDED_LOOKS or self._revival.is_silent:
                     return
             for number in self._asked[handled:]:
                 handled += 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 
 from meshwright.errors import LaunchError
@@ -26,8 +27,6 @@ from meshwright.launch.slurm import (
 )
 from meshwright.launch.supervisor_process import SupervisorProcess
 
-Presence = Callable[[Iterable[int]], Mapping[int, int]]
-"""Returns a stamp by node that changes while the node's supervisor lives."""
 SRUN = ("srun", "--no-kill", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--cpu-bind=none", "--input=none")
 """srun, which by these goes on when a node fails, and leaves cores and ranks to the supervisors."""
 _MISSING_S = 10.0
@@ -35,6 +34,30 @@ _MISSING_S = 10.0
 _OVER_S = 60.0
 """A last checkpoint, evaluation and sample come after the last sign of life."""
 _MOST_PAUSE_S = 15.0
+_LATE_S = 300.0
+"""A supervisor that was started again has lived before; a file system under load may need minutes for its imports."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LifeSigns:
+    """How a keeper sees other nodes' supervisors: by files that all nodes share."""
+
+    presence: Callable[[Iterable[int]], Mapping[int, int]]
+    """Returns a stamp by node that changes while the node's supervisor lives."""
+    is_owned: Callable[[], bool]
+    """Whether a supervisor has locked the run directory and not let go of it; one that was killed never does."""
+    start_s: float
+    """Within which a supervisor has started."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Restart:
+    """A node that was started again."""
+
+    step: subprocess.Popen[bytes]
+    """Its srun."""
+    started_at: float
+    """When, by the monotonic clock."""
 
 
 class NodeKeeper:
@@ -44,8 +67,7 @@ class NodeKeeper:
         place: this node.
         argv: words of the command without those that number nodes.
         launcher: submits a job in the stead of a lost node.
-        presence: reads which supervisors live.
-        start_s: within which a supervisor has started.
+        signs: reads which supervisors live.
         say: takes a line for people.
     """
 
@@ -54,12 +76,11 @@ class NodeKeeper:
         place: SlurmPlace,
         argv: Sequence[str],
         launcher: SlurmLauncher,
-        presence: Presence,
-        start_s: float,
+        signs: LifeSigns,
         say: Callable[[str], None],
     ) -> None:
         assert place.node is not None
-        self._revival = NodeRevival(place, argv, launcher, presence, start_s, say) if place.nodes > 1 else None
+        self._revival = NodeRevival(place, argv, launcher, signs, say) if place.nodes > 1 else None
         watch = self._revival.poll if self._revival is not None else lambda: None
         self._place, self._argv = place, tuple(argv)
         self._supervisor = SupervisorProcess(place.node, self._command, say, watch=watch)
@@ -92,30 +113,34 @@ class NodeRevival:
         place: SlurmPlace,
         argv: Sequence[str],
         launcher: SlurmLauncher,
-        presence: Presence,
-        start_s: float,
+        signs: LifeSigns,
         say: Callable[[str], None],
     ) -> None:
-        self._place, self._argv, self._launcher, self._presence = place, tuple(argv), launcher, presence
+        self._place, self._argv, self._launcher, self._signs = place, tuple(argv), launcher, signs
         self._say = say
         # Before its first sign of life a node may take as long as a start does.
-        self._seen_at = dict.fromkeys(range(place.nodes), time.monotonic() + start_s - _MISSING_S)
+        self._seen_at = dict.fromkeys(range(place.nodes), time.monotonic() + signs.start_s - _MISSING_S)
         self._stamps: dict[int, int] = {}
         self._moved: set[int] = set()
         self._attempts: dict[int, int] = {}
         self._try_at: dict[int, float] = {}
-        self._steps: dict[int, subprocess.Popen[bytes]] = {}
+        self._restarts: dict[int, _Restart] = {}
         self._keeps = place.node in (None, 0)
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
+        """Whether supervisors have lived, and all of them have ended in order."""
+        return bool(self._moved) and not self._signs.is_owned()
+
+    @property
+    def is_silent(self) -> bool:
         """Whether supervisors have lived, and for a while none does."""
         return bool(self._moved) and time.monotonic() - max(self._seen_at[node] for node in self._moved) > _OVER_S
 
     def poll(self, revives: bool = True) -> None:
         """Looks who lives, and starts who doesn't unless the run is to end."""
         now = time.monotonic()
-        for node, stamp in self._presence(range(self._place.nodes)).items():
+        for node, stamp in self._signs.presence(range(self._place.nodes)).items():
             if self._stamps.get(node, stamp) != stamp:
                 self._seen_at[node] = now
                 self._moved.add(node)
@@ -123,15 +148,23 @@ class NodeRevival:
             self._stamps[node] = stamp
         live = [node for node, seen_at in self._seen_at.items() if now - seen_at < _MISSING_S]
         self._keeps = self._place.node in (None, min(live, default=-1))
-        for node, step in list(self._steps.items()):
-            if step.poll() is not None:
-                del self._steps[node]
+        for node, restart in list(self._restarts.items()):
+            if restart.step.poll() is not None:
+                del self._restarts[node]
+            elif node not in live and (self._seen_at[node] > restart.started_at or self._is_late(restart)):
+                # The node was lost again: srun would wait for its task for ever, and nobody start another.
+                restart.step.kill()
+                restart.step.wait()
+                del self._restarts[node]
         # Where nobody lives the run is over, or has not begun.
         for node in range(self._place.nodes) if revives and self._keeps and live else ():
-            if node not in live and node not in self._steps and now >= self._try_at.get(node, 0.0):
+            if node not in live and node not in self._restarts and now >= self._try_at.get(node, 0.0):
                 self._attempts[node] = self._attempts.get(node, 0) + 1
                 self._try_at[node] = now + min(2.0 ** self._attempts[node], _MOST_PAUSE_S)
                 self._start_again(node)
+
+    def _is_late(self, restart: _Restart) -> bool:
+        return time.monotonic() - restart.started_at > max(self._signs.start_s, _LATE_S)
 
     def _start_again(self, node: int) -> None:
         place = self._place
@@ -145,7 +178,8 @@ class NodeRevival:
             own = ("--overlap", f"--jobid={place.job}", "--nodes=1", "--ntasks=1", f"--nodelist={place.names[node]}")
             cores = self._launcher.config.cpus_per_node
             command = [*SRUN, *own, *((f"--cpus-per-task={cores}",) if cores else ()), sys.executable, *words]
-            self._steps[node] = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            step = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+            self._restarts[node] = _Restart(step, time.monotonic())
             if self._attempts[node] == 1:
                 self._say(f"node {node} ({place.names[node]}) is lost; it is started again as soon as it answers")
             return

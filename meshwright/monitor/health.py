@@ -13,6 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from meshwright.json_types import JsonObject
+from meshwright.monitor.energy import TokenEnergy, token_energy
 from meshwright.monitor.page import note, table
 from meshwright.monitor.rundir import LineReader, number
 
@@ -32,32 +33,40 @@ def read_health(run_dir: Path) -> dict[str, list[JsonObject]]:
     return {node: lines for node, lines in samples.items() if lines}
 
 
-def joules_per_token(nodes: Mapping[str, list[JsonObject]]) -> float:
-    """Returns the measured energy of all devices and processors over the tokens of the same time; NaN where unknown.
+def health(run_dir: Path, plan: JsonObject | None = None) -> list[Markup]:
+    """Renders the newest sample of each node's devices, its network's errors and the energy of a token.
 
-    Devices and processors that report no energy count nothing.
+    Args:
+        run_dir: the run directory.
+        plan: of plan.json; None for a run without one.
     """
-    joules, tokens = 0.0, math.nan
-    for lines in nodes.values():
-        energies = [_joules(line) for line in (lines[0], lines[-1])]
-        joules += energies[1] - energies[0]
-        trained = number(lines[-1].get("tokens")) - number(lines[0].get("tokens"))
-        tokens = trained if math.isnan(tokens) else max(tokens, trained)
-    return joules / tokens if joules > 0 and tokens > 0 else math.nan
-
-
-def health(run_dir: Path) -> list[Markup]:
-    """Renders the newest sample of each node's devices, its network's errors and the energy of a token."""
     nodes = read_health(run_dir)
     rows = [row for lines in nodes.values() for row in _rows(lines[-1])]
-    if not rows:
-        return []
-    joules = joules_per_token(nodes)
     headings = ("host", "device", "busy", "temperature", "clock", "power", "slowed by", "memory errors")
-    elements = [table(headings, rows, (2, 3, 4, 5, 7))]
-    if math.isfinite(joules):
-        elements.append(note(f"{joules:.3g} J a token, of the devices and processors that report their energy."))
-    return elements
+    elements = [table(headings, rows, (2, 3, 4, 5, 7))] if rows else []
+    return elements + _energy(token_energy(nodes, plan or {}), is_sampled=bool(rows) or _has_counters(nodes))
+
+
+def _has_counters(nodes: Mapping[str, list[JsonObject]]) -> bool:
+    """Whether samples are of nodes whose sampler looked for a processor's counter, whatever it found."""
+    newest = [lines[-1] for lines in nodes.values()]
+    return any(line.get("cpu_joules", {}) is None or math.isfinite(number(line.get("cpu_joules"))) for line in newest)
+
+
+def _energy(energy: TokenEnergy, is_sampled: bool) -> list[Markup]:
+    """Renders planned and measured energy of a token; says why where nothing was measured."""
+    if math.isfinite(energy.measured):
+        figures = [
+            ("planned, what trains at its power under load", energy.planned, "no power known"),
+            ("measured, GPUs", energy.devices, "none reports it"),
+            ("measured, processors", energy.processors, "none reports it"),
+        ]
+        rows = [(name, f"{value:.3g} J" if math.isfinite(value) else absent) for name, value, absent in figures]
+        sentence = f"{energy.measured:.3g} J a token, of the devices and processors that report their energy."
+        return [note(sentence), table(("energy of a token", ""), rows, (1,))]
+    if math.isfinite(energy.planned):
+        return [note(f"Planned: {energy.planned:.3g} J a token. Not measured: {energy.unknown}.")]
+    return [note(f"The energy of a token isn't measured: {energy.unknown}.")] if is_sampled else []
 
 
 def _rows(sample: JsonObject) -> Iterator[tuple[str, ...]]:
@@ -79,8 +88,13 @@ def _rows(sample: JsonObject) -> Iterator[tuple[str, ...]]:
             yield (host, f"network {name}", "", "", "", "", "", _text(errors, "{:.0f} errors"))
 
 
-def health_samples(run_dir: Path) -> dict[str, list[tuple[dict[str, str], float]]]:
-    """Returns (labels, value) of the newest samples, by the name of a Prometheus metric."""
+def health_samples(run_dir: Path, plan: JsonObject | None = None) -> dict[str, list[tuple[dict[str, str], float]]]:
+    """Returns (labels, value) of the newest samples, by the name of a Prometheus metric.
+
+    Args:
+        run_dir: the run directory.
+        plan: of plan.json; None for a run without one.
+    """
     nodes = read_health(run_dir)
     found: dict[str, list[tuple[dict[str, str], float]]] = {}
     for lines in nodes.values():
@@ -94,7 +108,11 @@ def health_samples(run_dir: Path) -> dict[str, list[tuple[dict[str, str], float]
         nics = sample.get("nics")
         for nic, errors in nics.items() if isinstance(nics, Mapping) else ():
             found.setdefault("network_errors_total", []).append(({"host": host, "device": str(nic)}, number(errors)))
-    found["energy_joules_per_token"] = [({}, joules_per_token(nodes) if nodes else math.nan)]
+    energy = token_energy(nodes, plan or {})
+    found["energy_joules_per_token"] = [({}, energy.measured)]
+    parts = {"devices": energy.devices, "processors": energy.processors}
+    found["energy_part_joules_per_token"] = [({"part": name}, value) for name, value in parts.items()]
+    found["energy_planned_joules_per_token"] = [({}, energy.planned)]
     return found
 
 
@@ -106,12 +124,6 @@ GPU_METRICS = {
     "uncorrected_errors": "gpu_uncorrected_memory_errors_total",
 }
 """Field of a GPU's sample, and its metric."""
-
-
-def _joules(sample: JsonObject) -> float:
-    """Returns the energy counters of a node together."""
-    counters = [number(sample.get("cpu_joules")), *(number(gpu.get("joules")) for gpu in _mappings(sample.get("gpus")))]
-    return sum(value for value in counters if math.isfinite(value))
 
 
 def _mappings(values: object) -> list[Mapping[str, Any]]:

@@ -124,6 +124,9 @@ class LivePage:
         started_s = time.thread_time()
         run = self._reader.read()
         grown = self._history.update(self._timelines)
+        if self._run is None:
+            # What was there before is read once: it says nothing of what the next rendering costs.
+            started_s = time.thread_time()
         reuse = {} if grown else {heading: list(elements) for heading, elements in self._sections if heading in _DRAWN}
         if not self._history.shares:
             reuse = {LAST_STEP: [note(OFF)], WAITS: []}

@@ -96,7 +96,7 @@ def _families(run: RunFiles) -> Iterator[tuple[Family, Iterable[_Sample]]]:
         Family("expert_share", "gauge", "Share of the router's choices that went to an expert."),
         [({"expert": str(expert)}, number(share)) for expert, share in enumerate(step.get("experts") or ())],
     )
-    for name, samples in health_samples(run.path).items():
+    for name, samples in health_samples(run.path, run.plan).items():
         yield Family(name, "counter" if name.endswith("_total") else "gauge", _HEALTH[name]), samples
     final = run.final()
     yield Family("validation_loss", "gauge", "Loss of the newest evaluation."), [({}, number(final.get("loss")))]
@@ -137,6 +137,8 @@ _HEALTH = {
     "gpu_slowed": "1 while the hardware lowers the GPU's clocks.",
     "network_errors_total": "Errors that the network device has counted.",
     "energy_joules_per_token": "Energy of devices and processors over target tokens of the newest samples.",
+    "energy_part_joules_per_token": "Energy of the devices, or of the processors, over the same tokens.",
+    "energy_planned_joules_per_token": "Energy of the devices at their power under load over target tokens.",
 }
 _QUANTILES = {
     "latency_{}_s": Family("comm_latency_seconds", "gauge", "Time of a collective of the newest step on rank 0."),

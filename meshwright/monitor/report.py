@@ -18,8 +18,9 @@ from pathlib import Path
 
 from markupsafe import Markup
 
+from meshwright.monitor.energy import token_energy
 from meshwright.monitor.event_sections import checkpoints, devices, experts
-from meshwright.monitor.health import health
+from meshwright.monitor.health import health, read_health
 from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
@@ -73,7 +74,7 @@ def run_sections(
         ("Experts", lambda: experts(run)),
         ("Compression of the held-out text", lambda: compression(run)),
         ("Devices", lambda: devices(run)),
-        ("Health", lambda: health(run.path)),
+        ("Health", lambda: health(run.path, run.plan)),
         ("Checkpoints", lambda: checkpoints(run)),
         ("Samples", lambda: _samples(run)),
         ("Events", lambda: _events(run)),
@@ -158,6 +159,11 @@ def main_figures(run: RunFiles) -> list[tuple[str, str, str]]:
     peak = max((number((step.get("memory") or {}).get("peak")) for step in steps), default=math.nan)
     if math.isfinite(peak):
         tile_entries.append(("Peak memory", format_bytes(peak), "on rank 0"))
+    energy = token_energy(read_health(run.path), run.plan)
+    if math.isfinite(energy.measured):
+        planned = f"; planned {energy.planned:.3g} J" if math.isfinite(energy.planned) else ""
+        parts = [name for name in ("devices", "processors") if math.isfinite(getattr(energy, name))]
+        tile_entries.append(("Energy", f"{energy.measured:.3g} J a token", f"of {' and '.join(parts)}{planned}"))
     spent = run.thinned_s + sum(value for value in column(steps, "step_s") if math.isfinite(value))
     tile_entries.append(("Time in steps", format_seconds(spent), _wall_time_text(run)))
     return tile_entries

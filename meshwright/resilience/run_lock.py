@@ -208,6 +208,11 @@ class RunLock:
             os._exit(0)
 
 
+def has_locks(run_dir: Path) -> bool:
+    """Returns whether a command has locked a run directory and not let go of it, as one that is killed never does."""
+    return any(path.name[-1:].isdigit() for path in (run_dir / FOLDER).glob("*"))
+
+
 def living_owners(run_dir: Path) -> list[Owner]:
     """Returns who trains in a run directory; waits some seconds where an owner is on another host."""
     paths = [path for path in (run_dir / FOLDER).glob("*") if path.name[-1:].isdigit()]

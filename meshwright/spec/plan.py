@@ -64,6 +64,25 @@ class Prediction:
     """Seconds of a step, corrected by what earlier runs on these machines took, over what was priced."""
     waits_s: float = 0.0
     """Seconds of a step for which a rank waits for traffic, as priced before that correction."""
+    joules_per_token: float | None = None
+    """Energy of all devices at their power under load over the step's tokens; None where no power is known."""
+
+    def rescaled(self, step_s: float) -> Self:
+        """Returns the prediction with another time of a step, and what follows from it: its range and its energy.
+
+        Args:
+            step_s: seconds of a step that are expected instead.
+        """
+        if not self.step_s:
+            return dataclasses.replace(self, step_s=step_s)
+        ratio = step_s / self.step_s
+        limits = self.step_range_s
+        return dataclasses.replace(
+            self,
+            step_s=step_s,
+            step_range_s=None if limits is None else (limits[0] * ratio, limits[1] * ratio),
+            joules_per_token=None if self.joules_per_token is None else self.joules_per_token * ratio,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ import pytest
 from meshwright.cli.main import main
 from meshwright.doctor import nvml
 from meshwright.jobs.health import HealthSampler, find_worsened
-from meshwright.monitor.health import health, joules_per_token
+from meshwright.monitor.energy import joules_per_token
+from meshwright.monitor.health import health
 from meshwright.monitor.prometheus import format_metrics
 from meshwright.monitor.rundir import read_run
 from tests.faults.test_doctor import FAKE_NVML, build
