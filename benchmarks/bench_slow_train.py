@@ -172,7 +172,9 @@ class Wire:
 
 def read_run(run: Path, warm_up: int) -> dict[str, Any]:
     """Returns the mean step after the warm-up and its exposed share on rank 0, the median and the planned step."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][warm_up:]
+    # A step that was trained again after a rank was lost has several lines, of which the last counts.
+    by_step = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
+    lines = [by_step[step] for step in sorted(by_step) if step > warm_up]
     plan = json.loads((run / "plan.json").read_text())
     seconds, exposed = [line["step_s"] for line in lines], [exposed_s(line) for line in lines]
     # A round's mean holds its join; of steps that are alike the median leaves out disturbed ones.

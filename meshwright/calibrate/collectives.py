@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,6 +23,8 @@ MAX_PLACEMENTS = 12
 """Most placements that are measured; the widest groups come first."""
 REPEATS = 200
 """Most calls in a chunk of a window."""
+CORE_ROUNDS = 9
+"""Pairs of passes by which a core's own seconds for an all-reduce are told."""
 MIN_CHUNK_CALLS = 4
 """Calls in a chunk below which the window isn't split into chunks."""
 
@@ -97,6 +101,42 @@ def overlapped(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
     together_s = _slowest_rank_s(overlapped_pass, clock)
     # Time saved by the overlap, over the most that could be saved.
     return min(1.0, max(0.0, (alone_s + count * product_s - together_s) / min(alone_s, count * product_s)))
+
+
+def core_byte_s(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
+    """Measures the processor seconds of a rank for each byte that it sends in an all-reduce over all ranks.
+
+    What arrives is summed and copied by the same core, in the network's threads and in the kernel's interrupts of
+    whatever runs. So products run meanwhile, and what the process takes beyond these products alone counts: waiting
+    and other programs don't.
+
+    Args:
+        size: bytes of the tensor.
+        clock: timer of this rank.
+        wire: how collectives of CPU ranks travel.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
+    tensor = torch.ones(size // 4, device=clock.device)
+    matrix = torch.randn(512, 512, device=clock.device)
+    alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
+    product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
+    count = max(1, math.ceil(alone_s / product_s))
+
+    def processor_s(reduces: bool) -> float:
+        start_s = time.process_time()
+        handle = axis_group.all_reduce(tensor.zero_()) if reduces else None
+        for _ in range(count):
+            torch.mm(matrix, matrix)
+        if handle is not None:
+            handle.wait()
+        return time.process_time() - start_s
+
+    # In turn, so that what slows the core meanwhile slows both; the middle difference counts.
+    differences = [processor_s(True) - processor_s(False) for _ in range(CORE_ROUNDS)]
+    sent_bytes = 2.0 * (axis_group.size - 1) / axis_group.size * size
+    return max(0.0, agreed([statistics.median(differences)], largest=False)[0]) / sent_bytes
 
 
 def awaited(size: int, clock: DeviceTimer, wire: WireOptions) -> float:

@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.cluster.calibration import FORMS
+from meshwright.parallel.block_codec import BlockCodec, WeightBlocks, WeightStore
+from meshwright.spec.compression import FORMATS
 from meshwright.torch_compat.tensors import fused_adamw_, run_backward
 from meshwright.train.loss import cross_entropy_sums
 
@@ -225,6 +227,33 @@ def _differentiable(
     yield "cross_entropy", lambda: F.cross_entropy(logits.float(), target, reduction="sum"), (logits,)
     yield "loss", lambda: cross_entropy_sums(logits.view_as(logits), target, 1.0)[0], (logits,)
     yield "embedding", lambda: F.embedding(index, table), (table,)
+
+
+def roundings(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[str, int, float]]:
+    """Yields (operation, elements, seconds) of rounding float32 gradients and decoding them, as a run does it.
+
+    Of each number format: ``round`` by random numbers, ``nearest``, ``decode``, and ``book`` for the error of a sum.
+    """
+    for count in sizes.elements:
+        weights = WeightBlocks(("calibrate",), (count,))
+        values, decoded = (_random_tensor((count,), torch.float32, clock.device) for _ in range(2))
+        source, target = (WeightStore(weights, (tensor,), torch.float32) for tensor in (values, decoded))
+
+        def draw(first: int, blocks: int, weights: WeightBlocks = weights) -> torch.Tensor:
+            return weights.fractions("0,0,0.0", first, blocks, clock.device)
+
+        for name, number_format in FORMATS.items():
+            codec, blocks = BlockCodec(name, number_format), weights.count
+            encoded = codec.encode_store(source, blocks, None)
+            total = codec.sum_terms((encoded,), torch.float32)
+            works: dict[str, Callable[[], object]] = {
+                "round": functools.partial(codec.encode_store, source, blocks, draw),
+                "nearest": functools.partial(codec.encode_store, source, blocks, None),
+                "decode": functools.partial(codec.decode_to_store, target, encoded),
+                "book": functools.partial(codec.rounding_error, source, 0, encoded, total, encoded, 1),
+            }
+            for operation, work in works.items():
+                yield f"{operation}_{name}", count, clock.seconds(work)
 
 
 def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:

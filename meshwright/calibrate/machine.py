@@ -21,12 +21,15 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.parallel.wire import WireOptions
+from meshwright.planner.cost.rounding import CORE_BYTE
 from meshwright.records import RecordCodec
 
 GROUP_S = 60.0
 """Seconds in which all ranks must join the process group."""
 HIDDEN_BYTES = 4194304
 """Bytes of the all-reduce whose hidden share is measured."""
+ROUNDED_DTYPE = "float32"
+"""Of gradients that are rounded."""
 BETWEEN_BYTES = 1048576
 """Bytes of the all-reduce that is measured between matrix products."""
 
@@ -161,6 +164,10 @@ def _measure_compute(sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: 
         announce(f"other operations, {dtype}, {load_text}")
         for row in _mean_over_ranks(compute.operations(load_sizes, dtype, clock), busy):
             tables["operations"].append((row[0], dtype, busy, *row[1:]))
+        if busy and dtype == ROUNDED_DTYPE:
+            announce("rounding gradients, all ranks at work")
+            for row in _mean_over_ranks(compute.roundings(load_sizes, clock), busy):
+                tables["operations"].append((row[0], dtype, busy, *row[1:]))
     announce("optimizer")
     clock = dataclasses.replace(wall_timer, sharing=ranks_per_core, chunks=CHUNKS) if one_thread_a_rank else wall_timer
     tables["optimizer"] = _mean_over_ranks(compute.optimizer(sizes, clock), True)
@@ -207,4 +214,8 @@ def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext,
     hidden_share = collectives.overlapped(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer, wire)
     announce("an all-reduce between matrix products")
     wait_s = collectives.awaited(min(BETWEEN_BYTES, sizes.messages[-1]), long_timer, wire)
-    return {"collectives": rows, "overlap": hidden_share, "host": (("wait", wait_s),)}
+    host: list[tuple[str, float]] = [("wait", wait_s)]
+    if context.nodes > 1 and clock.device.type == "cpu":
+        announce("a core's own seconds for an all-reduce")
+        host.append((CORE_BYTE, collectives.core_byte_s(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer, wire)))
+    return {"collectives": rows, "overlap": hidden_share, "host": tuple(host)}

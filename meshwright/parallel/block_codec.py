@@ -106,6 +106,35 @@ class BlockCodec:
                 target.add_(self.decode(term[first : first + size], dtype))
         return total
 
+    def rounding_error(
+        self,
+        store: BlockStore,
+        first: int,
+        term: torch.Tensor,
+        total: torch.Tensor,
+        rounded: torch.Tensor,
+        terms: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the square of a rounded sum's expected distance from the exact one, and of the sum; scalars each.
+
+        Args:
+            store: this rank's exact values.
+            first: number of the sum's first block there.
+            term: (M, block_bytes) uint8, this rank's values as they were sent.
+            total: (M, 256) the sum of all ranks' terms.
+            rounded: (M, block_bytes) uint8, the sum as it is sent.
+            terms: of the sum.
+        """
+        error = squared_sum = torch.zeros((), dtype=total.dtype, device=total.device)
+        for start, size in slices(len(total)):
+            run = slice(start, start + size)
+            # The other ranks' terms are rounded as this one's is, independently: their squares add up.
+            own_error = self.decode(term[run], total.dtype).sub_(store.read(first + start, size)).square_().sum()
+            sum_error = self.decode(rounded[run], total.dtype).sub_(total[run]).square_().sum()
+            error = error + own_error * terms + sum_error
+            squared_sum = squared_sum + total[run].square().sum()
+        return error, squared_sum
+
     def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
         scale = _cast(blocks.abs().amax(dim=1, keepdim=True) / self._format.largest, torch.float32)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
-from meshwright.parallel.block_codec import BlockCodec, BlockStore, DenseBlocks, WeightBlocks, WeightStore, slices
+from meshwright.parallel.block_codec import BlockCodec, BlockStore, DenseBlocks, WeightBlocks, WeightStore
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, chunk_blocks
 
 
@@ -227,15 +227,8 @@ class GradientCompressor:
             total: (M, 256) the sum of all ranks' terms.
             rounded: (M, block_bytes) uint8, the sum as it is sent.
         """
-        across, decode = self._groups.across, self._codec.decode
-        error = squared_sum = torch.zeros((), dtype=total.dtype, device=total.device)
-        for start, size in slices(len(total)):
-            run = slice(start, start + size)
-            # The other ranks' terms are rounded as this one's is, independently: their squares add up.
-            own_error = decode(term[run], total.dtype).sub_(store.read(first + start, size)).square_().sum()
-            sum_error = decode(rounded[run], total.dtype).sub_(total[run]).square_().sum()
-            error = error + own_error * across.size + sum_error
-            squared_sum = squared_sum + total[run].square().sum()
+        across = self._groups.across
+        error, squared_sum = self._codec.rounding_error(store, first, term, total, rounded, across.size)
         across.log.add_rounding(across.axis, "all_gather", error, squared_sum)
 
     def _track(self, buffer: torch.Tensor) -> torch.Tensor:

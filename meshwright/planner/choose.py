@@ -20,6 +20,7 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price, Prices, straggler_share_of, with_straggler_share
+from meshwright.planner.cost.rounding import CORE_BYTE
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
 from meshwright.planner.remedies import leaner_optimizer, smaller_jobs
 from meshwright.planner.rounds import Rounds
@@ -216,14 +217,16 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     """Returns our runtime's profile on a cluster's devices.
 
     On processor cores the cores that compute the model also compute its collectives, so none overlaps. The exception
-    is the share of an all-reduce over a network that calibration measured as hidden. A rank has no device context.
+    are those over a network, which hide but for a core's own seconds (`Machine.core_byte_s`), or by the share of an
+    all-reduce that an older calibration measured as hidden. A rank has no device context.
     """
     if not cluster.device.name.startswith("cpu"):
         return MESHWRIGHT
-    calibration = cluster.calibration
+    calibration, shares = cluster.calibration, dict[str, float]()
     over_network = calibration is not None and calibration.nodes == cluster.nodes > 1
-    overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
-    shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
+    if calibration is None or not over_network or not calibration.host_s(CORE_BYTE):
+        overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
+        shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
     # Gradients are added at the measured rate, and what nodes wait for each other is in measured collectives.
     shares |= dict.fromkeys(("cp_overlap", "ep_overlap", "interference", "accumulate_bytes", "jitter"), 0.0)
     options = {f"runtime__{name}": share for name, share in shares.items()}

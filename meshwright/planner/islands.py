@@ -6,7 +6,8 @@ and D steps of delay, each fragment's exchange sends
     all-reduce   2 (n-1)/n B/F                  rounded   (n-1) b/F, b the rounded bytes
     gossip       p B/F, p = min(peers, n-1)
 
-and stands still for max(0, exchange - D step); the steps of a round share F of these.
+and stands still for max(0, exchange - D step). Rounding its own movement and decoding those of all islands takes its
+device beside that. The steps of a round share F of these.
 Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025), section 2.3.
 """
 
@@ -16,10 +17,14 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from meshwright.cluster import traffic
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
 from meshwright.planner.cost.element_bytes import master_bytes
+from meshwright.planner.cost.layout_batch import COMPRESSIONS
+from meshwright.planner.cost.rounding import RoundingTimes
 from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import round_axes, row_axes
@@ -39,14 +44,16 @@ class JoinPrice:
     sent_bytes: float
     """Bytes that a rank sends in an exchange."""
     exchange_s: float
-    """Seconds of an exchange."""
+    """Seconds of an exchange on the wire."""
     exposed_s: float
     """Seconds of it for which a rank stands still."""
+    rounding_s: float
+    """Seconds in which a rank rounds what it sends and decodes what it gets."""
 
     @property
     def step_s(self) -> float:
-        """A step's share of what the exchanges of a round expose."""
-        return self.fragments * self.exposed_s / self.every
+        """A step's share of what the exchanges of a round expose, and of what they compute."""
+        return self.fragments * (self.exposed_s + self.rounding_s) / self.every
 
     def note(self, step_s: float) -> str:
         """Returns a sentence on what joins send and expose, and what would hide them.
@@ -164,7 +171,7 @@ def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
     fabric, islands, rounds = question.cluster.fabric(), layout.islands, question.rounds
     inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
     elements = _rank_elements(question, layout) / rounds.fragments
-    size = master_bytes(layout.precision) * elements
+    size, rounding_s = master_bytes(layout.precision) * elements, 0.0
     if rounds.direct_peers:
         sent_bytes = min(rounds.direct_peers, islands - 1) * size
         # Every rank sends at once, whatever the number of its island's peers in its node.
@@ -173,6 +180,10 @@ def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
         sent_bytes = (islands - 1) * rounds.rounded_bytes * elements
         gathered_bytes = islands * rounds.rounded_bytes * elements
         exchange_s = traffic.all_gather_s(gathered_bytes, inside, nodes, fabric, sharing)
+        times = question.machine.rounding or RoundingTimes.of(question.machine.device, None)
+        code = np.array([COMPRESSIONS.index(rounds.compress)])
+        own, decoded = np.array([[elements]]), np.array([[islands * elements]])
+        rounding_s = float(times.gather_s(code, own, decoded)[0, 0])
     else:
         sent_bytes = 2 * (islands - 1) / islands * size
         exchange_s = traffic.all_reduce_s(size, inside, nodes, fabric, sharing)
@@ -183,6 +194,7 @@ def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
         sent_bytes=float(sent_bytes),
         exchange_s=float(exchange_s),
         exposed_s=max(0.0, float(exchange_s) - rounds.delay * step_s),
+        rounding_s=rounding_s,
     )
 
 

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from meshwright.spec.compression import BLOCK_VALUES, FORMATS
+
 JOIN = "join"
 """Part of a step's time: joins, a round's share of them."""
 OUTER = "outer"
@@ -20,14 +22,19 @@ class Rounds:
 
     steps: int = 30
     """Steps of a round."""
-    rounded_bytes: float = 0.0
-    """Bytes of a rounded element on the wire; 0 where movements travel in the weights' own type."""
+    compress: str = "none"
+    """Number format of movements on the wire, one of `FORMATS`; ``none`` where they travel in the weights' own type."""
     direct_peers: int = 0
     """Islands to which each sends all of its weights, at most (gossip); 0 where all islands get the mean of all."""
     fragments: int = 1
     """Fragments of the weights, each of which joins once a round."""
     delay: int = 0
     """Steps of compute between the start of an exchange and the outer step that takes it."""
+
+    @property
+    def rounded_bytes(self) -> float:
+        """Bytes of a rounded element on the wire; 0 where movements travel in the weights' own type."""
+        return FORMATS[self.compress].block_bytes / BLOCK_VALUES if self.compress != "none" else 0.0
 
     @property
     def outer_tensors(self) -> int:

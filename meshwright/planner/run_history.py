@@ -72,9 +72,9 @@ class RunHistory:
     """
 
     factor: float = 1.0
-    """Median of measured over priced seconds of a step."""
+    """Median of measured over priced seconds of a step, of exact runs."""
     runs: int = 0
-    """Number of runs behind it."""
+    """Number of exact runs."""
     by_axes: Mapping[str, Correction] = field(default_factory=dict)
     """Of runs whose layouts use the same axes, as ``shard+tp``."""
     other: Correction = Correction()
@@ -154,8 +154,8 @@ def learn(path: Path, machine: str) -> RunHistory:
     compute = [run.compute for run in exact if run.compute is not None]
     traffic = [run.traffic for run in exact if run.traffic is not None]
     return RunHistory(
-        factor=math.exp(median(run.ratio for run in runs)),
-        runs=len(runs),
+        factor=_typical([run.ratio for run in exact]),
+        runs=len(exact),
         by_axes={
             axes: _correction(same_axes[-MAX_RUNS_OF_AXES:])
             for axes, same_axes in runs_by_axes.items()

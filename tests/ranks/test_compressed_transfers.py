@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from meshwright.parallel import block_codec
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
+from meshwright.planner.cost.rounding import RoundingTimes
 from meshwright.spec.compression import Compression
 from meshwright.strategy import HybridParallelStrategy
 from meshwright.train.trainer import Trainer
@@ -56,6 +58,46 @@ def test_draws_follow_from_the_step_and_what_is_not_finite_reaches_every_rank() 
     for results in ranks[1:]:
         for mine, theirs in zip(results[:3], ranks[0][:3]):
             assert torch.equal(mine, theirs)
+
+
+def counted_work(rank: int) -> tuple[float, float, float]:
+    """Returns how many values a rank rounds, decodes, and books the error of in a sum, of `SIZE`."""
+    counts = {"encode": 0, "decode": 0, "rounding_error": 0}
+    sums = compressor(TrafficLog(), RoundingKey())
+    codec = sums._codec
+    encode, decode, rounding_error = codec.encode, codec.decode, codec.rounding_error
+
+    def counting_encode(blocks: torch.Tensor, fractions: torch.Tensor | None) -> torch.Tensor:
+        counts["encode"] += blocks.numel()
+        return encode(blocks, fractions)
+
+    def counting_decode(encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        decoded = decode(encoded, dtype)
+        counts["decode"] += decoded.numel()
+        return decoded
+
+    def counting_error(*arguments: Any) -> Any:
+        counts["rounding_error"] += arguments[3].numel()
+        before = counts["decode"]
+        result = rounding_error(*arguments)
+        # What it decodes itself is part of booking.
+        counts["decode"] = before
+        return result
+
+    codec.encode, codec.decode, codec.rounding_error = counting_encode, counting_decode, counting_error  # type: ignore[method-assign, assignment]
+    sums.all_reduce(WeightBlocks(["w"], [SIZE]), [torch.randn(SIZE)]).wait()
+    return counts["encode"] / SIZE, counts["decode"] / SIZE, counts["rounding_error"] / SIZE
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_sum_is_priced_by_the_values_that_a_rank_rounds_and_decodes(ranks: int) -> None:
+    for counts in run_ranks(ranks, counted_work):
+        for position, count in enumerate(counts):
+            # A second to round, to decode or to book a value, and none for the rest.
+            tables = [(0.0, float(index == position)) for index in range(3)]
+            times = RoundingTimes(round_s=tables[0], nearest_s=(0.0, 0.0), decode_s=tables[1], book_s=tables[2])
+            seconds = times.sum_s(np.ones(1), np.ones((1, 1)), np.array([float(ranks)]))
+            assert count == seconds[0, 0]
 
 
 class LiveStorages(TorchDispatchMode):

@@ -107,6 +107,7 @@ def test_what_rounding_costs_raises_the_price_of_layouts_that_round_alike_alone(
         for _ in range(2):
             record(path, "here", {"layout": layout, "paced": True, **_core(0.570, measured_s)})
     lesson = learn(path, "here")
+    assert lesson.runs == 1 and lesson.factor == pytest.approx(0.690 / 0.576), "what the user reads is of exact runs"
     exact = 0.670 / 0.556
     assert of(lesson, "replicate=2")[0] == pytest.approx(exact)
     assert of(lesson, "islands=2")[0] == pytest.approx(exact), "no axis of it ran: as runs that don't round"

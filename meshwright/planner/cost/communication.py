@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,8 @@ from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import accumulates_on_host
+from meshwright.planner.cost.rounding import RoundingTimes
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, METHODS
-
-CODEC_BYTES = 300.0
-"""Bytes that a device's memory moves to round a value, add and decode it. Counted on `parallel.block_codec`: about 12
-element-wise operations for the random number, 14 to encode and 12 for the rest, which read and write 4 bytes each."""
 
 LOW_RANK_BYTES = 48.0
 """The same of a value that is summed in low rank: with the error to 3 x 4 bytes, two products read it, a third changes
@@ -46,6 +44,7 @@ class CommunicationTimes:
         self._gather_bytes: Values = model.engine.runtime.gather_bytes * model.element / 2.0
         # Gradients are reduced in float32 for every precision but float64.
         self._reduce_bytes = model.engine.runtime.reduce_bytes * (2.0 if model.job.precision == "float64" else 1.0)
+        self._rounding = model.machine.rounding or RoundingTimes.of(model.machine.device, None)
         if (model.layouts.compress_weights > 0).any():
             self._gather_bytes = self.rounded_value_bytes(model.layouts.compress_weights, self._gather_bytes)
 
@@ -80,6 +79,9 @@ class CommunicationTimes:
         exposed_again_s = self._exposed_gather_s(again, ranks.backward_busy, ranks.carried(is_backward=True))
         exposed_s = exposed_s + np.where(self._gathers_once, 0.0, exposed_again_s)
         exposed_s = exposed_s + runtime.slowed_s(forward.seconds + again_s - exposed_s)
+        if layouts.compress_weights.any():
+            rounds_again = ~self._gathers_once & (layouts.secondary[:, None] == 0)
+            exposed_s = exposed_s + self._gather_rounding_s(ranks) * (1.0 + rounds_again)
         return np.asarray((exposed_s * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
@@ -87,6 +89,12 @@ class CommunicationTimes:
         """Whether a pipeline gathers parameters and reduce-scatters gradients once a step, (N, 1) bool."""
         model = self._model
         return model.engine.states.gathers_once(model.layouts.pp)[:, None]
+
+    def _gather_rounding_s(self, ranks: Any) -> Array:
+        """Returns seconds in which a rank rounds its weights and decodes those of all others once, (N, P)."""
+        dense, experts = ranks.parameters
+        codes, owned = self._model.layouts.compress_weights, ranks.owned_parameters(dense, experts)
+        return self._rounding.gather_s(codes, owned, dense + experts)
 
     def _gathers(self, ranks: Any, collectives: Any = None) -> WireTime:
         """Returns the gathers of all parameters of a rank once, (N, P)."""
@@ -151,6 +159,8 @@ class CommunicationTimes:
         exposed_s = sums.exposed_s(busy_s, carried, overlap)
         exposed_s = np.maximum(exposed_s, runtime.reduce_floor * sums.seconds)
         exposed_s = exposed_s + runtime.slowed_s(sums.seconds - exposed_s)
+        # The device that computes also rounds, and the wire hides none of it.
+        exposed_s = exposed_s + self._sum_work_s(ranks, dense, experts)
         # ZeRO-1 and 2 gather the updated parameters once a step, under the next forward.
         late = self._gathers(ranks, runtime.gather_count(ranks.layers))
         late = late.scaled(runtime.scattered_share() * ((zero == 1) | (zero == 2)))
@@ -172,13 +182,92 @@ class CommunicationTimes:
         return scatter.scaled(runtime.scattered_share()).where(self._model.layouts.zero[:, None] > 0, all_reduce)
 
     def _copies_sum(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> WireTime:
-        """Returns the sum of gradients over copies, (N, P); the arguments are those of `_copies_sum_s`."""
+        """Returns the sum of gradients over copies, (N, P): exactly, or in fewer bytes where the layout compresses.
+
+        Args:
+            elements: (N, P).
+            span: of the copies.
+            collectives: messages; 1 when None.
+        """
+        layouts, exact_bytes = self._model.layouts, elements * self._reduce_bytes
+        exact = self._exchanges([(traffic.all_reduce_s, exact_bytes, span)], span, collectives)
+        compressed = layouts.compress > 0
+        if not compressed.any():
+            return exact
+        # Neighbours reduce-scatter and gather exact values; between runs of them each rank has its part of these.
+        run, inside, across = self._runs(span)
+        wire_bytes = elements / run[:, None] * self.rounded_value_bytes(layouts.compress, 0.0)
+        exchanges = [(traffic.reduce_scatter_s, exact_bytes, inside), (traffic.all_gather_s, exact_bytes, inside)]
+        exchanges += [(traffic.all_to_all_s, wire_bytes, across), (traffic.all_gather_s, wire_bytes, across)]
         # Of compressed sums all is booked on the links that the copies cross.
-        return self._model.groups.booked(self._copies_sum_s(elements, span, collectives), span)
+        total = self._exchanges(exchanges, span, collectives)
+        if layouts.low_rank.any():
+            low_rank = self._low_rank_sum(elements, span, collectives)
+            total = low_rank.where(layouts.low_rank[:, None] > 0, total)
+        if layouts.inverse_density.any():
+            top_k = self._top_k_sum(elements, span, collectives)
+            total = top_k.where(layouts.inverse_density[:, None] > 0, total)
+        return total.where(compressed[:, None] & (span.ranks > 1)[:, None], exact)
+
+    def _runs(self, span: GroupSpan) -> tuple[Array, GroupSpan, GroupSpan]:
+        """Returns the neighbouring copies that sum exactly, (N,), their span, and that across runs of them."""
+        layouts = self._model.layouts
+        fits = (layouts.compress > 0) & (span.ranks % layouts.node_copies == 0) & (span.ranks > layouts.node_copies)
+        run = np.where(fits, layouts.node_copies, 1.0)
+        return run, *span.split_runs(run)
+
+    def _sum_work_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
+        """Returns seconds in which a rank computes what one reduction sends and what it got, (N, P); 0 if exact."""
+        layouts, groups = self._model.layouts, self._model.groups
+        if not layouts.compress.any():
+            return np.zeros_like(dense)
+        readers_s = self._work_s(dense, groups.readers) + self._work_s(experts, groups.expert_readers)
+        shards_s = self._work_s(ranks.owned_parameters(dense, experts), groups.replicate)
+        return np.where(layouts.zero[:, None] > 0, shards_s, readers_s)
+
+    def _work_s(self, elements: Array, span: GroupSpan) -> Array:
+        """Returns seconds of a copy's own work for a compressed sum, (N, P).
+
+        Args:
+            elements: (N, P).
+            span: of the copies.
+        """
+        layouts, device = self._model.layouts, self._model.machine.device
+        run, _, across = self._runs(span)
+        seconds = self._rounding.sum_s(layouts.compress, elements / run[:, None], across.ranks)
+        if layouts.low_rank.any():
+            # Four products of r columns: M Q, M^T P, P Q^T of this copy and of the sum.
+            flops = 8.0 * layouts.low_rank[:, None] * elements
+            product_s = flops / (device.peak("float32") * device.share("float32"))
+            low_rank_s = product_s + move_s(LOW_RANK_BYTES * elements, device)
+            seconds = np.where(layouts.low_rank[:, None] > 0, low_rank_s, seconds)
+        if layouts.inverse_density.any():
+            received = self._top_k_values(elements, span)
+            top_k_s = move_s(TOP_K_BYTES * elements + TOP_K_RECEIVED_BYTES * received, device)
+            seconds = np.where(layouts.inverse_density[:, None] > 0, top_k_s, seconds)
+        return np.asarray(seconds * (span.ranks > 1)[:, None])
 
     def _wire(self, kind: Any, size: Array, span: GroupSpan, collectives: Any = None) -> WireTime:
-        """Returns a collective on each pipeline rank, (N, P); the arguments are those of `_collective_s`."""
-        return self._model.groups.booked(self._collective_s(kind, size, span, collectives), span)
+        """Returns a collective of ``size`` bytes, (N, P), on each pipeline rank, in ``collectives`` equal pieces."""
+        return self._exchanges([(kind, size, span)], span, collectives)
+
+    def _exchanges(
+        self, exchanges: Sequence[tuple[Any, Array, GroupSpan]], span: GroupSpan, collectives: Any = None
+    ) -> WireTime:
+        """Returns collectives that follow each other, (N, P), booked on the links that ``span`` crosses.
+
+        Args:
+            exchanges: (kind, bytes (N, P), span) of each.
+            span: of the links.
+            collectives: equal pieces in which each is sent; 1 when None.
+        """
+        seconds = sum((self._collective_s(*exchange, collectives) for exchange in exchanges), np.zeros(()))
+        sent_bytes = np.zeros(())
+        for kind, size, group in exchanges:
+            # An all-reduce is a reduce-scatter and an all-gather, and each of these sends (n-1)/n of the bytes.
+            passes = 2.0 if kind is traffic.all_reduce_s else 1.0
+            sent_bytes = sent_bytes + passes * size * (1.0 - 1.0 / group.ranks)[:, None]
+        return self._model.groups.booked(seconds, span, sent_bytes)
 
     def rounded_value_bytes(self, codes: Array, exact: Values) -> Array:
         """Returns bytes of a value on the wire, (N, 1), by its numbers' code; ``exact`` where it isn't rounded."""
@@ -187,66 +276,29 @@ class CommunicationTimes:
         by_code += [0.0] * (len(METHODS) - len(FORMATS))
         return np.where(codes > 0, np.asarray(by_code)[codes.astype(int)], exact)[:, None]
 
-    def _copies_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
-        """Returns seconds to sum gradients over copies, (N, P): exactly, or rounded where the layout compresses.
-
-        Args:
-            elements: (N, P).
-            span: of the copies.
-            collectives: messages; 1 when None.
-        """
-        layouts = self._model.layouts
-        exact_s = self._collective_s(traffic.all_reduce_s, elements * self._reduce_bytes, span, collectives)
-        compressed = layouts.compress > 0
-        if not compressed.any():
-            return exact_s
-        # Neighbours reduce-scatter and gather exact values; between runs of them each rank has its part of these.
-        fits = compressed & (span.ranks % layouts.node_copies == 0) & (span.ranks > layouts.node_copies)
-        run = np.where(fits, layouts.node_copies, 1.0)
-        inside, across = span.split_runs(run)
-        inside_bytes, part = elements * self._reduce_bytes, elements / run[:, None]
-        wire_bytes = part * self.rounded_value_bytes(layouts.compress, 0.0)
-        seconds = self._collective_s(traffic.reduce_scatter_s, inside_bytes, inside, collectives)
-        seconds += self._collective_s(traffic.all_gather_s, inside_bytes, inside, collectives)
-        seconds += self._collective_s(traffic.all_to_all_s, wire_bytes, across, collectives)
-        seconds += self._collective_s(traffic.all_gather_s, wire_bytes, across, collectives)
-        # Rounding and decoding read and write the values some times: encode, decode and add, encode, decode.
-        device = self._model.machine.device
-        seconds += CODEC_BYTES * part / (device.bandwidth_bytes_per_s * device.memory_share)
-        if layouts.low_rank.any():
-            low_rank_s = self._low_rank_sum_s(elements, span, collectives)
-            seconds = np.where(layouts.low_rank[:, None] > 0, low_rank_s, seconds)
-        if layouts.inverse_density.any():
-            top_k_s = self._top_k_sum_s(elements, span, collectives)
-            seconds = np.where(layouts.inverse_density[:, None] > 0, top_k_s, seconds)
-        return np.asarray(np.where(compressed[:, None] & (span.ranks > 1)[:, None], seconds, exact_s))
-
-    def _low_rank_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
-        """Returns seconds to sum gradients over copies in low rank, (N, P); the arguments are those of a sum.
+    def _low_rank_sum(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> WireTime:
+        """Returns the sum of gradients over copies in low rank, (N, P); the arguments are those of a sum.
 
         Of a matrix of n x m values r (n + m) travel, as if n and m were the model's width, of which tp splits one.
         """
-        layouts, device = self._model.layouts, self._model.machine.device
+        layouts = self._model.layouts
         width, rank = self._model.job.shape.width, layouts.low_rank[:, None]
         share = np.minimum(1.0, rank * (1.0 + layouts.tp[:, None]) / width)
         # Each message is two, one after the other, of half the bytes each.
         half_bytes = elements * share * self._reduce_bytes / 2.0
-        seconds = 2.0 * self._collective_s(traffic.all_reduce_s, half_bytes, span, collectives)
-        # Four products of r columns: M Q, M^T P, P Q^T of this copy and of the sum.
-        work_s = 8.0 * rank * elements / (device.peak("float32") * device.share("float32"))
-        return np.asarray(seconds + work_s + move_s(LOW_RANK_BYTES * elements, device))
+        return self._exchanges([(traffic.all_reduce_s, half_bytes, span)] * 2, span, collectives)
 
-    def _top_k_sum_s(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> Array:
-        """Returns seconds to sum the largest values over copies, (N, P); the arguments are those of a sum.
+    def _top_k_sum(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> WireTime:
+        """Returns the sum of the largest values over copies, (N, P); the arguments are those of a sum.
 
         Each copy gets a value and its index of every other one, and adds them up.
         """
-        layouts, device = self._model.layouts, self._model.machine.device
-        sent = elements / np.maximum(1.0, layouts.inverse_density)[:, None]
-        received = sent * span.ranks[:, None]
-        received_bytes = received * (self._reduce_bytes + INDEX_BYTES)
-        seconds = self._collective_s(traffic.all_gather_s, received_bytes, span, collectives)
-        return np.asarray(seconds + move_s(TOP_K_BYTES * elements + TOP_K_RECEIVED_BYTES * received, device))
+        received_bytes = self._top_k_values(elements, span) * (self._reduce_bytes + INDEX_BYTES)
+        return self._exchanges([(traffic.all_gather_s, received_bytes, span)], span, collectives)
+
+    def _top_k_values(self, elements: Array, span: GroupSpan) -> Array:
+        """Returns the values that a copy gets of all copies, (N, P), where each sends the largest of ``elements``."""
+        return elements / np.maximum(1.0, self._model.layouts.inverse_density)[:, None] * span.ranks[:, None]
 
     def _overlap_microbatches(self) -> Array:
         """Returns the number of micro-batches whose backward can hide the reduction, (N,): 1 with a stage a rank.

@@ -14,6 +14,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.device import Device
 from meshwright.cluster.host import HostShare
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.planner.cost.rounding import CORE_BYTE, RoundingTimes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,11 +31,24 @@ class Machine:
     """Share of the network's rate that collectives of many nodes reach under load."""
     node_devices: int = 8
     """Devices of a node, which are late together."""
+    rounding: RoundingTimes | None = None
+    """What rounding takes on it, as calibration measured it; None where nothing did."""
+    core_byte_s: float = 0.0
+    """Seconds of a rank's own core for a byte that it sends over the network, as it also sums and copies what arrives;
+    0 where other units do this."""
 
     @classmethod
     def of(cls, cluster: Cluster) -> Machine:
         """Returns the machine of a cluster; of unequal devices the one with the least memory, and the slowest links."""
-        return cls(device=cluster.device, fabric=cluster.fabric(), host=cluster.host, node_devices=cluster.node_devices)
+        calibration = cluster.calibration
+        return cls(
+            device=cluster.device,
+            fabric=cluster.fabric(),
+            host=cluster.host,
+            node_devices=cluster.node_devices,
+            rounding=None if calibration is None else RoundingTimes.of(cluster.device, calibration),
+            core_byte_s=0.0 if calibration is None else calibration.host_s(CORE_BYTE),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +97,21 @@ class WireTime:
     """In which the links inside nodes are full."""
     outside: Values = 0.0
     """In which the network is full."""
+    core: Values = 0.0
+    """Seconds of the core that also computes, for which no wire can hide the traffic."""
 
     def __add__(self, other: WireTime) -> WireTime:
         """Returns one after the other."""
-        return WireTime(self.seconds + other.seconds, self.inside + other.inside, self.outside + other.outside)
+        return WireTime(
+            self.seconds + other.seconds,
+            self.inside + other.inside,
+            self.outside + other.outside,
+            self.core + other.core,
+        )
 
     def scaled(self, factor: Values) -> WireTime:
         """Returns ``factor`` of them, of a shape that broadcasts."""
-        return WireTime(self.seconds * factor, self.inside * factor, self.outside * factor)
+        return WireTime(self.seconds * factor, self.inside * factor, self.outside * factor, self.core * factor)
 
     def where(self, condition: Array, other: WireTime) -> WireTime:
         """Returns this traffic where the condition holds, else the other."""
@@ -98,20 +119,21 @@ class WireTime:
             np.where(condition, self.seconds, other.seconds),
             np.where(condition, self.inside, other.inside),
             np.where(condition, self.outside, other.outside),
+            np.where(condition, self.core, other.core),
         )
 
     def exposed_s(self, busy_s: Values, carried: WireTime, overlap: Values) -> Array:
         """Returns the seconds that ``busy_s`` of compute and its own traffic don't hide.
 
         On each class of links compute hides at most what its own traffic leaves free: a step takes at least as long as
-        the bytes of each link over its rate.
+        the bytes of each link over its rate, and as long as all that its core does.
 
         Args:
             busy_s: seconds of compute and of the traffic that it waits for.
             carried: its own traffic, hidden or not, in these seconds.
             overlap: share of them that can hide other traffic.
         """
-        exposed_s = np.maximum(self.seconds - overlap * busy_s, 0.0)
+        exposed_s = np.maximum(self.seconds - overlap * busy_s, self.core)
         for own_s, other_s in ((self.inside, carried.inside), (self.outside, carried.outside)):
             exposed_s = np.maximum(exposed_s, own_s - overlap * np.maximum(busy_s - other_s, 0.0))
         return np.asarray(exposed_s)
@@ -170,11 +192,16 @@ class CollectiveTimes:
         """
         return self.booked(self.seconds(kind, size, group), group)
 
-    def booked(self, seconds: Array, group: GroupSpan) -> WireTime:
+    def booked(self, seconds: Array, group: GroupSpan, sent_bytes: Values = 0.0) -> WireTime:
         """Returns ``seconds`` of a group's collectives, (N,) or (N, P), with the links that these fill meanwhile.
 
         A group on one node fills its links. A ring over nodes fills the network, and between its members of a node the
         links inside for (k-1)/k of the bytes, with k members there.
+
+        Args:
+            seconds: of the collectives.
+            group: along which axis.
+            sent_bytes: that each member sends, of the shape of ``seconds``.
         """
         fabric, crosses = self._machine.fabric, group.nodes > 1
         local_rate = fabric.inside.rate_among(group.inside)
@@ -182,7 +209,10 @@ class CollectiveTimes:
         inside_share = np.where(crosses, ring_rate / local_rate * (1.0 - 1.0 / group.inside), 1.0)
         if np.ndim(seconds) == 2:
             crosses, inside_share = crosses[:, None], inside_share[:, None]
-        return WireTime(seconds, seconds * inside_share, np.where(crosses, seconds, 0.0))
+        core_byte_s = self._machine.core_byte_s
+        # Inside a node cores copy from memory to memory, and do nothing else meanwhile.
+        core_s = np.where(crosses, sent_bytes * core_byte_s, seconds) if core_byte_s else 0.0
+        return WireTime(seconds, seconds * inside_share, np.where(crosses, seconds, 0.0), core_s)
 
     def seconds(self, kind: Callable[..., Values], size: Values, group: GroupSpan) -> Array:
         """Returns seconds of a collective on every layout.
