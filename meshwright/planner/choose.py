@@ -18,8 +18,8 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
-from meshwright.planner.cost.price import price
-from meshwright.planner.cost.prices import Price, Prices, straggler_share_of, with_straggler_share
+from meshwright.planner.cost.pipeline_simulation import simulated_price, simulated_steps_s
+from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.cost.rounding import CORE_BYTE
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
 from meshwright.planner.remedies import leaner_optimizer, smaller_jobs
@@ -27,7 +27,6 @@ from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import RunHistory
 from meshwright.planner.search import SearchResult, search
 from meshwright.planner.space import Space, contains, cores, layout_of
-from meshwright.planner.timeline import pipeline_s
 from meshwright.planner.uncertainty import Seen, TimeSpread, fitted_spreads
 from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.schedules.spec import known_schedules
@@ -52,6 +51,10 @@ NOTED_PACE_SPREAD = 0.1
 """Spread of a machine's pace during calibration from which a plan carries a note."""
 FINALISTS = 10
 """Layouts that are priced in full; the plan is one of them, however many are shown."""
+KEPT = 200
+"""Layouts that a search keeps."""
+MOST_KEPT = 12800
+"""Most that it keeps where it can't tell yet which is the fastest."""
 AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step", "stragglers")
 """Parts of a step outside the pipeline."""
 MIN_MEMORY_SAVING = 0.01
@@ -252,14 +255,14 @@ def choose(question: Question, show: int = 10) -> Choice:
     return build_choice(question, result, show)
 
 
-def search_space(question: Question, under: float = np.inf) -> SearchResult:
-    """Searches the whole space for layouts of at most ``under`` seconds a step.
+def search_space(question: Question, under: float = np.inf, keep: int = KEPT) -> SearchResult:
+    """Searches the whole space for the ``keep`` layouts with the least bounds, of at most ``under`` seconds a step.
 
     Raises:
         PlanError: when no layout exists.
     """
     job, memory_bytes, engine = question.job, question.usable_bytes, question.runtime.for_layout(question.base)
-    return search(job, question.space, question.machine, engine, memory_bytes, under=under)
+    return search(job, question.space, question.machine, engine, memory_bytes, keep, under)
 
 
 def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
@@ -270,24 +273,46 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
         result: of the search; some layout fits.
         show: most layouts in the answer.
     """
-    assert result.best is not None
-    candidates = [
-        price_candidate(question, layout) for layout in _best_by_kind(question, *result.best, max(show, FINALISTS))
-    ]
+    kept = simulate_kept(question, result)
+    candidates = [price_candidate(question, layout) for layout in _best_by_kind(question, *kept, max(show, FINALISTS))]
     best, ties = sort_candidates(candidates[:FINALISTS], question.same)
     return Choice(
         best=best,
         ties=ties,
         more=tuple(candidates[FINALISTS:]),
         show=show,
-        front=pareto_front([price_candidate(question, layout) for layout in _pareto_layouts(question, *result.best)]),
+        front=pareto_front([price_candidate(question, layout) for layout in _pareto_layouts(question, *kept)]),
         considered=result.considered,
         priced=result.priced,
         too_large=result.too_large,
         search_s=result.search_s,
         notes=notes(question, best[0]),
-        kept=_kept_layouts(question, *result.best),
+        kept=_kept_layouts(question, *kept),
     )
+
+
+def simulate_kept(question: Question, result: SearchResult) -> tuple[LayoutBatch, Prices]:
+    """Returns what a search kept with the seconds that are printed, fastest first.
+
+    A search keeps the layouts with the least lower bounds. Where one that it left out may still be faster than the
+    fastest, because its bound is, it searches again and keeps more.
+
+    Args:
+        question: job, cluster and bounds.
+        result: of the search; some layout fits.
+    """
+    job, machine, engine = question.job, question.machine, question.runtime.for_layout(question.base)
+    keep = KEPT
+    while True:
+        assert result.best is not None
+        batch, prices = result.best
+        steps_s = simulated_steps_s(job, batch, prices.step_s, machine, engine)
+        if batch.count < keep or prices.step_s[-1] >= steps_s.min() or keep >= MOST_KEPT:
+            break
+        keep *= 4
+        result = search_space(question, float(steps_s.min()), keep)
+    order = np.argsort(steps_s, kind="stable")[:KEPT]
+    return batch.take(order), dataclasses.replace(prices, step_s=steps_s).take(order)
 
 
 def _kept_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> tuple[tuple[float, Layout], ...]:
@@ -326,8 +351,7 @@ def price_candidate(question: Question, layout: Layout) -> Candidate:
     job, cluster = job_for(question.job, layout, question.cluster), question.cluster
     question = dataclasses.replace(question, job=job)
     check_host(job, layout, cluster, question.runtime)
-    layout_price = _with_simulated_pipeline(question, layout, price(job, layout, question.machine, question.runtime))
-    return priced_candidate(question, layout, layout_price)
+    return priced_candidate(question, layout, simulated_price(job, layout, question.machine, question.runtime))
 
 
 def price_possible(layouts: Iterable[Layout], price_one: Callable[[Layout], Candidate]) -> list[Candidate]:
@@ -358,19 +382,6 @@ def priced_candidate(question: Question, layout: Layout, layout_price: Price) ->
         flops_per_device=model_flops_per_s(job, step_s) / question.cluster.devices,
         mfu=model_flops_per_s(job, step_s) / data_sheet_flops(question.cluster, job.dtype),
     )
-
-
-def _with_simulated_pipeline(question: Question, layout: Layout, closed_price: Price) -> Price:
-    """Returns the price with the bubble of a simulated pipeline, whose closed form is an approximation."""
-    if layout.degree(Mechanics.STAGES) == 1:
-        return closed_price
-    simulated_s = pipeline_s(question.job, layout, question.machine, question.runtime)
-    if simulated_s is None:
-        return closed_price
-    pipeline_parts_s = sum(seconds for name, seconds in closed_price.parts.items() if name not in AFTER_PIPELINE)
-    bubble = max(0.0, closed_price.parts["bubble"] + simulated_s - pipeline_parts_s)
-    parts = with_straggler_share({**closed_price.parts, "bubble": bubble}, straggler_share_of(closed_price.parts))
-    return dataclasses.replace(closed_price, parts=parts, step_s=sum(parts.values()))
 
 
 def _best_by_kind(question: Question, batch: LayoutBatch, prices: Prices, limit: int) -> list[Layout]:

@@ -24,6 +24,7 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits_backward
 from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
+from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import bound_step_s, price_many
 from meshwright.planner.cost.prices import Prices
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
@@ -87,7 +88,7 @@ def search(
     for group_index, group in enumerate(_offload_groups(modes)):
         is_first = group_index == 0
         if not is_first:
-            pool.keep_only_faster_than_best()
+            pool.keep_only_faster_than(fastest_simulated_s(job, pool.best_batches, machine, engine))
         search_pass = _SearchPass(job, space, machine, engine, memory_bytes, pool, group, is_first)
         search_pass.run(all_cores, bounds)
     return SearchResult(
@@ -282,11 +283,10 @@ class _BestLayouts:
         """Seconds above which no further layout is kept."""
         return float(self._times[self._keep - 1]) if len(self._times) >= self._keep else self._under
 
-    def keep_only_faster_than_best(self) -> None:
+    def keep_only_faster_than(self, step_s: float) -> None:
         """Limits further layouts to those faster than the best so far."""
-        if len(self._times):
-            self._under = min(self._under, float(self._times[0]))
-            self._times = self._times[:0]
+        self._under = min(self._under, step_s)
+        self._times = self._times[:0]
 
     def offer(self, batch: LayoutBatch, prices: Prices, is_first: bool) -> None:
         """Keeps the layouts that fit and are among the best; only layouts that fit have a time.
@@ -307,6 +307,34 @@ class _BestLayouts:
         if len(kept_rows):
             self.best_batches.append(_select(batch, prices, kept_rows))
             self._times = np.sort(np.concatenate([self._times, prices.step_s[kept_rows]]))[: self._keep]
+
+
+def fastest_simulated_s(
+    job: PricedJob, chunks: list[tuple[LayoutBatch, Prices]], machine: Machine, engine: FrameworkProfile
+) -> float:
+    """Returns the least seconds of a step of layouts with their pipelines simulated; infinite without any.
+
+    Args:
+        job: model and batch.
+        chunks: batches of layouts, with prices that are lower bounds.
+        machine: devices and links.
+        engine: the runtime's profile.
+    """
+    fastest_s = np.inf
+    while chunks:
+        nearest = min(chunks, key=lambda chunk: float(chunk[1].step_s[0]))
+        batch, prices = nearest
+        # Those whose bound is within a hundredth of the nearest's, and then further ones while they may be faster.
+        limit = min(fastest_s, float(prices.step_s[0]) * 1.01)
+        is_near = prices.step_s <= limit
+        if not is_near.any():
+            return fastest_s
+        near = _select(batch, prices, np.flatnonzero(is_near))
+        fastest_s = min(fastest_s, float(simulated_steps_s(job, near[0], near[1].step_s, machine, engine).min()))
+        rest = np.flatnonzero(~is_near)
+        chunks = [chunk for chunk in chunks if chunk is not nearest]
+        chunks += [_select(batch, prices, rest)] if len(rest) else []
+    return fastest_s
 
 
 def _select(batch: LayoutBatch, prices: Prices, index: np.ndarray) -> tuple[LayoutBatch, Prices]:

@@ -11,7 +11,9 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
-from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.pipeline_floor import FILLING_ROUNDS, round_micro_batches
+from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import cut_stages
 from meshwright.schedules.action import Schedule
 from meshwright.schedules.costs import ActionCosts
@@ -20,11 +22,6 @@ from meshwright.schedules.simulate import Simulation, simulate
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-
-MAX_SIMULATED_ACTIONS = 16384
-"""Most forwards and backwards that are simulated of a layout: a fifth of a second."""
-FILLING_ROUNDS = 3
-"""Rounds of as many micro-batches as ranks that are simulated: two fill every schedule, and one shows the pace."""
 
 
 def schedule_of(job: PricedJob, layout: Layout) -> Schedule:
@@ -47,32 +44,26 @@ def timeline(job: PricedJob, layout: Layout, machine: Machine, engine: Framework
     return simulate(schedule_of(job, layout), _closed_stage_costs(job, layout, machine, engine))
 
 
-def pipeline_s(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> float | None:
-    """Returns seconds of the simulated schedule of one step of a layout that has a pipeline; None of a long one.
-
-    What has more than `MAX_SIMULATED_ACTIONS` to simulate keeps the closed form, which is near where ranks are many.
-
-    Args:
-        job: model and batch.
-        layout: any with ``pp``.
-        machine: the hardware.
-        engine: the runtime's profile.
-    """
-    ranks, microbatches = layout.degree(Mechanics.STAGES), layout.microbatches
-    simulated = min(microbatches, (2 * FILLING_ROUNDS + 1) * ranks)
-    if 2 * ranks * layout.stages_per_rank * simulated > MAX_SIMULATED_ACTIONS:
-        return None
-    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    wire_s = CommunicationTimes(PricedModel(job, batch, machine, engine)).crossing_sends_s()
-    return max(simulated_s(job, layout, _closed_stage_costs(job, layout, machine, engine)), float(wire_s[0]))
-
-
 def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> ActionCosts:
-    """Returns `stage_costs` of the closed form."""
+    """Returns the costs by which the layout is priced (`cost.pipeline_simulation`)."""
     engine = engine.for_layout(layout)
     batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    costs = LayerCosts.of(job, batch, machine, engine)
-    return stage_costs(costs, layout, price_send(job, layout, machine, engine)[1], engine.runtime.action_s)
+    ranks = RankTimes(LayerCosts.of(job, batch, machine, engine))
+    passes = ranks.stage_passes(ranks.cut_of(0), np.zeros(1, int))
+    forward, backward, weight = (seconds[0] for seconds in passes[:3])
+    action_s, send_s = engine.runtime.action_s, price_send(job, layout, machine, engine)[1]
+    return _action_costs(forward, backward, weight, send_s, action_s)
+
+
+def _action_costs(forward: Array, backward: Array, weight: Array, send_s: float, action_s: float) -> ActionCosts:
+    """Returns costs from the seconds of each stage, (S,); a backward in two halves takes ``action_s`` once more."""
+    return ActionCosts(
+        forward_s=tuple(forward.tolist()),
+        backward_s=tuple(backward.tolist()),
+        input_s=tuple((backward - weight).tolist()),
+        weight_s=tuple((weight + action_s).tolist()),
+        send_s=send_s,
+    )
 
 
 def simulated_s(job: PricedJob, layout: Layout, costs: ActionCosts) -> float:
@@ -87,9 +78,10 @@ def simulated_s(job: PricedJob, layout: Layout, costs: ActionCosts) -> float:
     rounds = max(0, microbatches // ranks - FILLING_ROUNDS)
     if rounds == 0:
         return makespan_s(schedule_of(job, layout), costs)
+    size = round_micro_batches(ranks, microbatches)
     # Actions of a known schedule follow rules by which its makespan needs no record of each.
     simulated = [
-        makespan_s(schedule_of(job, dataclasses.replace(layout, microbatches=microbatches - left_out * ranks)), costs)
+        makespan_s(schedule_of(job, dataclasses.replace(layout, microbatches=microbatches - left_out * size)), costs)
         for left_out in (rounds, rounds + 1)
     ]
     return simulated[0] + rounds * (simulated[0] - simulated[1])
@@ -119,10 +111,4 @@ def stage_costs(costs: LayerCosts, layout: Layout, send_s: float, action_s: floa
     forward = sums.with_host_s(sums.forward_busy, sums.forward_host)[0] + action_s
     backward = sums.with_host_s(sums.backward_busy, sums.backward_host)[0] + action_s
     weight = np.minimum(sums.weight[0], backward)
-    return ActionCosts(
-        forward_s=tuple(forward.tolist()),
-        backward_s=tuple(backward.tolist()),
-        input_s=tuple((backward - weight).tolist()),
-        weight_s=tuple((weight + action_s).tolist()),
-        send_s=send_s,
-    )
+    return _action_costs(forward, backward, weight, send_s, action_s)

@@ -18,7 +18,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, priced_candidate
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.planner.cost.price import price_of
+from meshwright.planner.cost.pipeline_simulation import simulated_parts, simulated_price_of
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks, UnequalRankTimes
 from meshwright.planner.device_kinds import DeviceKinds, describe_kinds, kinds_of
@@ -92,7 +92,7 @@ def _step_seconds(question: Question, kinds: DeviceKinds, layouts: Sequence[Layo
     """Returns seconds a step of N layouts of equal pp, (N,) float64; inf where one doesn't fit."""
     seconds = np.full(len(layouts), -np.inf)
     for run in _priced_runs(question, kinds, layouts):
-        np.maximum.at(seconds, run.layout_index, np.where(run.fits, run.ranks.step_s(), np.inf))
+        np.maximum.at(seconds, run.layout_index, np.where(run.fits, run.step_s, np.inf))
     return np.where(np.isneginf(seconds), np.inf, seconds)
 
 
@@ -119,6 +119,11 @@ class _PricedRun:
     """Index of the layout that each belongs to, (n,) int64."""
     limits_bytes: Array
     """Bytes that each rank of pp may fill of its device, (P,)."""
+
+    @property
+    def step_s(self) -> Array:
+        """Seconds a step, pipelines simulated, (n,)."""
+        return np.asarray(sum(simulated_parts(self.ranks, False).values()))
 
     @property
     def fits(self) -> Array:
@@ -237,5 +242,5 @@ def price_unequal(question: Question, kinds: DeviceKinds, layout: Layout) -> Can
     runs = list(_priced_runs(question, kinds, [layout]))
     if not runs or not all(run.fits.all() for run in runs):
         return None
-    prices = [price_of(run.ranks, reader) for run in runs for reader in range(len(run.layout_index))]
+    prices = [simulated_price_of(run.ranks, reader) for run in runs for reader in range(len(run.layout_index))]
     return priced_candidate(question, layout, max(prices, key=lambda reader_price: reader_price.step_s))

@@ -135,7 +135,7 @@ def test_a_lossy_layout_is_chosen_only_where_it_is_allowed() -> None:
 
 def test_rounding_is_tried_where_a_pipeline_wins_over_exact_copies() -> None:
     sizes = "layers=6,width=256,heads=4,vocab=2048"
-    config = PlanConfig(sizes=sizes, cluster="2x1xa100-40@ethernet-1g", batch=64, sequence=128)
+    config = PlanConfig(sizes=sizes, cluster="2x1xa100-40@ethernet-1g", batch=128, sequence=128)
     exact = plan_model(config, model_of_sizes(sizes))
     assert all(option.layout.degree("pp") == 2 for option in exact.choice.best[:3])
     named = "replicate=2,compress=int8"

@@ -52,6 +52,11 @@ class CommunicationTimes:
         """Returns seconds of one send of an activation to the next stage, (N,)."""
         return self._model.groups.send(self.send_bytes())
 
+    def stage_sends_s(self) -> tuple[Array, Array]:
+        """Returns seconds of one send of an activation (inside a node, between nodes), (N,) each."""
+        groups, size = self._model.groups, self.send_bytes()
+        return groups.local_send(size), groups.crossing_send(size)
+
     def crossing_sends_s(self) -> Array:
         """Returns the seconds in which a step's sends fill the network of a node's last stage, one way, (N,).
 
@@ -66,6 +71,19 @@ class CommunicationTimes:
         model = self._model
         senders = model.engine.runtime.send_shards(model.layouts.tp, model.token_shards)
         return np.asarray(model.tokens * model.job.shape.width * model.element / senders)
+
+    def pipeline_gathers(self, ranks: Any) -> WireTime:
+        """Returns a pipeline's gathers of sharded weights at the start of a step, (N, P): nothing hides the first.
+
+        A stage stays gathered to its last backward, at every ZeRO level: what differs is when it was last scattered.
+        """
+        zero = self._model.layouts.zero[:, None]
+        gathers = self._gathers(ranks, self._model.engine.runtime.gather_count(ranks.layers))
+        return gathers.scaled(np.where(zero == 3, 1.0, self._model.engine.runtime.scattered_share()) * (zero > 0))
+
+    def pipeline_sums(self, ranks: Any) -> WireTime:
+        """Returns a pipeline's sums of gradients after the last backward of a stage, (N, P)."""
+        return self._gradient_sums(ranks, *ranks.trained())
 
     def gather_s(self, ranks: Any) -> Array:
         """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""

@@ -176,6 +176,9 @@ class RuntimeModel:
     """Least share of gradients' traffic that takes time from compute, as where the same cores carry both."""
     gather_overlap: float = 0.9
     """Share of compute under which ZeRO-3 gathers can go."""
+    simulated: bool = False
+    """Whether a pipeline's time is that of its actions one by one, with sends beside compute, as our runtime runs them;
+    else that of the schedule's formula, with exposed sends as each rank's own time."""
     action_s: float = 0.0
     """What a pipeline engine spends on each forward or backward of a stage beside computing and sending."""
     reduce_rounds: float = 1.0

@@ -242,6 +242,11 @@ class CollectiveTimes:
         inside_node = layouts.world / layouts.pp * 2 <= devices
         return self._send_s(size, inside_node)
 
+    def local_send(self, size: Values) -> Array:
+        """Returns seconds of a send of ``size`` bytes, (N,), inside a node; 0 where no two stages fit into one."""
+        fits = self._layouts.world / self._layouts.pp * 2 <= self._machine.fabric.devices
+        return np.asarray(self._send_s(size, np.ones_like(fits)) * fits)
+
     def crossing_send(self, size: Values) -> Array:
         """Returns seconds of a send of ``size`` bytes, (N,), between nodes; 0 where all ranks share one."""
         layouts, devices = self._layouts, self._machine.fabric.devices

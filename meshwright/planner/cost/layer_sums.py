@@ -95,18 +95,21 @@ class LayerSums:
         self.costs, self.model = costs, costs.model
         self.job, self.layouts, self.engine = self.model.job, self.model.layouts, self.model.engine
         self.count, self.ranks = self.layouts.count, cuts[0].counts.shape[1]
-        self.cuts, self._cut_index = cuts, cut_index
-        if len(self.cuts) == 1:
-            self.counts = [row[None, :] for row in self.cuts[0].counts]
-        else:
-            self.counts = list(np.stack([cut.counts for cut in self.cuts], axis=1)[:, cut_index])
+        self.cuts, self.cut_index = cuts, cut_index
+        self.counts = self.of_cuts([cut.counts for cut in self.cuts])
         index = [0] if len(self.cuts) == 1 else cut_index
         self.first_rank = np.array([cut.first_rank for cut in self.cuts])[index]
         self.last_rank = np.array([cut.last_rank for cut in self.cuts])[index]
 
     def cut_of(self, layout_index: int) -> StageCut:
         """Returns the cut of one layout."""
-        return self.cuts[int(self._cut_index[layout_index])]
+        return self.cuts[int(self.cut_index[layout_index])]
+
+    def of_cuts(self, counts: Sequence[Array]) -> list[Array]:
+        """Returns each layout's counts, (N or 1, P) for each kind of layer, from those of each cut, (kinds, P)."""
+        if len(self.cuts) == 1:
+            return [row[None, :] for row in counts[0]]
+        return list(np.stack(counts, axis=1)[:, self.cut_index])
 
     def sum_layers(self, figure: Callable[[LayerCost], Any]) -> Array:
         """Returns the sum of a figure over each rank's layers, (N, P)."""

@@ -58,6 +58,7 @@ MESHWRIGHT = FrameworkProfile(
         host_layer_s=4e-4,
         dp_overlap=0.8,
         context="heads",
+        simulated=True,
         interference=INTERFERENCE,
         accumulate_bytes=ACCUMULATE_BYTES,
         fused_width=FUSED_WIDTH,

@@ -131,7 +131,7 @@ def bound_step_s(
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
     for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
-        step_s[order[run]] = sum(ranks.pipeline_parts().values())
+        step_s[order[run]] = ranks.bound_s()
     nodes = np.maximum(layouts.world / machine.node_devices, 1.0)
     return (step_s + engine.runtime.host_step_s) * (1.0 + engine.runtime.straggler_share(nodes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from functools import reduce as fold
 from operator import attrgetter
@@ -13,13 +14,15 @@ from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
 from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
+from meshwright.planner.cost.groups import WireTime
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import move_state_to_host, price_offload
+from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
-from meshwright.planner.cost.stages import StageCut, cut_stages
+from meshwright.planner.cost.stages import StageCut, block_kinds, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.schedules.spec import ScheduleSpec
@@ -28,6 +31,12 @@ PASS_PARTS = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
 """Parts of a layer's pass that are parts of a step too."""
 OFFLOADABLE = ("parameters", "gradients", "optimizer")
 """Parts of a rank's memory that may lie in host memory."""
+
+
+def slowest_of(parts: Mapping[str, Array]) -> dict[str, Array]:
+    """Returns the parts, (N, P) each, of the rank that takes longest, (N,) each: the others wait for it."""
+    slowest_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
+    return {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
 
 
 def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -110,6 +119,89 @@ class RankTimes(LayerSums):
         return self.engine.runtime.action_s * (self.ranks > 1) * self.layouts.stages
 
     @cached_property
+    def compute_forward(self) -> Array:
+        """Seconds of each rank on a micro-batch's forward without its sends, (N, P)."""
+        action_s = np.broadcast_to(self.engine_action_s, self.count)[:, None]
+        return self.with_host_s(self.forward_busy, self.forward_host) + action_s
+
+    @cached_property
+    def compute_backward(self) -> Array:
+        """Seconds of each rank on a micro-batch's backward without its sends, (N, P)."""
+        action_s = np.broadcast_to(self.engine_action_s, self.count)[:, None]
+        return self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host) + action_s
+
+    @cached_property
+    def first_stages(self) -> tuple[Array, Array, Array]:
+        """Of each rank's lowest stage: forward, backward, and its part of the rank's parameters; (N, P) each."""
+        counts = self.of_cuts([cut.first_counts for cut in self.cuts])
+        # The head is on a rank's lowest stage where every rank has one stage.
+        has_head = np.array([len(cut.owners) == self.ranks for cut in self.cuts])[self.cut_index]
+
+        def sum_first(figure: Any) -> Array:
+            total = np.zeros((self.count, self.ranks))
+            for cost, number in zip(self.costs.layers, counts):
+                total += np.broadcast_to(figure(cost), self.count)[:, None] * number
+            self._add_to_rank(total, self.first_rank, figure(self.costs.embedding))
+            self._add_to_rank(total, self.last_rank, figure(self.costs.head) * has_head)
+            return total
+
+        def elements(cost: Any) -> Any:
+            return cost.parameters + cost.experts
+
+        share = sum_first(elements) / np.maximum(self.sum_layers_and_ends(elements), 1.0)
+        action_s = self.engine.runtime.action_s
+        forward = self.with_host_s(sum_first(lambda cost: cost.forward.busy), sum_first(lambda cost: cost.forward.host))
+        backward = self.with_host_s(
+            sum_first(lambda cost: cost.backward.busy) + self.accumulation_s * share,
+            sum_first(lambda cost: cost.backward.host),
+        )
+        return forward + action_s, backward + action_s, share
+
+    def stage_sends_s(self) -> tuple[Array, Array]:
+        """Returns seconds of one send of an activation (inside a node, between nodes), (N,) each."""
+        return self.communication.stage_sends_s()
+
+    def stage_passes(self, cut: StageCut, index: Array) -> tuple[Array, Array, Array, Array]:
+        """Returns forward, backward, weight gradients and part of its rank's parameters of each stage, (n, S) each.
+
+        Args:
+            cut: that the layouts share; with one stage a rank they share its owners alone.
+            index: of n layouts, (n,) int64.
+        """
+        owners = np.array(cut.owners)
+        if len(owners) == self.ranks:
+            passes = (self.compute_forward, self.compute_backward, np.minimum(self.weight, self.compute_backward))
+            forward, backward, weight = (seconds[index][:, owners] for seconds in passes)
+            return forward, backward, weight, np.ones_like(forward)
+        costs = self.costs.take(index)
+        sums = LayerSums(costs, [cut.of_stages(block_kinds(self.job.shape)[0])], np.zeros(len(index), int))
+        elements = sums.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
+        of_ranks = np.stack([elements[:, owners == rank].sum(axis=1) for rank in range(self.ranks)], axis=1)
+        share = elements / np.maximum(of_ranks, 1.0)[:, owners]
+        action_s = self.engine.runtime.action_s
+        forward = sums.with_host_s(sums.forward_busy, sums.forward_host) + action_s
+        accumulation_s = self.accumulation_s[index][:, owners] * share
+        backward = sums.with_host_s(sums.backward_busy + accumulation_s, sums.backward_host) + action_s
+        return forward, backward, np.minimum(sums.weight, backward), share
+
+    def last_stage_s(self, splits: Array) -> Array:
+        """Returns seconds of the last stage on a micro-batch, (N,), without weight gradients where ``splits``, (N,)."""
+        counts = np.stack([cut.last_counts for cut in self.cuts], axis=1)[:, self.cut_index]
+
+        def sum_last(figure: Any) -> Array:
+            total = np.zeros(self.count) + figure(self.costs.head)
+            for cost, number in zip(self.costs.layers, counts):
+                total = total + figure(cost) * number
+            return total
+
+        forward = self.with_host_s(sum_last(lambda cost: cost.forward.busy), sum_last(lambda cost: cost.forward.host))
+        backward = self.with_host_s(
+            sum_last(lambda cost: cost.backward.busy), sum_last(lambda cost: cost.backward.host)
+        )
+        weight = np.minimum(sum_last(lambda cost: cost.backward.matmul) / 2.0, backward)
+        return np.asarray(forward + backward - np.where(splits, weight, 0.0))
+
+    @cached_property
     def accumulation_s(self) -> Array:
         """Seconds to add a micro-batch's gradients to the accumulated ones, (N, P)."""
         runtime, (dense, experts) = self.engine.runtime, self.trained()
@@ -142,13 +234,30 @@ class RankTimes(LayerSums):
     def parts(self) -> dict[str, Array]:
         """Returns seconds by part of `PARTS`, (N,) each."""
         step = np.full(self.count, self.engine.runtime.host_step_s)
-        parts = self.pipeline_parts() | self.update_parts() | {"step": step}
+        if self.is_simulated:
+            parts = floor_parts(self) | slowest_of(self.optimizer_parts()) | {"step": step}
+        else:
+            parts = self.pipeline_parts() | self.update_parts() | {"step": step}
         return parts | {"stragglers": self.straggler_share() * sum(parts.values())}
 
     def straggler_share(self) -> Array:
         """Returns what a step waits for the slowest of its nodes, over the step, (N,)."""
         nodes = np.maximum(self.layouts.world / self.model.machine.node_devices, 1.0)
         return self.engine.runtime.straggler_share(nodes)
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether a pipeline's time is that of its actions, and here their lower bound."""
+        return self.ranks > 1 and self.engine.runtime.simulated
+
+    @cached_property
+    def pipeline_traffic(self) -> tuple[WireTime, WireTime]:
+        """Of a simulated pipeline: gathers at the start of a step, and sums of gradients at its end, (N, P) each."""
+        return self.communication.pipeline_gathers(self), self.communication.pipeline_sums(self)
+
+    def bound_s(self) -> Array:
+        """Returns seconds of all micro-batches, (N,), without traffic of data axes: at most those of any sharing."""
+        return bound_s(self) if self.is_simulated else np.asarray(sum(self.pipeline_parts().values()))
 
     def pipeline_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of all micro-batches: the slowest rank's work, and the bubble."""
@@ -182,21 +291,18 @@ class RankTimes(LayerSums):
 
     def update_parts(self) -> dict[str, Array]:
         """Returns seconds by part, (N,), of the data axes' gathers and reductions, and of the update."""
-        runtime, device = self.engine.runtime, self.model.machine.device
-        dense, experts = self.trained()
-        reduce_s = self.communication.reduce_s(self, dense, experts)
-        owned, size = self.owned_parameters(dense, experts), float(master_bytes(self.job.precision))
-        update_s = move_s(owned * runtime.update_bytes * size / 4.0, device)
-        parts = {"reduce": reduce_s, "optimizer": update_s, "offload": np.zeros_like(update_s)}
-        if self.layouts.offload.any():
-            host = self._host_share()
-            host_update_s, copy_s = price_offload(self, owned, host, size)
-            update_s = np.where(self.layouts.offload[:, None] > 0, host_update_s, update_s)
-            parts |= {"optimizer": update_s, "offload": copy_s}
-        # All ranks must end before the next step begins, so the slowest one counts: (N, 1).
-        slowest_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
-        slowest_parts = {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
+        reduce_s = self.communication.reduce_s(self, *self.trained())
+        slowest_parts = slowest_of({"reduce": reduce_s} | self.optimizer_parts())
         return {"gather": self.communication.gather_s(self)} | slowest_parts
+
+    def optimizer_parts(self) -> dict[str, Array]:
+        """Returns seconds by part of the update and of copies to and from host memory, (N, P) each."""
+        owned, size = self.owned_parameters(*self.trained()), float(master_bytes(self.job.precision))
+        update_s = move_s(owned * self.engine.runtime.update_bytes * size / 4.0, self.model.machine.device)
+        if not self.layouts.offload.any():
+            return {"optimizer": update_s, "offload": np.zeros_like(update_s)}
+        host_update_s, copy_s = price_offload(self, owned, self._host_share(), size)
+        return {"optimizer": np.where(self.layouts.offload[:, None] > 0, host_update_s, update_s), "offload": copy_s}
 
     def _host_share(self) -> HostShare:
         """Returns a rank's share of its host; raises where none is known."""

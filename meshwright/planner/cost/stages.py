@@ -147,6 +147,21 @@ class StageCut:
     """Rank of the first stage."""
     last_rank: int
     """Rank of the last stage."""
+    owners: tuple[int, ...]
+    """Rank of each stage."""
+    first_counts: Array
+    """Layers of each kind of the lowest stage of each rank, (kinds, P) float64, read-only."""
+    last_counts: Array
+    """Layers of each kind of the last stage, (kinds,) float64, read-only."""
+
+    def of_stages(self, kinds_of_blocks: tuple[int, ...]) -> StageCut:
+        """Returns the same cut with every stage alone on a rank of its own.
+
+        Args:
+            kinds_of_blocks: of `block_kinds`.
+        """
+        stages = len(self.owners)
+        return _count_layers(self.bounds, kinds_of_blocks, len(self.counts), stages, tuple(range(stages)))
 
 
 def cut_stages(
@@ -202,8 +217,18 @@ def _count_layers(
 ) -> StageCut:
     """The layers of each of ``kind_count`` kinds on each rank; the counts are read-only, as they are cached."""
     sizes = [stop - start for start, stop in bounds]
-    # One number for each (kind, rank) pair, so that one bincount counts all pairs.
-    kind_and_rank = np.repeat(np.array(owners), sizes) + np.array(kinds_of_blocks[: sum(sizes)]) * ranks
-    counts = np.bincount(kind_and_rank, minlength=kind_count * ranks).astype(float).reshape(kind_count, ranks)
-    counts.flags.writeable = False
-    return StageCut(bounds=bounds, counts=counts, first_rank=owners[0], last_rank=owners[-1])
+    kinds = np.array(kinds_of_blocks[: sum(sizes)])
+    # One number for each (kind, stage) pair, so that one bincount counts all pairs.
+    kind_and_stage = np.repeat(np.arange(len(owners)), sizes) + kinds * len(owners)
+    by_stage = np.bincount(kind_and_stage, minlength=kind_count * len(owners)).astype(float).reshape(kind_count, -1)
+    counts, first_counts = np.zeros((kind_count, ranks)), np.zeros((kind_count, ranks))
+    for stage in range(len(owners) - 1, -1, -1):
+        counts[:, owners[stage]] += by_stage[:, stage]
+        first_counts[:, owners[stage]] = by_stage[:, stage]
+    last_counts = by_stage[:, -1].copy()
+    for array in (counts, first_counts, last_counts):
+        array.flags.writeable = False
+    return StageCut(
+        bounds=bounds, counts=counts, first_rank=owners[0], last_rank=owners[-1], owners=owners,
+        first_counts=first_counts, last_counts=last_counts,
+    )  # fmt: skip

@@ -1,0 +1,156 @@
+"""Simulates the pipelines of N layouts action by action, with the sends, gathers and sums of their stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+
+import numpy as np
+
+from meshwright.planner.cost.framework_profile import FrameworkProfile
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layer_sums import LayerCosts
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.pipeline_floor import FILLING_ROUNDS, count_sends, is_long, round_micro_batches
+from meshwright.planner.cost.price import price_of
+from meshwright.planner.cost.prices import Price
+from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.cost.unequal_ranks import PricedRanks
+from meshwright.schedules.array_makespan import ArraySchedule, StageSeconds
+from meshwright.schedules.file import build_schedule
+from meshwright.schedules.spec import known_schedules
+from meshwright.spec.layout import Layout
+
+AFTER_SUMS = ("offload", "optimizer", "step", "stragglers")
+"""Parts of a step after the last sum of gradients."""
+
+
+def _compile(name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool) -> ArraySchedule:
+    schedule = build_schedule(name, ranks, stages_per_rank, microbatches)
+    return ArraySchedule(schedule if splits else schedule.unsplit())
+
+
+@lru_cache(maxsize=128)
+def _compile_known(name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool) -> ArraySchedule:
+    return _compile(name, ranks, stages_per_rank, microbatches, splits)
+
+
+def _makespan_s(
+    name: str, ranks: int, stages_per_rank: int, microbatches: int, splits: bool, seconds: StageSeconds
+) -> Array:
+    """Returns seconds up to the end of all ranks' sums, (N,).
+
+    Of a known schedule only as many micro-batches are simulated as it needs to fill: once full, each further round of
+    as many micro-batches as there are ranks, or a few more, takes as long as the one before it.
+    """
+    if name not in known_schedules():
+        return _compile(name, ranks, stages_per_rank, microbatches, splits).makespan_s(seconds)
+    size, left_out = round_micro_batches(ranks, microbatches), max(0, microbatches // ranks - FILLING_ROUNDS)
+    counts = [microbatches - left_out * size] + ([microbatches - (left_out + 1) * size] if left_out else [])
+    simulated = [_compile_known(name, ranks, stages_per_rank, count, splits).makespan_s(seconds) for count in counts]
+    return simulated[0] + left_out * (simulated[0] - simulated[1]) if left_out else simulated[0]
+
+
+def _stage_seconds(ranks: PricedRanks, index: Array) -> StageSeconds:
+    """Returns the seconds of every stage of the layouts at an index, (n,), which share their cut."""
+    cut, layouts = ranks.cut_of(int(index[0])), ranks.layouts.take(index)
+    owners, count = np.array(cut.owners), len(index)
+    forward, backward, weight, share = ranks.stage_passes(cut, index)
+    stage_ranks = float(layouts.world[0] / layouts.pp[0])
+    sends = count_sends(cut.owners, ranks.ranks, stage_ranks, ranks.model.machine.fabric.devices)
+    inside_s, outside_s = (seconds[index][:, None] for seconds in ranks.stage_sends_s())
+    hop_s, none_s = np.where(sends.crosses, outside_s, inside_s) * np.array(sends.moves), np.zeros((count, 1))
+    gather_s, reduce_s = (
+        np.broadcast_to(wire.seconds, (ranks.count, ranks.ranks))[index] for wire in ranks.pipeline_traffic
+    )
+    is_late = (layouts.zero == 0)[:, None]
+    return StageSeconds(
+        forward=forward.T,
+        backward=backward.T,
+        weight=weight.T,
+        split_action=np.full(count, ranks.engine.runtime.action_s),
+        send_forward=np.concatenate([hop_s, none_s], axis=1).T,
+        send_backward=np.concatenate([none_s, hop_s], axis=1).T,
+        # A rank's gathers and sums divide among its stages as its parameters do.
+        gather=(gather_s[:, owners] * share).T,
+        reduce=np.where(is_late, 0.0, reduce_s[:, owners] * share).T,
+        late_reduce=np.where(is_late, reduce_s, 0.0).T,
+    )
+
+
+def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Array]:
+    """Returns seconds by part of `PARTS`, (N,) each, with pipelines simulated action by action.
+
+    No step is shorter than its lower bound, which holds the bytes of every link. What the same actions take longer
+    than with results that are there at once is ``send``, and what no part explains is ``bubble``.
+
+    Args:
+        ranks: of N layouts.
+        with_sends: also simulate without sends, for what these take; else they count as ``bubble``.
+    """
+    parts = ranks.parts()
+    if not ranks.is_simulated:
+        return parts
+    layouts = ranks.layouts
+    splits = (layouts.recompute == 0) & ranks.job.splits_backward
+    rows = np.stack([layouts.schedule, layouts.stages, layouts.microbatches, splits], axis=1)
+    # Cuts differ only in their owners where every rank has one stage.
+    cut_index = np.broadcast_to(ranks.cut_index, ranks.count)
+    rows = np.concatenate([rows, np.where(layouts.stages > 1, cut_index, -1)[:, None]], axis=1)
+    floor_s = np.asarray(sum(parts[name] for name in parts if name not in AFTER_SUMS))
+    busy_s = floor_s - parts["bubble"]
+    sums_s, send_s = floor_s.copy(), np.where(is_long(layouts), parts["send"], 0.0)
+    is_open = ~is_long(layouts)
+    for row in np.unique(rows[is_open], axis=0):
+        index = np.flatnonzero(is_open & (rows == row).all(axis=1))
+        name = layouts.schedules[int(row[0])].name
+        sizes = (name, ranks.ranks, int(row[1]), int(row[2]), bool(row[3]))
+        seconds = _stage_seconds(ranks, index)
+        sums_s[index] = np.maximum(_makespan_s(*sizes, seconds), floor_s[index])
+        if with_sends:
+            free_s = _makespan_s(*sizes, seconds.without_sends())
+            exposed_s = np.maximum(sums_s[index] - np.maximum(free_s, busy_s[index]), 0.0)
+            send_s[index] = exposed_s
+    is_sent = np.where(is_open, send_s, 0.0)
+    parts |= {"send": send_s, "bubble": sums_s - busy_s - is_sent}
+    others_s = sum(seconds for name, seconds in parts.items() if name != "stragglers")
+    return parts | {"stragglers": ranks.straggler_share() * others_s}
+
+
+def simulated_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
+    """Returns the price of one layout, its pipeline simulated action by action where it has one.
+
+    Args:
+        job: model and batch.
+        layout: any that fits the model.
+        machine: the hardware.
+        engine: the runtime's profile.
+    """
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    return simulated_price_of(RankTimes(LayerCosts.of(job, batch, machine, engine.for_layout(layout))))
+
+
+def simulated_price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
+    """Returns the price of one of N layouts, its pipeline simulated action by action where it has one."""
+    parts = {name: float(values[layout_index]) for name, values in simulated_parts(ranks).items()}
+    return dataclasses.replace(price_of(ranks, layout_index), parts=parts, step_s=sum(parts.values()))
+
+
+def simulated_steps_s(
+    job: PricedJob, batch: LayoutBatch, steps_s: Array, machine: Machine, engine: FrameworkProfile
+) -> Array:
+    """Returns seconds a step of N layouts with their pipelines simulated, (N,).
+
+    Args:
+        job: model and batch.
+        batch: N layouts.
+        steps_s: lower bounds, as `price_many` returns them, (N,): the price where there is no pipeline.
+        machine: the hardware.
+        engine: the runtime's profile.
+    """
+    simulated_s = steps_s.copy()
+    for pp in np.unique(batch.pp[batch.pp > 1]):
+        index = np.flatnonzero(batch.pp == pp)
+        parts = simulated_parts(RankTimes(LayerCosts.of(job, batch.take(index), machine, engine)), False)
+        simulated_s[index] = sum(parts.values())
+    return simulated_s
