@@ -8,9 +8,9 @@ import os
 import socket
 from pathlib import Path
 
-import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
 from meshwright.data import digests, files, tasks, tokenizer
 from meshwright.data import prepare as module
@@ -203,11 +203,9 @@ def test_a_given_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
 def test_a_hub_that_says_nothing_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own client would ask again and again, each time for longer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
         monkeypatch.setattr(tokenizer, "HUB_WAIT_S", 0.2)
-        with pytest.raises(
-            DataError, match="neither a directory nor in the hub's cache, and http://127.* doesn't answer"
-        ):
+        with pytest.raises(DataError, match=r"neither a directory nor in the hub's cache, and http.* doesn't answer"):
             prepare(dataclasses.replace(corpus(tmp_path), tokenizer="nobody/nothing"), tmp_path / "no")
         listener.settimeout(0)
         listener.accept()[0].close()
