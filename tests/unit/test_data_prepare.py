@@ -204,6 +204,7 @@ def test_a_hub_that_says_nothing_is_asked_once(tmp_path: Path, monkeypatch: pyte
     """Its own client would ask again and again, each time for longer."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(tokenizer, "HUB_WAIT_S", 0.2)
         with pytest.raises(DataError, match=r"neither a directory nor in the hub's cache, and http.* doesn't answer"):
             prepare(dataclasses.replace(corpus(tmp_path), tokenizer="nobody/nothing"), tmp_path / "no")
