@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import tempfile
@@ -129,12 +130,12 @@ def _convert_with_transformers(name: str) -> TokenizerFiles:
 
 def _hub_silence() -> str:
     """Returns why the hub doesn't answer; "" where it does. Its client tries a dead network again for minutes."""
-    from huggingface_hub import constants, get_session
-
+    hub: Any = importlib.import_module("huggingface_hub")
+    endpoint = importlib.import_module("huggingface_hub.constants").ENDPOINT
     try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_WAIT_S)
+        hub.get_session().head(endpoint, timeout=HUB_WAIT_S)
     except Exception as error:  # of a client that differs between versions
-        return f"{constants.ENDPOINT} doesn't answer: {error}"
+        return f"{endpoint} doesn't answer: {error}"
     return ""
 
 
