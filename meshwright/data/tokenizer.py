@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import tempfile
@@ -24,6 +25,8 @@ COMPANIONS = ("chat_template.jinja", "chat_template.json", "special_tokens_map.j
 """Text files that go with a tokenizer and change no token. Source: ``save_pretrained`` of transformers' tokenizers."""
 SOURCES = (TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 """Files any of which makes a directory hold a tokenizer."""
+HUB_WAIT_S = 10.0
+"""Seconds for a sign of life of the hub."""
 _END_TOKENS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
 
@@ -109,12 +112,31 @@ def _convert_with_transformers(name: str) -> TokenizerFiles:
     """Converts a tokenizer without a local tokenizer.json by transformers (sentencepiece, hub names)."""
     from transformers import AutoTokenizer
 
-    hf_tokenizer = AutoTokenizer.from_pretrained(name, use_fast=True, trust_remote_code=False)
+    silence = "" if Path(os.path.expanduser(name)).is_dir() else _hub_silence()
+    try:
+        hf_tokenizer = AutoTokenizer.from_pretrained(
+            name, use_fast=True, trust_remote_code=False, local_files_only=bool(silence)
+        )
+    except Exception as error:  # of any kind, for a name that no cache holds
+        if silence:
+            raise ConnectionError(f"neither a directory nor in the hub's cache, and {silence}") from error
+        raise
     if not hasattr(hf_tokenizer, "backend_tokenizer"):
         raise ValueError("it has no fast form")
     with tempfile.TemporaryDirectory() as folder:
         hf_tokenizer.save_pretrained(folder)
         return _read_tokenizer_json(Path(folder) / TOKENIZER)
+
+
+def _hub_silence() -> str:
+    """Returns why the hub doesn't answer; "" where it does. Its client tries a dead network again for minutes."""
+    hub: Any = importlib.import_module("huggingface_hub")
+    endpoint = importlib.import_module("huggingface_hub.constants").ENDPOINT
+    try:
+        hub.get_session().head(endpoint, timeout=HUB_WAIT_S)
+    except Exception as error:  # of a client that differs between versions
+        return f"{endpoint} doesn't answer: {error}"
+    return ""
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

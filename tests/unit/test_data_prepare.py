@@ -1,16 +1,19 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import hashlib
 import json
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
 import pytest
+from huggingface_hub import constants
 
-from meshwright.data import digests, files, tasks
+from meshwright.data import digests, files, tasks, tokenizer
 from meshwright.data import prepare as module
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare, prepared_path
@@ -196,6 +199,25 @@ def test_a_given_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
     assert np.array_equal(again.train.tokens, own.train.tokens)
     with pytest.raises(DataError, match=r"data\.tokenizer = .*missing.*no such file"):
         prepare(dataclasses.replace(config, tokenizer=str(tmp_path / "missing.json")), tmp_path / "no")
+
+
+def test_a_hub_that_says_nothing_is_asked_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own client would ask for each of a tokenizer's files again and again, each time for longer."""
+    requests = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listener.getsockname()[1]}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(tokenizer, "HUB_WAIT_S", 0.2)
+        with pytest.raises(DataError, match=r"neither a directory nor in the hub's cache, and http.* doesn't answer"):
+            prepare(dataclasses.replace(corpus(tmp_path), tokenizer="nobody/nothing"), tmp_path / "no")
+        listener.settimeout(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                connection = listener.accept()[0]
+                with connection:
+                    requests.append(connection.recv(4096))
+    assert sum(request.startswith(b"HEAD / ") for request in requests) == 1
+    assert not any(b"nobody" in request for request in requests)
 
 
 @pytest.mark.parametrize("name", ["train.bin", "validation.bin", "train.idx", "tokenizer.json"])
