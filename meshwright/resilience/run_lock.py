@@ -214,7 +214,7 @@ def has_locks(run_dir: Path) -> bool:
 
 
 def lock_stamps(run_dir: Path) -> dict[int, int]:
-    """Returns a stamp by node of a run over several, which changes while the command that holds the node's lock lives."""
+    """Returns a stamp by node of a run over several, which changes while the command that holds the lock lives."""
     stamps: dict[int, int] = {}
     for path in (run_dir / FOLDER).glob(f"{_NODE}*"):
         node, _, number = path.name.removeprefix(_NODE).partition("-")
