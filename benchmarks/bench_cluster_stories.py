@@ -215,7 +215,11 @@ class Story:
         newest = committed_before_restore(self._run, LEAVE_S)
         self._await(lambda: events(self._run, "recovered"), LEAVE_S, "it didn't go on")
         restored, recovered = events(self._run, "restored")[0], events(self._run, "recovered")[0]
-        done = max(row["step"] for row in rows(self._run) if row["step"] < recovered["step"] or row["layout"].startswith("shard=3"))
+        done = max(
+            row["step"]
+            for row in rows(self._run)
+            if row["step"] < recovered["step"] or row["layout"].startswith("shard=3")
+        )
         resume_s = recovered["time"] - killed_at
         told: dict[str, Any] = {
             "resume_s": resume_s,
