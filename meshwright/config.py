@@ -144,7 +144,9 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"no such recipe: {path}; give the path of a TOML file") from None
+        raise ConfigError(
+            f"no such recipe: {path}; give the path of a TOML file, or let meshwright new --to {path} write one"
+        ) from None
     except OSError as error:
         raise ConfigError(f"{path} can't be read ({error.strerror}); give the path of a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -19,7 +19,7 @@ _COMMON = (
     *("--object-store-memory", "80000000", "--disable-usage-stats", "--min-worker-port", "0", "--max-worker-port", "0"),
     *("--dashboard-agent-listen-port", "0", "--block"),
 )
-_START_S = 120.0
+_START_S = 300.0
 
 
 def missing() -> str:

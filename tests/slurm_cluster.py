@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -155,7 +156,9 @@ class SlurmCluster:
         daemon = self._daemons[f"n{node}"].pid
         parents = parent_pids()
         steps = {pid for pid in parents if "slurmstepd" in "".join(_words(pid)[:1])}
-        roots = {daemon} | {pid for pid in steps if f"n{node}" in _node_of(pid)}
+        # Another test's cluster may have a node of that name.
+        own = re.compile(rf"{re.escape(str(self.root))}/.*\bn{node}\b")
+        roots = {daemon} | {pid for pid in steps if own.match(_node_of(pid))}
         return [pid for pid in parents if descends(pid, roots, parents)]
 
     def kill_node(self, node: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -9,14 +10,14 @@ from pathlib import Path
 from meshwright.errors import ConfigError
 from meshwright.jobs.hosts import command_arguments, count_ranks
 from meshwright.jobs.launch_record import LaunchRecord, SchedulerState, write_record
-from meshwright.jobs.progress import Say
+from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_directory import LAUNCH
-from meshwright.launch.slurm import SlurmLauncher, SlurmPlace, call_slurm
+from meshwright.launch.slurm import SlurmLauncher, SlurmPlace, call_slurm, partition_gpus
 from meshwright.launch.slurm_job import SlurmJob
 from meshwright.launch.slurm_node import LifeSigns, NodeKeeper, NodeRevival
 from meshwright.monitor.rundir import read_run
 from meshwright.resilience.claims import read_presence
-from meshwright.resilience.run_lock import has_locks
+from meshwright.resilience.run_lock import has_locks, lock_stamps
 from meshwright.train.run_config import RunConfig
 
 _START_S = 180.0
@@ -38,14 +39,38 @@ def submit(args: Sequence[str], config: RunConfig, *, dry_run: bool) -> tuple[st
         ConfigError, ClusterError, PlanError: for settings that would fail on the nodes.
         LaunchError: when Slurm refuses the job.
     """
+    gpus = _gpu_words(config)
+    if gpus:
+        config = dataclasses.replace(config, slurm=dataclasses.replace(config.slurm, gpus_per_node=int(gpus[1])))
     launcher = make_launcher(config)
-    argv = (*command_arguments(args, config, launcher.ranks), "--on", "slurm")
+    argv = (*command_arguments(args, config, launcher.ranks), *gpus, "--on", "slurm")
     script = launcher.script(argv)
     if dry_run:
         return script, ""
     launcher.start(argv)
     write_record(Path(config.run), LaunchRecord.submitted_now("slurm", launcher.job, config.slurm.nodes))
     return script, launcher.job
+
+
+def _gpu_words(config: RunConfig) -> tuple[str, ...]:
+    """Returns the words that ask for all GPUs of the partition's nodes, where the settings name neither GPUs nor cores.
+
+    Raises:
+        ConfigError: when its nodes have different numbers of GPUs.
+    """
+    slurm = config.slurm
+    if slurm.gpus_per_node is not None or slurm.cpus_per_node is not None:
+        return ()
+    counts = partition_gpus(slurm.partition)
+    partition = f"partition {slurm.partition}" if slurm.partition else "the default partition"
+    if len(counts) > 1:
+        numbers = ", ".join(map(str, sorted(counts)))
+        raise ConfigError(f"nodes of {partition} have {numbers} GPUs: give slurm.gpus_per_node, or slurm.cpus_per_node")
+    if counts and (count := counts.pop()):
+        to_stderr(f"{partition} has {count} GPUs a node, and all are asked for; slurm.gpus_per_node names fewer")
+        return ("--slurm.gpus-per-node", str(count))
+    to_stderr("each node gives the partition's usual number of cores, a rank a core; slurm.cpus_per_node names another")
+    return ()
 
 
 def make_launcher(config: RunConfig) -> SlurmLauncher:
@@ -81,7 +106,9 @@ def run_in_job(args: Sequence[str], config: RunConfig, place: SlurmPlace, say: S
     (run_dir / LAUNCH).mkdir(parents=True, exist_ok=True)
 
     def presence(nodes: Iterable[int]) -> dict[int, int]:
-        return read_presence(run_dir, nodes)
+        # Before its agent starts a supervisor prepares and proves for minutes, and holds its node's lock meanwhile.
+        locks, present = lock_stamps(run_dir), read_presence(run_dir, nodes)
+        return {node: present.get(node, 0) + locks.get(node, 0) for node in present.keys() | locks.keys()}
 
     launcher = make_launcher(config)
     signs = LifeSigns(

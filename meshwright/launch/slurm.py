@@ -25,6 +25,10 @@ _NODE, _PEER, _REPLACE = "MESHWRIGHT_NODE", "MESHWRIGHT_PEER", "MESHWRIGHT_REPLA
 _JOB, _NAMES = "MESHWRIGHT_JOB", "MESHWRIGHT_NAMES"
 _WATCHED = "MESHWRIGHT_WATCHED"
 """Environment of a node that is started again: its number, another one's name, the run's job and its nodes."""
+_HARDWARE_HINT = (
+    "; sinfo -o '%P %D %c %G' lists each partition's nodes, cores and GPUs: where it shows no GPU, give "
+    "slurm.cpus_per_node instead of slurm.gpus_per_node"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +128,22 @@ def call_slurm(*command: str) -> str | None:
     return done.stdout.strip() if done.returncode == 0 else None
 
 
+def partition_gpus(partition: str) -> set[int]:
+    """Asks Slurm how many GPUs nodes of a partition have; more than one number where they differ, none where unknown.
+
+    Args:
+        partition: its name; the default one when empty.
+    """
+    where = (f"--partition={partition}",) if partition else ()
+    shown = call_slurm("sinfo", "--noheader", *where, "--format=%P|%G") or ""
+    counts: set[int] = set()
+    for name, _, resources in (line.strip().partition("|") for line in shown.splitlines()):
+        # The default partition's name ends in a star. A resource is gpu:8, gpu:h100:8(S:0-1), or (null).
+        if partition or name.endswith("*"):
+            counts.add(sum(map(int, re.findall(r"\bgpu(?::[^:,(]+)?:(\d+)", resources))))
+    return counts
+
+
 def submit_script(path: Path, *options: str, environment: Mapping[str, str] | None = None) -> str:
     """Runs sbatch on a script and returns what it printed.
 
@@ -144,7 +164,8 @@ def submit_script(path: Path, *options: str, environment: Mapping[str, str] | No
         raise LaunchError(f"sbatch didn't answer within {_CALL_S:g} s; try squeue") from None
     if done.returncode != 0:
         sentence = re.sub(r"sbatch: error: |allocation failure: ", "", done.stderr.strip()).replace("\n", "; ")
-        raise LaunchError(f"Slurm refuses the job: {sentence}")
+        hint = _HARDWARE_HINT if re.search(r"gres|node configuration", sentence) else ""
+        raise LaunchError(f"Slurm refuses the job: {sentence}{hint}")
     return done.stdout.strip()
 
 

@@ -213,6 +213,16 @@ def has_locks(run_dir: Path) -> bool:
     return any(path.name[-1:].isdigit() for path in (run_dir / FOLDER).glob("*"))
 
 
+def lock_stamps(run_dir: Path) -> dict[int, int]:
+    """Returns a stamp by node of a run over several, which changes while the command that holds the lock lives."""
+    stamps: dict[int, int] = {}
+    for path in (run_dir / FOLDER).glob(f"{_NODE}*"):
+        node, _, number = path.name.removeprefix(_NODE).partition("-")
+        if node.isdigit() and number.isdigit():
+            stamps[int(node)] = max(stamps.get(int(node), 0), _change_time_ns(path))
+    return stamps
+
+
 def living_owners(run_dir: Path) -> list[Owner]:
     """Returns who trains in a run directory; waits some seconds where an owner is on another host."""
     paths = [path for path in (run_dir / FOLDER).glob("*") if path.name[-1:].isdigit()]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import slurm_cluster
+from tests.committed import committed_before_restore
 from tests.runs import Running, curve, events, last_step, wait_until, warm, words, write_corpus
 from tests.slurm_cluster import SlurmCluster
 
@@ -66,24 +68,26 @@ def test_a_job_survives_its_nodes(cluster: SlurmCluster, tmp_path: Path, monkeyp
     warm()
     bad = Running([*command(root), "--slurm.partition", "none"], root / "bad.log")
     assert bad.wait() == 1 and "Slurm refuses the job" in bad.text() and not (run / "launch" / "job.json").exists()
-    slow = ("--train.steps", "400", "--recovery.faults", "slow:rank=0,step=3,seconds=0.3,generation=0")
+    slow = ("--train.steps", "100000", "--recovery.faults", "slow:rank=0,step=3,seconds=0.3,generation=0")
     assert "trains in" in meshwright(*command(root, *slow))
     wait_until(lambda: last_step(run) >= 5, STARTED_S)
     assert "RUNNING, on n[0-2]" in meshwright("status", str(run))
 
     # The power of n1 fails: its daemon, its step daemon, its supervisor and its ranks are gone at once.
-    committed = last_step(run)
+    seen = last_step(run)
     cluster.kill_node(1)
+    committed = committed_before_restore(run)
     wait_until(lambda: events(run, "recovered"), 60.0)
     (restored,) = events(run, "restored")
-    assert restored["step"] >= committed - 1, "the snapshot of the step under way may not have been whole"
+    assert restored["step"] == committed and committed >= seen - 1, "no committed step is lost"
     assert restored["tier"] in ("memory", "peer")
     cluster.start_node(1)
     wait_until(lambda: len(events(run, "recovered")) >= 2, STARTED_S)
     assert [event["node"] for event in events(run, "node_ready")].count(1) >= 2, "it joined by itself"
 
-    reached = last_step(run)
+    reached, asked_at = last_step(run), time.monotonic()
     assert "ended after step" in meshwright("cancel", str(run), "--wait", "240")
+    assert time.monotonic() - asked_at < 45.0, "srun, which waits for the lost node's task, isn't waited for"
     assert json.loads(meshwright("status", str(run), "--json"))["state"] == "interrupted"
     assert any((run / "checkpoints").iterdir()), "with a checkpoint"
     # Each step that was done twice came out the same.

@@ -122,3 +122,43 @@ def test_a_damaged_record_never_becomes_a_command(tmp_path: Path, capsys: pytest
         (tmp_path / "launch" / "job.json").write_text(text)
         assert main(["cancel", str(tmp_path)]) == 2
         assert "remove it" in capsys.readouterr().err
+
+
+def test_without_a_number_all_gpus_of_the_partition_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    nodes = "cpu|(null)\nbig*|gpu:h100:8(S:0-1),shard:16\nmixed|gpu:4\nmixed|gpu:a100:8\n"
+    case = 'case "$*" in *=cpu*) name=cpu;; *=mixed*) name=mixed;; *) name=.;; esac'
+    sinfo = f"#!/bin/sh\n{case}\ngrep $name <<E\n{nodes}E\n"
+    for name, text in (("sinfo", sinfo), ("sbatch", "#!/bin/sh\necho 17\n")):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(programs), prepend=os.pathsep)
+    assert main(RUN) == 0
+    shown = capsys.readouterr()
+    assert "job 17 trains in here" in shown.out and "the default partition has 8 GPUs a node" in shown.err
+    script = Path("here/launch/job.sh").read_text()
+    assert "#SBATCH --gpus-per-node=8" in script and "--devices 16 --slurm.gpus-per-node 8 --on slurm" in script
+    cores = [*RUN[:-1], "there", "--slurm.partition", "cpu"]
+    assert main(cores) == 0
+    assert "a rank a core" in capsys.readouterr().err
+    assert "--gpus-per-node" not in Path("there/launch/job.sh").read_text()
+    assert main([*RUN[:-1], "other", "--slurm.partition", "mixed"]) == 2
+    assert "nodes of partition mixed have 4, 8 GPUs" in capsys.readouterr().err
+    assert main([*RUN[:-1], "named", "--slurm.partition", "mixed", "--slurm.gpus-per-node", "4"]) == 0
+    assert "#SBATCH --gpus-per-node=4" in Path("named/launch/job.sh").read_text()
+
+
+def test_a_partition_without_the_gpus_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "bin" / "sbatch"
+    program.parent.mkdir()
+    # As Slurm 22.05 says it.
+    program.write_text("#!/bin/sh\necho 'sbatch: error: Invalid generic resource (gres) specification' >&2\nexit 1\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    assert main([*RUN, "--slurm.gpus-per-node", "8"]) == 1
+    assert "give slurm.cpus_per_node instead of slurm.gpus_per_node" in capsys.readouterr().err

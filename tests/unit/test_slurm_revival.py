@@ -16,7 +16,7 @@ from meshwright.launch.config import SlurmConfig
 from meshwright.launch.slurm import SlurmLauncher, SlurmPlace
 from meshwright.launch.slurm_job import SlurmJob
 from meshwright.launch.slurm_node import LifeSigns, NodeRevival
-from meshwright.resilience.run_lock import RunLock, has_locks
+from meshwright.resilience.run_lock import RunLock, has_locks, lock_stamps
 
 PROGRAM = """#!/bin/sh
 echo "$(basename $0) $*" >> {log}
@@ -134,8 +134,14 @@ def test_a_directory_is_owned_until_its_command_lets_go(tmp_path: Path) -> None:
     with RunLock(run, node=0):
         with RunLock(run, node=1):
             assert has_locks(run)
-        assert has_locks(run)
-    assert not has_locks(run)
+            before = lock_stamps(run)
+            assert before.keys() == {0, 1}
+            end = time.monotonic() + 20.0
+            while any(lock_stamps(run)[node] == before[node] for node in before):
+                assert time.monotonic() < end, "each is renewed about once a second"
+                time.sleep(0.1)
+        assert has_locks(run) and lock_stamps(run).keys() == {0}
+    assert not has_locks(run) and lock_stamps(run) == {}
     (run / "owner").mkdir(parents=True)
     (run / "owner" / "node-1-000001").write_text("{}")
     assert has_locks(run), "one that was killed never lets go"
