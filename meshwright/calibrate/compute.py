@@ -235,25 +235,31 @@ def roundings(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[str, int, 
     Of each number format: ``round`` by random numbers, ``nearest``, ``decode``, and ``book`` for the error of a sum.
     """
     for count in sizes.elements:
-        weights = WeightBlocks(("calibrate",), (count,))
-        values, decoded = (_random_tensor((count,), torch.float32, clock.device) for _ in range(2))
-        source, target = (WeightStore(weights, (tensor,), torch.float32) for tensor in (values, decoded))
+        operand_sets = _operand_sets(2 * count, torch.float32, clock.device)
+        for name in FORMATS:
+            works = [_rounding_works(name, count, clock.device) for _ in range(operand_sets)]
+            for operation in works[0]:
+                yield f"{operation}_{name}", count, clock.seconds(_cycle([work[operation] for work in works]))
 
-        def draw(first: int, blocks: int, weights: WeightBlocks = weights) -> torch.Tensor:
-            return weights.fractions("0,0,0.0", first, blocks, clock.device)
 
-        for name, number_format in FORMATS.items():
-            codec, blocks = BlockCodec(name, number_format), weights.count
-            encoded = codec.encode_store(source, blocks, None)
-            total = codec.sum_terms((encoded,), torch.float32)
-            works: dict[str, Callable[[], object]] = {
-                "round": functools.partial(codec.encode_store, source, blocks, draw),
-                "nearest": functools.partial(codec.encode_store, source, blocks, None),
-                "decode": functools.partial(codec.decode_to_store, target, encoded),
-                "book": functools.partial(codec.rounding_error, source, 0, encoded, total, encoded, 1),
-            }
-            for operation, work in works.items():
-                yield f"{operation}_{name}", count, clock.seconds(work)
+def _rounding_works(name: str, count: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """Returns what rounding to a number format is timed by, over operands of their own."""
+    codec, weights = BlockCodec(name, FORMATS[name]), WeightBlocks(("calibrate",), (count,))
+    source, target = (
+        WeightStore(weights, (_random_tensor((count,), torch.float32, device),), torch.float32) for _ in range(2)
+    )
+
+    def draw(first: int, blocks: int) -> torch.Tensor:
+        return weights.fractions("0,0,0.0", first, blocks, device)
+
+    encoded = codec.encode_store(source, weights.count, None)
+    total = codec.sum_terms((encoded,), torch.float32)
+    return {
+        "round": functools.partial(codec.encode_store, source, weights.count, draw),
+        "nearest": functools.partial(codec.encode_store, source, weights.count, None),
+        "decode": functools.partial(codec.decode_to_store, target, encoded),
+        "book": functools.partial(codec.rounding_error, source, 0, encoded, total, encoded, 1),
+    }
 
 
 def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:

@@ -23,6 +23,9 @@ _FLOAT32_MAX, _BF16_MAX = torch.finfo(torch.float32).max, torch.finfo(torch.bflo
 _EXPONENT_BITS = {torch.float32: (torch.int32, 0x7F800000), torch.float64: (torch.int64, 0x7FF0000000000000)}
 SLICE_BLOCKS = 4096
 """Blocks that are rounded at a time, 4 MiB of float32: temporaries are some times that, however long the message."""
+CORE_SLICE_SHARE = 4
+"""On a processor core slices are shorter by this factor: 1 MiB stays in its cache, while only long slices fill the rate
+of a GPU's memory."""
 _BLOCK_BOX = RowBox(np.zeros(1, dtype=np.int64), np.arange(BLOCK_VALUES))
 
 
@@ -81,14 +84,14 @@ class BlockCodec:
                 ``(first, count)``; None rounds to the nearest.
         """
         encoded = torch.empty((count, self.block_bytes), dtype=torch.uint8, device=store.device)
-        for first, size in slices(count):
+        for first, size in slices(count, store.device):
             fractions = None if draw_fractions is None else draw_fractions(first, size)
             encoded[first : first + size] = self.encode(store.read(first, size), fractions)
         return encoded
 
     def decode_to_store(self, store: BlockStore, encoded: torch.Tensor) -> None:
         """Writes decoded values, (N, block_bytes) uint8, to a store's first blocks, with temporaries of a slice."""
-        for first, size in slices(len(encoded)):
+        for first, size in slices(len(encoded), encoded.device):
             store.write(first, self.decode(encoded[first : first + size], store.dtype))
 
     def sum_terms(self, terms: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -99,7 +102,7 @@ class BlockCodec:
             dtype: of the sum.
         """
         total = torch.empty((len(terms[0]), BLOCK_VALUES), dtype=dtype, device=terms[0].device)
-        for first, size in slices(len(total)):
+        for first, size in slices(len(total), total.device):
             target = total[first : first + size]
             target.copy_(self.decode(terms[0][first : first + size], dtype))
             for term in terms[1:]:
@@ -126,7 +129,7 @@ class BlockCodec:
             terms: of the sum.
         """
         error = squared_sum = torch.zeros((), dtype=total.dtype, device=total.device)
-        for start, size in slices(len(total)):
+        for start, size in slices(len(total), total.device):
             run = slice(start, start + size)
             # The other ranks' terms are rounded as this one's is, independently: their squares add up.
             own_error = self.decode(term[run], total.dtype).sub_(store.read(first + start, size)).square_().sum()
@@ -141,7 +144,7 @@ class BlockCodec:
         scale = torch.where(torch.isfinite(scale), scale, torch.nan)
         # A scale of zero or NaN divides by one: zeros stay zeros, and NaN times any number is NaN again.
         divisor = torch.where(scale > 0, scale, 1.0).to(blocks.dtype)
-        scaled = torch.where(torch.isnan(scale), 0.0, blocks / divisor)
+        scaled = (blocks / divisor).masked_fill_(torch.isnan(scale), 0.0)
         return scaled.clamp_(-self._format.largest, self._format.largest), scale
 
     def _rounded(self, scaled: torch.Tensor, fractions: torch.Tensor | None) -> torch.Tensor:
@@ -157,7 +160,8 @@ class BlockCodec:
         if fractions is None:
             return steps.round_().mul_(distance)
         low = steps.floor()
-        return low.add_(fractions < steps.sub_(low)).mul_(distance)
+        # Compared in place, 0 or 1 in the steps' own type: a tensor of truth values would be converted to be added.
+        return low.add_(steps.sub_(low).gt_(fractions)).mul_(distance)
 
 
 class BlockStore(Protocol):
@@ -289,10 +293,11 @@ class WeightStore:
         self._weights.write(self._tensors, first, blocks)
 
 
-def slices(blocks: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, count) of runs of at most `SLICE_BLOCKS` blocks."""
-    for first in range(0, blocks, SLICE_BLOCKS):
-        yield first, min(SLICE_BLOCKS, blocks - first)
+def slices(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
+    """Yields (first, count) of runs of at most `SLICE_BLOCKS` blocks, or of `CORE_SLICE_SHARE` of them on a core."""
+    size = max(1, SLICE_BLOCKS // CORE_SLICE_SHARE) if device.type == "cpu" else SLICE_BLOCKS
+    for first in range(0, blocks, size):
+        yield first, min(size, blocks - first)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -141,3 +141,33 @@ def test_a_site_that_is_killed_costs_the_others_the_grace_window_and_comes_back(
     assert sorted({row["step"] for row in rows(root / "site1")}) == list(range(1, steps + 1))
     versions = [row["outer"]["version"] for site in range(2) for row in rows(root / f"site{site}") if row["outer"]]
     assert max(versions) == log[-1]["version"]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_site_that_is_asked_to_end_hands_over_its_round_and_nobody_waits_for_it(
+    root: Path, commands: contextlib.ExitStack
+) -> None:
+    """SIGTERM, as a scheduler sends it before it takes a node away, drains a site: nothing of it is lost."""
+    grace_s, every = 60.0, 4
+    settings = ("--train.steps", "40", "--outer.every", str(every), "--outer.grace-s", str(grace_s))
+    server = Served(commands, root, "--outer.grace-s", str(grace_s))
+    argv = [site_words(root, server, site, *settings, layout="precision=float64", devices=1) for site in range(2)]
+    # Slow enough that the request comes in the middle of a round.
+    for words_of_site in argv:
+        words_of_site += ["--recovery.faults", "slow:rank=0,step=2,seconds=0.4"]
+    stays, leaves = (begin(commands, argv[site], root / f"site{site}.log") for site in range(2))
+    wait_until(lambda: len(rows(root / "site1")) % every == 2 and len(rows(server.dir)) >= 1)
+    leaves.kill(signal.SIGTERM)
+    assert leaves.wait() == 143, leaves.text()
+    asked = len(rows(server.dir))
+    assert stays.wait() == 0, stays.text()
+    assert server.stop() == 0, server.process.text()
+    log, steps = rows(server.dir), {row["step"] for row in rows(root / "site1")}
+    # Each token that the site trained on is in a round of the log, those of its open round too.
+    trained = sum(row["tokens"] for row in rows(root / "site1"))
+    taken = [each for row in log for each in row["rounds"] if each["site"] == 1]
+    assert sum(each["tokens"] for each in taken) == trained and len(steps) % every
+    # The others went on at once, by the clock of the server that would have waited.
+    assert len(log) > asked + 2 and all(row["grace_waited_s"] < 0.25 * grace_s for row in log)
+    assert all({each["site"] for each in row["rounds"]} == {0} for row in log[asked + 1 :])
