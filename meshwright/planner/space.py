@@ -36,6 +36,10 @@ CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 VARIANT = (COPIES, SHARDS, "zero", "recompute")
 """Columns that a core's variants add."""
 
+MOST_UNEVEN = 1.25
+"""Most layers that a pipeline of more than two stages a rank would have if all stages were its largest, over those that
+it has: 126 layers in 64 stages have 128."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
@@ -179,7 +183,9 @@ def _schedule_stages(job: PricedJob, space: Space, pp: int, microbatches: int) -
         for stages_per_rank in range(spec.least_stages, max_stages + 1):
             if pp * stages_per_rank > len(job.shape.blocks) or (stages_per_rank > 1 and spec.least_stages == 1):
                 break
-            if len(job.shape.blocks) % (pp * stages_per_rank) and stages_per_rank > 2:
+            layers, stages = len(job.shape.blocks), pp * stages_per_rank
+            # With many small stages of unequal sizes the largest ones set the pace.
+            if stages_per_rank > 2 and stages * math.ceil(layers / stages) > MOST_UNEVEN * layers:
                 continue
             try:
                 spec.check(pp, stages_per_rank, microbatches)

@@ -96,7 +96,7 @@ class _Compiler:
 
     def _advance(self, rank: int) -> list[int]:
         """Runs a rank until it waits; returns the ranks that waited for what it computed."""
-        row, unblocked = self._schedule.actions[rank], []
+        row, unblocked = self._schedule.actions[rank], list[int]()
         for action in row[self._next[rank] :]:
             inputs = []
             for single in action.parts:
@@ -224,7 +224,7 @@ class ArraySchedule:
         self._has_pairs = any(row != none_row for row in second_rows)
         columns = [before, inputs, second_inputs, rows, second_rows, sends, second_sends, sends_before]
         arrays = [np.array(column, dtype=np.int64) for column in columns]
-        self._levels = [(start, stop, *(array[start:stop] for array in arrays)) for start, stop in pairwise(bounds)]
+        self._bounds, self._columns = bounds, arrays
         self._ends = np.array([value_row(node, False) for node in compiler.ends])
 
     def makespan_s(self, seconds: StageSeconds) -> Array:
@@ -243,7 +243,9 @@ class ArraySchedule:
         for stages in self._first_stages:
             values[[1 + stage for stage in stages]] = np.cumsum(seconds.gather[stages], axis=0)
         arrivals = first + self._count
-        for start, stop, before, one, other, row, second_row, send, second_send, send_before in self._levels:
+        for start, stop in pairwise(self._bounds):
+            columns = [column[start:stop] for column in self._columns]
+            before, one, other, row, second_row, send, second_send, send_before = columns
             # The rank before it, its inputs, and the weights that are gathered.
             begin = np.maximum(np.maximum(values[before], values[one]), values[other])
             end = begin + costs[row]

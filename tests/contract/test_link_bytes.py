@@ -17,10 +17,16 @@ from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.pipeline_floor import PipelineFloor
+from meshwright.planner.cost.pipeline_simulation import stage_seconds
 from meshwright.planner.cost.price import bound_step_s, price
+from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.rank_groups import RankGroups
 from meshwright.planner.space import cores, expand, layout_of
+from meshwright.schedules.array_makespan import ArraySchedule
+from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import Placement, known_schedules
 from meshwright.spec.groups import gradient_axes
 from meshwright.spec.layout import Layout
@@ -164,3 +170,26 @@ def test_the_bound_of_a_core_is_below_the_price_of_its_variants(name: str) -> No
         bound_s = float(bound_step_s(asked.job, batch, asked.machine, asked.runtime)[0])
         closed_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
         assert closed_s >= bound_s * (1 - 1e-9), str(layout)
+
+
+@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("name", SIZES)
+def test_a_pipeline_is_never_simulated_below_the_bound_of_its_search(name: str, rates: str) -> None:
+    """Without the links' bytes too: what ranks wait for one another bounds the order of the actions itself."""
+    asked = question(name, rates)
+    layers = len(asked.job.shape.blocks)
+    piped = [layout for seed in range(6) for layout in sampled_layouts(asked, seed) if layout.degree("pp") > 1]
+    piped = [layout for layout in piped if layout.microbatches <= 16]
+    assert len(piped) > 20
+    for layout in piped:
+        batch = LayoutBatch.from_layouts([layout], layers)
+        ranks = RankTimes(LayerCosts.of(asked.job, batch, asked.machine, asked.runtime))
+        floor = PipelineFloor(ranks, *ranks.pipeline_traffic)
+        order_s = float(np.maximum(floor.serial_s(), floor.round_trip_s())[0])
+        sizes = (layout.schedule, ranks.ranks, layout.stages_per_rank)
+        schedule = build_schedule(*sizes, layout.microbatches)
+        compiled = ArraySchedule(schedule.unsplit() if layout.recompute else schedule)
+        simulated_s = float(compiled.makespan_s(stage_seconds(ranks, np.zeros(1, int)))[0])
+        assert simulated_s >= order_s * (1 - 1e-9), str(layout)
+        bound_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
+        assert price_candidate(asked, layout).price.step_s >= bound_s * (1 - 1e-12), str(layout)

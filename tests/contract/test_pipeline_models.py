@@ -33,9 +33,9 @@ def config(name: str, layers: int = 4) -> ModelConfig:
     return ModelConfig(name=name) if ":" in name else shrink_config(ModelConfig(name=name), layers=layers, width=32)
 
 
-def case(name: str) -> Case:
+def case(name: str, layers: int = 4) -> Case:
     def build() -> BuiltModel:
-        return build_meta(config(name), vocab=VOCAB, context=SEQUENCE)
+        return build_meta(config(name, layers), vocab=VOCAB, context=SEQUENCE)
 
     batches = random_batches(2, 8, SEQUENCE, VOCAB, documents=name in ("gpt2", "llama"))
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250)
@@ -45,14 +45,23 @@ def layouts(*texts: str) -> list[Layout]:
     return [Layout.parse(f"{text},precision=float64") for text in texts]
 
 
-def all_pass(name: str, *texts: str) -> None:
-    verdicts = verify(case(name), layouts(*texts))
+def all_pass(name: str, *texts: str, layers: int = 4) -> None:
+    verdicts = verify(case(name, layers), layouts(*texts))
     assert [(verdict.layout, verdict.refused) for verdict in verdicts if not verdict.passed] == []
     assert all(verdict.worst.error < 1e-9 for verdict in verdicts)
 
 
 def test_every_schedule_trains_a_tied_model_as_one_rank_does() -> None:
     all_pass("gpt2", *(f"pp=2,microbatches=4,schedule={name}" for name in known_schedules()))
+
+
+def test_uneven_stages_interleaved_train_as_one_rank_does() -> None:
+    """Seven layers in six stages, three a rank: cut by their weights, and as named."""
+    texts = (
+        "microbatches=4,schedule=interleaved,stages=3",
+        "microbatches=2,schedule=interleaved,stages=3,split=1-1-2-1-1-1",
+    )
+    all_pass("gpt2", *(f"pp=2,{text}" for text in texts), layers=7)
 
 
 @pytest.mark.parametrize("zero", cases([3, 1, 2]))

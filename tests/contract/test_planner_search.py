@@ -21,6 +21,7 @@ from meshwright.planner.choose import (
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import HOST_USABLE
+from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, reason, why
 from meshwright.planner.measured_price import price_layout
@@ -280,6 +281,40 @@ def test_a_later_finalist_gives_its_own_reason(choice: Choice) -> None:
 
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1] and divisors(16384)[-1] == 16384
+
+
+def test_uneven_stages_of_an_interleaved_pipeline_are_searched() -> None:
+    """126 layers on 16 ranks of 4 stages: the first and the last stage have one layer, all others two."""
+    sizes = TableSizes(name="deep", layers=126, width=16384, heads=128, kv_heads=8, ffn=53248, vocab=128256)
+    asked = question("16384xh100", shape_from_sizes(sizes), 2048)
+    published = Layout.parse(
+        "pp=16,shard=128,tp=8,zero=1,microbatches=16,schedule=interleaved,stages=4,sequence=true,precision=bf16"
+    )
+    every = cores(asked.job, asked.space)
+    assert contains(asked.job, asked.space, every, asked.base, published)
+    bounds = price_candidate(asked, published).price.stages
+    assert len(bounds) == 16 and sum(stop - start for start, stop in (bounds[0].layers, bounds[-1].layers)) <= 4
+    # Of 112 stages 14 would have two layers and the others one: they would set the pace.
+    wasteful = dataclasses.replace(published, stages=7)
+    assert not contains(asked.job, asked.space, every, asked.base, wasteful)
+
+
+@pytest.mark.parametrize("text", ["4x1xa100-40@ethernet-1g", "2x4xa100-40@ethernet-10g", "8xh100"])
+@pytest.mark.parametrize("shape", [SHORT, MIXTURE], ids=["dense", "mixture"])
+def test_no_printed_price_of_the_space_is_below_the_fastest(text: str, shape: object) -> None:
+    """Every layout that fits, its pipeline simulated; on slow networks bounds are far from what is printed."""
+    asked = question(text, shape, 16, usable=0.6, limits={"offloads": ("none",)})
+    job, layers, least = asked.job, len(asked.job.shape.blocks), np.inf
+    whole = expand(job, asked.space, cores(job, asked.space))
+    for some in range(1, layers + 1):
+        share = np.where(whole.recompute > 0, some / layers, 1.0)
+        batch = dataclasses.replace(whole, recompute_share=share)
+        prices = price_many(job, batch, asked.machine, asked.runtime)
+        fitting = np.flatnonzero(prices.peak <= asked.usable_bytes)
+        steps_s = simulated_steps_s(job, batch.take(fitting), prices.step_s[fitting], asked.machine, asked.runtime)
+        least = min(least, float(steps_s.min(initial=np.inf)))
+    found = choose(asked)
+    assert min(one.price.step_s for one in found.best) == pytest.approx(least, rel=1e-9)
 
 
 def test_what_is_shown_changes_neither_plan_nor_ties() -> None:

@@ -117,7 +117,7 @@ class PipelineFloor:
 
     def step_s(self) -> Array:
         """Returns the bound on the seconds from the start of the step to the end of all ranks' sums, (N,)."""
-        bounds = [self._serial_s(), self._round_trip_s(), *self._wire_s()]
+        bounds = [self.serial_s(), self.round_trip_s(), *self._wire_s()]
         return np.asarray(np.max(np.stack(bounds), axis=0))
 
     # ---------------------------------------------------------------- ranks
@@ -140,7 +140,7 @@ class PipelineFloor:
             tail[:, rank] = np.maximum(tail[:, rank], through_s[:, 0])
         return head, tail
 
-    def _serial_s(self) -> Array:
+    def serial_s(self) -> Array:
         """Returns what the busiest rank computes between the others' first forwards and last backwards, (N,)."""
         head, tail = self._heads_and_tails_s()
         # Where weights' gradients come later, so may the sums of the rank's other stages.
@@ -149,7 +149,7 @@ class PipelineFloor:
         with_weights = self._microbatches * (self._forward + self._backward) + np.asarray(self._reduce.seconds)
         return np.asarray((head + np.maximum(passes, with_weights)).max(axis=1))
 
-    def _round_trip_s(self) -> Array:
+    def round_trip_s(self) -> Array:
         """Returns the time of micro-batches that follow one another through all stages and back, (N,).
 
         A rank holds at most K at once, so each K-th waits for one to return; with one stage a rank, the way begins
@@ -228,7 +228,8 @@ def round_micro_batches(ranks: int, microbatches: int) -> int:
 
 def is_long(layouts: LayoutBatch) -> Array:
     """Returns which pipelines have too many actions to be simulated, (N,) bool."""
-    return simulated_actions(layouts.pp, layouts.stages, layouts.microbatches) > MAX_SIMULATED_ACTIONS
+    actions = simulated_actions(layouts.pp, layouts.stages, layouts.microbatches)
+    return np.asarray(actions > MAX_SIMULATED_ACTIONS)
 
 
 def bound_s(ranks: Any) -> Array:

@@ -51,7 +51,7 @@ def _makespan_s(
     return simulated[0] + left_out * (simulated[0] - simulated[1]) if left_out else simulated[0]
 
 
-def _stage_seconds(ranks: PricedRanks, index: Array) -> StageSeconds:
+def stage_seconds(ranks: PricedRanks, index: Array) -> StageSeconds:
     """Returns the seconds of every stage of the layouts at an index, (n,), which share their cut."""
     cut, layouts = ranks.cut_of(int(index[0])), ranks.layouts.take(index)
     owners, count = np.array(cut.owners), len(index)
@@ -105,7 +105,7 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
         index = np.flatnonzero(is_open & (rows == row).all(axis=1))
         name = layouts.schedules[int(row[0])].name
         sizes = (name, ranks.ranks, int(row[1]), int(row[2]), bool(row[3]))
-        seconds = _stage_seconds(ranks, index)
+        seconds = stage_seconds(ranks, index)
         sums_s[index] = np.maximum(_makespan_s(*sizes, seconds), floor_s[index])
         if with_sends:
             free_s = _makespan_s(*sizes, seconds.without_sends())

@@ -1,3 +1,4 @@
+# long: what a rank computes, sends and holds is one table
 """Prices the pipeline ranks of N layouts with P ranks along pp each: time and memory as arrays (N, P)."""
 
 from __future__ import annotations
