@@ -235,7 +235,11 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     options = {f"runtime__{name}": share for name, share in shares.items()}
     chunks = {"saved__chunk_logits": 0.0, "saved__chunk_tokens": float(CPU_CHUNK_TOKENS)}
     return MESHWRIGHT.with_options(
-        **options, **chunks, runtime__draw_bytes=CORE_DRAW_BYTES, context_bytes=PROCESS_BYTES
+        **options,
+        **chunks,
+        runtime__draw_bytes=CORE_DRAW_BYTES,
+        runtime__sends_in_turn=False,
+        context_bytes=PROCESS_BYTES,
     )
 
 

@@ -182,9 +182,13 @@ def _compute_seconds(question: Question, machine: Machine, layout: Layout) -> li
         # As if all readers had so many rows.
         rows = np.array([question.job.rows * share * len(shares) / sum(shares)])
         ranks = RankTimes(LayerCosts.of(question.job, dataclasses.replace(batch, rows=rows), machine, engine))
-        update_s = float(ranks.update_parts()["optimizer"][0]) + engine.runtime.host_step_s
+        # Of each stage its own update, which of the other stages may take longer.
+        updates_s = ranks.optimizer_parts()["optimizer"][0] + engine.runtime.host_step_s
         parts = [ranks.busy_parts(np.array([stage])) for stage in range(ranks.ranks)]
-        by_share[share] = [sum(float(part[name][0]) for name in (*names, "host")) + update_s for part in parts]
+        by_share[share] = [
+            sum(float(part[name][0]) for name in (*names, "host")) + float(update_s)
+            for part, update_s in zip(parts, updates_s, strict=True)
+        ]
     axis, is_pipelined = layout.axis(Mechanics.STAGES), layout.degree(Mechanics.STAGES) > 1
     stages = [coordinates(rank, layout.degrees)[axis] if is_pipelined else 0 for rank in range(layout.world)]
     return [by_share[shares[layout.reader(rank)[0]]][stage] for rank, stage in enumerate(stages)]

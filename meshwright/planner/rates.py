@@ -19,6 +19,7 @@ from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layers import LayerCost
 from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
+from meshwright.planner.cost.pipeline_floor import sends_of_cut
 from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price, straggler_share_of, with_straggler_share
 from meshwright.planner.cost.ranks import RankTimes
@@ -252,16 +253,25 @@ class MeasuredTimes:
         parts = {name: sum(float(busy[name][0]) for busy in by_rank) / ranks.ranks for name in by_rank[0]}
         # The simulated actions contain both: where a send isn't hidden, its receiver waits.
         parts |= {"engine": 0.0, "send": 0.0}
-        return parts | {"bubble": max(0.0, self._pipeline_s(ranks.costs) - sum(parts.values()))}
+        return parts | {"bubble": max(0.0, self._pipeline_s(ranks) - sum(parts.values()))}
 
-    def _pipeline_s(self, costs: LayerCosts) -> float:
+    def _pipeline_s(self, ranks: RankTimes) -> float:
         """Returns seconds of all micro-batches: the schedule's actions, simulated one by one.
 
         Where ranks share cores, a waiting rank leaves its share to the others. The result is the longer of the busy
         time of all ranks together, and the makespan with a core to each rank.
         """
         layout, calibration = self._layout, self._calibration
-        action_costs = stage_costs(costs, layout, self._send_s(), calibration.host_s("action"))
+        send_s, work_s = self._send_s()
+        action_costs = stage_costs(ranks.costs, layout, send_s - work_s, calibration.host_s("action"))
+        # A core's own seconds for what it sends and receives over a network: in each pass half of them.
+        sends = sends_of_cut(ranks, ranks.cut_of(0)).stage_outside * work_s / 2.0
+        action_costs = dataclasses.replace(
+            action_costs,
+            forward_s=tuple((action_costs.forward_s + sends).tolist()),
+            backward_s=tuple((action_costs.backward_s + sends).tolist()),
+            input_s=tuple((action_costs.input_s + sends).tolist()),
+        )
         makespan_s = simulated_s(self._question.job, layout, action_costs)
         if calibration.crowd == 1.0:
             return makespan_s
@@ -272,15 +282,20 @@ class MeasuredTimes:
         )
         return max(makespan_s / calibration.crowd, busy_s)
 
-    def _send_s(self) -> float:
-        """Returns seconds to send an activation to the next stage, by the calibration's table where it covers it."""
+    def _send_s(self) -> tuple[float, float]:
+        """Returns seconds to send an activation to the next stage, and a core's own of a send and a receive.
+
+        The first are by the calibration's table where it covers them, the second are those that it measured of bytes
+        over a network.
+        """
         question, degree = self._question, self._layout.degree(Mechanics.STAGES)
         rank_stride = self._layout.world // degree
         nodes = self._group_span(degree, rank_stride)[1]
         size, closed_s = price_send(question.job, self._layout, question.machine, question.runtime)
-        if not self._calibration.covers("send", degree, nodes):
-            return closed_s
-        return float(self._calibration.collective_s("send", size, degree, nodes, rank_stride))
+        send_s = closed_s
+        if self._calibration.covers("send", degree, nodes):
+            send_s = float(self._calibration.collective_s("send", size, degree, nodes, rank_stride))
+        return send_s, min(send_s, size * question.machine.core_byte_s)
 
     # -------------------------------------------------------- after the last backward
 

@@ -51,8 +51,10 @@ def _closed_stage_costs(job: PricedJob, layout: Layout, machine: Machine, engine
     ranks = RankTimes(LayerCosts.of(job, batch, machine, engine))
     passes = ranks.stage_passes(ranks.cut_of(0), np.zeros(1, int))
     forward, backward, weight = (seconds[0] for seconds in passes[:3])
-    action_s, send_s = engine.runtime.action_s, price_send(job, layout, machine, engine)[1]
-    return _action_costs(forward, backward, weight, send_s, action_s)
+    # What a send takes beside the work of both ranks, which is among their passes.
+    inside_s, outside_s = (float(seconds[0]) for seconds in ranks.hops_s())
+    hop_s = inside_s if ranks.stage_sends_s()[0][0] > 0 else outside_s
+    return _action_costs(forward, backward, weight, hop_s, engine.runtime.action_s)
 
 
 def _action_costs(forward: Array, backward: Array, weight: Array, send_s: float, action_s: float) -> ActionCosts:

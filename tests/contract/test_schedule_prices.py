@@ -53,6 +53,33 @@ def known_name(text: str) -> str:
     return text.partition('name="')[2].partition('"')[0]
 
 
+def slow_pipeline(device: str) -> tuple[Price, float]:
+    """A price of 16 micro-batches over a wire of 1 Gbit/s, and by hand the seconds of one send of float32 or bf16."""
+    cluster, precision = Cluster.parse(f"2x1x{device}@ethernet-1g"), "float32" if device == "cpu" else "bf16"
+    link = cluster.groups[0].node.outside
+    assert link is not None
+    job = PricedJob(shape=shape_from_sizes(SIZES), sequence=2048, rows=16, precision=precision)
+    layout = Layout.parse(f"pp=2,microbatches=16,schedule=1f1b,precision={precision}")
+    sent_bytes = (4.0 if device == "cpu" else 2.0) * 2048 * SIZES.width
+    return price_candidate(Question(job=job, cluster=cluster), layout).price, sent_bytes / link.rate
+
+
+def test_a_gpu_sends_and_receives_in_turn() -> None:
+    """The first stage has 16 sends and 16 receives one by one, after its first forward and before its last backward."""
+    price, send_s = slow_pipeline("a100-40")
+    parts = price.parts
+    computed_s = sum(parts[name] for name in ("matmul", "attention", "elementwise", "host"))
+    assert computed_s < 16 * send_s, "the wire is what takes long"
+    pipeline_s = price.step_s - sum(parts[name] for name in ("optimizer", "step", "stragglers"))
+    assert pipeline_s == pytest.approx(32 * send_s + computed_s / 16, rel=0.01)
+
+
+def test_a_core_works_on_what_it_sends() -> None:
+    """Nothing says that a core's wire hides: a micro-batch is sent once and received once, for half of either."""
+    price, send_s = slow_pipeline("cpu")
+    assert price.parts["send"] == pytest.approx(16 * send_s, rel=0.01)
+
+
 def question(devices: int = 8, rows: int = 64) -> Question:
     job = PricedJob(shape=shape_from_sizes(SIZES), sequence=2048, rows=rows)
     return Question(job=job, cluster=Cluster.parse(f"{devices}xh100"), base=Layout(precision="bf16"))

@@ -269,7 +269,7 @@ def test_nearby_sizes_have_more_flops_by_the_plan_of_their_own() -> None:
 
 def test_the_nearest_wall_is_the_resource_that_brings_most() -> None:
     walls = plan_walls(
-        asked(walls=True, cluster="2x1xh100@ethernet-10g", batch=8, sequence=512, fix="offload=none"), MODEL
+        asked(walls=True, cluster="2x1xh100@ethernet-10g", batch=8, sequence=512, fix="offload=none,pp=1"), MODEL
     )
     assert walls.nearest == "network" and max(walls.gains.values()) == walls.gains["network"] > 0.2
     assert walls.tokens_per_device == 8 * 512 / 2

@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.planner.choose import Question, engine_on
+from meshwright.planner.choose import Question, engine_on, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -80,6 +80,34 @@ def test_a_core_that_rounds_computes_as_much_later() -> None:
     expected_s = 2e-9 * parameters * (0.5 * NS["int8"][1] + NS["int8"][2])
     exact, rounded = (parts(f"shard=2,zero=3{more}", cluster)["gather"] for more in ("", ",compress_weights=int8"))
     assert rounded - exact == pytest.approx(expected_s, rel=0.02)
+
+
+def test_a_pipeline_rounds_its_sums_too() -> None:
+    """The sum of a stage's gradients over two copies, by hand as above, on the stage that computes longest."""
+    cluster = dataclasses.replace(Cluster.parse("4x1xcpu@ethernet-1g"), calibration=machines().calibration)
+    question = Question(job=JOB, cluster=cluster)
+    ways = [f"pp=2,replicate=2,microbatches=2,precision=float32{more}" for more in ("", ",compress=int8")]
+    exact, rounded = (price_candidate(question, Layout.parse(way)).price for way in ways)
+    round_ns, _, decode_ns, book_ns = NS["int8"]
+    value_s = 1e-9 * (1.5 * round_ns + 2.0 * decode_ns + 0.5 * book_ns)
+    # Each stage has half the layers, and the embedding or a head of the same size.
+    elements = SHAPE.parameters / 2
+    # Exact sums send 4 bytes a value, rounded ones 260 in 256 values, at the wire's rate of the cluster's text.
+    wire_s = exact.parts["reduce"] * 260.0 / 256.0 / 4.0
+    assert rounded.parts["reduce"] - wire_s == pytest.approx(value_s * elements, rel=0.02)
+
+
+def test_a_send_between_stages_takes_both_cores() -> None:
+    """Of each micro-batch either stage sends once and receives once: as many bytes of a sum take a core as long."""
+    core_byte_s, micro_batch_bytes = 4e-9, 4.0 * 128 * 256 * 16 / 4
+    without, with_core = (
+        parts("pp=2,microbatches=4,schedule=1f1b", machines(core_byte_s=core)) for core in (1e-18, core_byte_s)
+    )
+    # The busy stage works on four micro-batches. At both ends of the step a send as a whole is as long as before, and
+    # its half there is the other stage's work: four less a half at either end.
+    longer_s = sum(with_core.values()) - sum(without.values())
+    assert longer_s == pytest.approx(3 * core_byte_s * micro_batch_bytes, rel=0.02)
+    assert with_core["send"] > 4 * core_byte_s * micro_batch_bytes
 
 
 def test_a_wire_that_hides_still_takes_its_core() -> None:

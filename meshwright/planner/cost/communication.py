@@ -57,6 +57,18 @@ class CommunicationTimes:
         groups, size = self._model.groups, self.send_bytes()
         return groups.local_send(size), groups.crossing_send(size)
 
+    def send_work_s(self) -> tuple[Array, Array]:
+        """Returns the seconds of a rank itself for one send and one receive (inside a node, between nodes), (N,) each.
+
+        Processor cores do for them what they do for as many bytes of a sum of gradients: copy from memory to memory
+        inside a node, and over a network what calibration measured, or what of a sum nothing is known to hide.
+        """
+        runtime, core_byte_s = self._model.engine.runtime, self._model.machine.core_byte_s
+        inside_s, outside_s = self.stage_sends_s()
+        if not core_byte_s:
+            return inside_s * runtime.reduce_floor, outside_s * runtime.reduce_floor
+        return inside_s, np.minimum(self.send_bytes() * core_byte_s, outside_s)
+
     def crossing_sends_s(self) -> Array:
         """Returns the seconds in which a step's sends fill the network of a node's last stage, one way, (N,).
 
@@ -79,11 +91,14 @@ class CommunicationTimes:
         """
         zero = self._model.layouts.zero[:, None]
         gathers = self._gathers(ranks, self._model.engine.runtime.gather_count(ranks.layers))
-        return gathers.scaled(np.where(zero == 3, 1.0, self._model.engine.runtime.scattered_share()) * (zero > 0))
+        gathers = gathers.scaled(np.where(zero == 3, 1.0, self._model.engine.runtime.scattered_share()) * (zero > 0))
+        if not self._model.layouts.compress_weights.any():
+            return gathers
+        return gathers + WireTime(self._gather_rounding_s(ranks) * (zero == 3))
 
     def pipeline_sums(self, ranks: Any) -> WireTime:
-        """Returns a pipeline's sums of gradients after the last backward of a stage, (N, P)."""
-        return self._gradient_sums(ranks, *ranks.trained())
+        """Returns a pipeline's sums of gradients after the last backward of a stage, (N, P), with what rounds them."""
+        return self._gradient_sums(ranks, *ranks.trained()) + WireTime(self._sum_work_s(ranks, *ranks.trained()))
 
     def gather_s(self, ranks: Any) -> Array:
         """Returns exposed seconds of ZeRO-3's parameter gathers in a step, (N,), on the slowest rank."""

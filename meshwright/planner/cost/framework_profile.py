@@ -179,6 +179,8 @@ class RuntimeModel:
     simulated: bool = False
     """Whether a pipeline's time is that of its actions one by one, with sends beside compute, as our runtime runs them;
     else that of the schedule's formula, with exposed sends as each rank's own time."""
+    sends_in_turn: bool = False
+    """Whether a rank carries a pipeline's sends and receives one after the other, as NCCL does those of a group."""
     action_s: float = 0.0
     """What a pipeline engine spends on each forward or backward of a stage beside computing and sending."""
     reduce_rounds: float = 1.0

@@ -59,6 +59,7 @@ MESHWRIGHT = FrameworkProfile(
         dp_overlap=0.8,
         context="heads",
         simulated=True,
+        sends_in_turn=True,
         interference=INTERFERENCE,
         accumulate_bytes=ACCUMULATE_BYTES,
         fused_width=FUSED_WIDTH,

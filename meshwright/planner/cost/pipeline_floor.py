@@ -38,6 +38,10 @@ class SendCounts:
     """(P,), that a rank sends to one of its node."""
     outside: Array
     """(P,), that a rank sends to another node."""
+    stage_inside: Array
+    """(S,), that a stage sends to a rank of its node: as many as it gets from there."""
+    stage_outside: Array
+    """(S,), that a stage sends to another node."""
     busiest_node: float
     """Sends over the network of the node that has most."""
 
@@ -61,17 +65,24 @@ def count_sends(owners: tuple[int, ...], ranks: int, stage_ranks: float, devices
         moved and (2 * stage_ranks > devices or len(nodes(sender) | nodes(receiver)) > 1)
         for moved, (sender, receiver) in zip(moves, pairwise(owners))
     ]
-    inside, outside = np.zeros(ranks), np.zeros(ranks)
-    for moved, crossed, (sender, receiver) in zip(moves, crosses, pairwise(owners)):
-        for rank in (sender, receiver):  # the one sends the result, the other its gradient
-            (outside if crossed else inside)[rank] += moved
+    stage_inside, stage_outside = np.zeros(len(owners)), np.zeros(len(owners))
+    for stage, (moved, crossed) in enumerate(zip(moves, crosses)):
+        # The one sends the result, the next its gradient.
+        (stage_outside if crossed else stage_inside)[stage : stage + 2] += moved
+    inside, outside = (np.bincount(owners, weights, ranks) for weights in (stage_inside, stage_outside))
     by_node: dict[int, float] = {}
     for rank in range(ranks):
         node = int(rank * stage_ranks // devices)
         by_node[node] = by_node.get(node, 0.0) + float(outside[rank])
-    for array in (inside, outside):
+    for array in (inside, outside, stage_inside, stage_outside):
         array.flags.writeable = False
-    return SendCounts(tuple(crosses), tuple(moves), inside, outside, max(by_node.values()))
+    return SendCounts(tuple(crosses), tuple(moves), inside, outside, stage_inside, stage_outside, max(by_node.values()))
+
+
+def sends_of_cut(ranks: Any, cut: StageCut) -> SendCounts:
+    """Returns the sends of a micro-batch under a cut of a `RankTimes` or `UnequalRankTimes`."""
+    stage_ranks = float(ranks.layouts.world[0] / ranks.layouts.pp[0])
+    return count_sends(cut.owners, ranks.ranks, stage_ranks, ranks.model.machine.fabric.devices)
 
 
 class PipelineFloor:
@@ -93,7 +104,7 @@ class PipelineFloor:
         # What no other rank waits for comes after the inputs' gradients where a schedule splits the backward.
         weight = np.minimum(ranks.weight, self._backward) * self._splits
         self._input = self._backward - weight
-        self._sends = [self._send_counts(cut) for cut in ranks.cuts]
+        self._sends = [sends_of_cut(ranks, cut) for cut in ranks.cuts]
         self._of_layout = np.broadcast_to(ranks.cut_index, ranks.count)
         first_forward, first_backward, share = ranks.first_stages
         self._in_order = np.array([cut.owners[: ranks.ranks] == tuple(range(ranks.ranks)) for cut in ranks.cuts])
@@ -105,11 +116,6 @@ class PipelineFloor:
         last_share = np.where(self._layouts.zero[:, None] > 0, share, 1.0)
         self._last_reduce = last_share * np.asarray(reduce.seconds)
 
-    def _send_counts(self, cut: StageCut) -> SendCounts:
-        model = self._ranks.model
-        stage_ranks = float(self._layouts.world[0] / self._layouts.pp[0])
-        return count_sends(cut.owners, self._ranks.ranks, stage_ranks, model.machine.fabric.devices)
-
     @property
     def first_gather_s(self) -> Array:
         """Seconds in which a rank gathers the weights of its first stage, (N, P)."""
@@ -118,6 +124,8 @@ class PipelineFloor:
     def step_s(self) -> Array:
         """Returns the bound on the seconds from the start of the step to the end of all ranks' sums, (N,)."""
         bounds = [self.serial_s(), self.round_trip_s(), *self._wire_s()]
+        if self._ranks.engine.runtime.sends_in_turn:
+            bounds.append(self.sends_s())
         return np.asarray(np.max(np.stack(bounds), axis=0))
 
     # ---------------------------------------------------------------- ranks
@@ -125,7 +133,7 @@ class PipelineFloor:
     def _hop_s(self) -> Array:
         """Returns the seconds of the sends between the first stages of neighbouring ranks, (N, P - 1)."""
         crosses = np.array([sends.crosses[: self._ranks.ranks - 1] for sends in self._sends])[self._of_layout]
-        inside_s, outside_s = self._ranks.stage_sends_s()
+        inside_s, outside_s = self._ranks.hops_s()
         return np.where(crosses, outside_s[:, None], inside_s[:, None]) * self._in_order
 
     def _heads_and_tails_s(self) -> tuple[Array, Array]:
@@ -156,7 +164,7 @@ class PipelineFloor:
         and ends there, and the others only pass it.
         """
         ranks, microbatches = self._ranks, self._layouts.microbatches
-        inside_s, outside_s = ranks.stage_sends_s()
+        inside_s, outside_s = ranks.hops_s()
         moves = np.array([sum(sends.moves) for sends in self._sends], float)[self._of_layout]
         crosses = np.array([sum(sends.crosses) for sends in self._sends], float)[self._of_layout]
         once_s = (self._forward + self._input).sum(axis=1) + 2.0 * ((moves - crosses) * inside_s + crosses * outside_s)
@@ -193,6 +201,24 @@ class PipelineFloor:
         return np.asarray(np.maximum(passed, head + waits + everything).max(axis=1))
 
     # ---------------------------------------------------------------- links
+
+    def sends_s(self) -> Array:
+        """Returns the bound by the sends and receives of each rank, of which it carries one at a time, (N,).
+
+        Before a rank's first send or receive are the first forwards of the ranks before it, for the first rank its own;
+        after its last one come their last backwards.
+        """
+        inside_s, outside_s = self._ranks.stage_sends_s()
+        inside, outside = (
+            np.stack([getattr(sends, name) for sends in self._sends])[self._of_layout] for name in ("inside", "outside")
+        )
+        # As many receives as sends.
+        carried_s = 2.0 * self._microbatches * (inside * inside_s[:, None] + outside * outside_s[:, None])
+        head, tail = self._heads_and_tails_s()
+        around_s = head + tail
+        around_s[:, 1:] -= 2.0 * self._hop_s()
+        around_s[:, 0] += self._first_forward[:, 0] + self._first_backward[:, 0]
+        return np.asarray((carried_s + np.where(self._in_order, around_s, 0.0)).max(axis=1))
 
     def _wire_s(self) -> list[Array]:
         """Returns the seconds in which a step fills the busiest links inside nodes, and the network, (N,) each."""
@@ -258,7 +284,8 @@ def floor_parts(ranks: Any) -> dict[str, Array]:
     traffic_s = floor.first_gather_s + np.asarray(reduce.seconds)
     slowest = np.argmax(layouts.microbatches[:, None] * (ranks.forward + ranks.backward) + traffic_s, axis=1)
     parts = dict(ranks.busy_parts(slowest))
-    parts["send"] = np.where(long, parts["send"], 0.0)
+    work_s = 2.0 * layouts.microbatches * np.take_along_axis(ranks.send_work_s, slowest[:, None], 1)[:, 0]
+    parts["send"] = np.where(long, parts["send"], work_s)
     gather_s, reduce_s = (
         np.take_along_axis(np.broadcast_to(seconds, traffic_s.shape), slowest[:, None], 1)[:, 0]
         for seconds in (floor.first_gather_s, np.asarray(reduce.seconds))

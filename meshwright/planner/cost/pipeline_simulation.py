@@ -11,7 +11,7 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
-from meshwright.planner.cost.pipeline_floor import FILLING_ROUNDS, count_sends, is_long, round_micro_batches
+from meshwright.planner.cost.pipeline_floor import FILLING_ROUNDS, is_long, round_micro_batches, sends_of_cut
 from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.ranks import RankTimes
@@ -54,11 +54,9 @@ def _makespan_s(
 def stage_seconds(ranks: PricedRanks, index: Array) -> StageSeconds:
     """Returns the seconds of every stage of the layouts at an index, (n,), which share their cut."""
     cut, layouts = ranks.cut_of(int(index[0])), ranks.layouts.take(index)
-    owners, count = np.array(cut.owners), len(index)
+    owners, count, sends = np.array(cut.owners), len(index), sends_of_cut(ranks, cut)
     forward, backward, weight, share = ranks.stage_passes(cut, index)
-    stage_ranks = float(layouts.world[0] / layouts.pp[0])
-    sends = count_sends(cut.owners, ranks.ranks, stage_ranks, ranks.model.machine.fabric.devices)
-    inside_s, outside_s = (seconds[index][:, None] for seconds in ranks.stage_sends_s())
+    inside_s, outside_s = (seconds[index][:, None] for seconds in ranks.hops_s())
     hop_s, none_s = np.where(sends.crosses, outside_s, inside_s) * np.array(sends.moves), np.zeros((count, 1))
     gather_s, reduce_s = (
         np.broadcast_to(wire.seconds, (ranks.count, ranks.ranks))[index] for wire in ranks.pipeline_traffic
@@ -81,12 +79,13 @@ def stage_seconds(ranks: PricedRanks, index: Array) -> StageSeconds:
 def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Array]:
     """Returns seconds by part of `PARTS`, (N,) each, with pipelines simulated action by action.
 
-    No step is shorter than its lower bound, which holds the bytes of every link. What the same actions take longer
-    than with results that are there at once is ``send``, and what no part explains is ``bubble``.
+    No step is shorter than its lower bound, which holds the bytes of every link. What the ranks themselves work to send
+    and receive, and what the same actions take longer than with results that are there at once, is ``send``. What no
+    part explains is ``bubble``.
 
     Args:
         ranks: of N layouts.
-        with_sends: also simulate without sends, for what these take; else they count as ``bubble``.
+        with_sends: also simulate without waiting for sends, for what that takes; else it counts as ``bubble``.
     """
     parts = ranks.parts()
     if not ranks.is_simulated:
@@ -99,7 +98,7 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
     rows = np.concatenate([rows, np.where(layouts.stages > 1, cut_index, -1)[:, None]], axis=1)
     floor_s = np.asarray(sum(parts[name] for name in parts if name not in AFTER_SUMS))
     busy_s = floor_s - parts["bubble"]
-    sums_s, send_s = floor_s.copy(), np.where(is_long(layouts), parts["send"], 0.0)
+    sums_s, exposed_s = floor_s.copy(), np.zeros(ranks.count)
     is_open = ~is_long(layouts)
     for row in np.unique(rows[is_open], axis=0):
         index = np.flatnonzero(is_open & (rows == row).all(axis=1))
@@ -109,10 +108,8 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
         sums_s[index] = np.maximum(_makespan_s(*sizes, seconds), floor_s[index])
         if with_sends:
             free_s = _makespan_s(*sizes, seconds.without_sends())
-            exposed_s = np.maximum(sums_s[index] - np.maximum(free_s, busy_s[index]), 0.0)
-            send_s[index] = exposed_s
-    is_sent = np.where(is_open, send_s, 0.0)
-    parts |= {"send": send_s, "bubble": sums_s - busy_s - is_sent}
+            exposed_s[index] = np.maximum(sums_s[index] - np.maximum(free_s, busy_s[index]), 0.0)
+    parts |= {"send": parts["send"] + exposed_s, "bubble": sums_s - busy_s - exposed_s}
     others_s = sum(seconds for name, seconds in parts.items() if name != "stragglers")
     return parts | {"stragglers": ranks.straggler_share() * others_s}
 

@@ -21,7 +21,7 @@ from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import move_state_to_host, price_offload
-from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts
+from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts, sends_of_cut
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
 from meshwright.planner.cost.stages import StageCut, block_kinds, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
@@ -121,15 +121,29 @@ class RankTimes(LayerSums):
 
     @cached_property
     def compute_forward(self) -> Array:
-        """Seconds of each rank on a micro-batch's forward without its sends, (N, P)."""
+        """Seconds of each rank on a micro-batch's forward, without waiting for sends, (N, P)."""
         action_s = np.broadcast_to(self.engine_action_s, self.count)[:, None]
-        return self.with_host_s(self.forward_busy, self.forward_host) + action_s
+        return self.with_host_s(self.forward_busy, self.forward_host) + action_s + self.send_work_s
 
     @cached_property
     def compute_backward(self) -> Array:
-        """Seconds of each rank on a micro-batch's backward without its sends, (N, P)."""
+        """Seconds of each rank on a micro-batch's backward, without waiting for sends, (N, P)."""
         action_s = np.broadcast_to(self.engine_action_s, self.count)[:, None]
-        return self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host) + action_s
+        backward_s = self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host)
+        return backward_s + action_s + self.send_work_s
+
+    @cached_property
+    def send_work_s(self) -> Array:
+        """Seconds of each rank itself for the sends and receives of a micro-batch's forward or backward, (N, P)."""
+        sends = [sends_of_cut(self, cut) for cut in self.cuts]
+        inside, outside = (np.stack([getattr(item, name) for item in sends]) for name in ("inside", "outside"))
+        return self._work_of_sends_s(inside[self.cut_index], outside[self.cut_index])
+
+    def _work_of_sends_s(self, inside: Array, outside: Array, index: Any = slice(None)) -> Array:
+        """Returns the ranks' own seconds in one pass for sends of both passes together, (n, P) or (n, S)."""
+        inside_s, outside_s = (seconds[index, None] for seconds in self.communication.send_work_s())
+        # Of a send and a receive each has half, and each result is one rank's send and the other's receive.
+        return (inside * inside_s + outside * outside_s) / 2.0
 
     @cached_property
     def first_stages(self) -> tuple[Array, Array, Array]:
@@ -150,7 +164,11 @@ class RankTimes(LayerSums):
             return cost.parameters + cost.experts
 
         share = sum_first(elements) / np.maximum(self.sum_layers_and_ends(elements), 1.0)
-        action_s = self.engine.runtime.action_s
+        firsts = [[cut.owners.index(rank) for rank in range(self.ranks)] for cut in self.cuts]
+        sends = [(sends_of_cut(self, cut), first) for cut, first in zip(self.cuts, firsts)]
+        inside = np.stack([item.stage_inside[first] for item, first in sends])[self.cut_index]
+        outside = np.stack([item.stage_outside[first] for item, first in sends])[self.cut_index]
+        action_s = self.engine.runtime.action_s + self._work_of_sends_s(inside, outside)
         forward = self.with_host_s(sum_first(lambda cost: cost.forward.busy), sum_first(lambda cost: cost.forward.host))
         backward = self.with_host_s(
             sum_first(lambda cost: cost.backward.busy) + self.accumulation_s * share,
@@ -161,6 +179,12 @@ class RankTimes(LayerSums):
     def stage_sends_s(self) -> tuple[Array, Array]:
         """Returns seconds of one send of an activation (inside a node, between nodes), (N,) each."""
         return self.communication.stage_sends_s()
+
+    def hops_s(self) -> tuple[Array, Array]:
+        """Returns what is left of `stage_sends_s` beside the work of sender and receiver, (N,) each."""
+        inside_work_s, outside_work_s = self.communication.send_work_s()
+        inside_s, outside_s = self.stage_sends_s()
+        return inside_s - inside_work_s, outside_s - outside_work_s
 
     def stage_passes(self, cut: StageCut, index: Array) -> tuple[Array, Array, Array, Array]:
         """Returns forward, backward, weight gradients and part of its rank's parameters of each stage, (n, S) each.
@@ -179,7 +203,8 @@ class RankTimes(LayerSums):
         elements = sums.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
         of_ranks = np.stack([elements[:, owners == rank].sum(axis=1) for rank in range(self.ranks)], axis=1)
         share = elements / np.maximum(of_ranks, 1.0)[:, owners]
-        action_s = self.engine.runtime.action_s
+        sends = sends_of_cut(self, cut)
+        action_s = self.engine.runtime.action_s + self._work_of_sends_s(sends.stage_inside, sends.stage_outside, index)
         forward = sums.with_host_s(sums.forward_busy, sums.forward_host) + action_s
         accumulation_s = self.accumulation_s[index][:, owners] * share
         backward = sums.with_host_s(sums.backward_busy + accumulation_s, sums.backward_host) + action_s

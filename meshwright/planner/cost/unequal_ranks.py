@@ -77,13 +77,18 @@ class UnequalRankTimes:
 
     @cached_property
     def compute_forward(self) -> Array:
-        """Seconds of each rank on a micro-batch's forward without its sends, (N, P)."""
+        """Seconds of each rank on a micro-batch's forward, without waiting for sends, (N, P)."""
         return self._by_stage([times.compute_forward for times in self._by_kind])
 
     @cached_property
     def compute_backward(self) -> Array:
-        """Seconds of each rank on a micro-batch's backward without its sends, (N, P)."""
+        """Seconds of each rank on a micro-batch's backward, without waiting for sends, (N, P)."""
         return self._by_stage([times.compute_backward for times in self._by_kind])
+
+    @cached_property
+    def send_work_s(self) -> Array:
+        """Seconds of each rank itself for the sends and receives of a micro-batch's forward or backward, (N, P)."""
+        return self._by_stage([times.send_work_s for times in self._by_kind])
 
     @cached_property
     def weight(self) -> Array:
@@ -112,6 +117,11 @@ class UnequalRankTimes:
     def stage_sends_s(self) -> tuple[Array, Array]:
         """Returns seconds of one send of an activation (inside a node, between nodes), (N,): of the slowest links."""
         inside_s, outside_s = zip(*(times.stage_sends_s() for times in self._by_kind))
+        return np.max(inside_s, axis=0), np.max(outside_s, axis=0)
+
+    def hops_s(self) -> tuple[Array, Array]:
+        """Returns what is left of `stage_sends_s` beside the work of sender and receiver, (N,) each."""
+        inside_s, outside_s = zip(*(times.hops_s() for times in self._by_kind))
         return np.max(inside_s, axis=0), np.max(outside_s, axis=0)
 
     def last_stage_s(self, splits: Array) -> Array:
