@@ -344,7 +344,7 @@ def test_the_first_choice_of_many_spaces_is_the_fastest(first: int) -> None:
     ],
 )
 def test_the_first_choice_among_pipelines_is_the_fastest(seeds: Sequence[int]) -> None:
-    """The search keeps pipelines by a lower bound and then simulates them: one whose bound is too high would be lost."""
+    """Pipelines are kept by a lower bound and then simulated: one whose bound is too high would be lost."""
     outcomes = [solve(seed, pipeline_question) for seed in seeds]
     assert all(outcome.exact for outcome in outcomes), outcomes
     assert sum(outcome.fitting > 10 for outcome in outcomes) >= len(outcomes) // 4
