@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -70,12 +71,14 @@ def announce_rows(bounds: DocumentBounds | None, refusals: list[str] | None = No
 def skip_packing_check(has_documents: bool) -> Iterator[None]:
     """Keeps transformers' models from reading off their positions whether rows have several documents.
 
-    For that the host would wait for the device in each forward. A caller of a batch knows it.
+    For that the host would wait for the device in each forward, and fake tensors have nothing to read. A caller of a
+    batch knows it. Where transformers' masks aren't loaded nobody asks.
 
     Args:
         has_documents: whether rows may have several; their positions then tell which, without a check whether any do.
     """
-    _replace_packing_check()
+    if "transformers.masking_utils" in sys.modules:
+        _replace_packing_check()
     token = _HAS_DOCUMENTS.set(has_documents)
     try:
         yield

@@ -207,11 +207,18 @@ def _call_module(
         if is_varlen(module) and not rows_announced():
             stack.enter_context(announce_rows(bounds or document_bounds(positions) if has_documents else None))
             stack.enter_context(skip_packing_check(has_documents))
-        elif structure.transformers and not has_documents:
+        elif not has_documents and _is_library_model(module):
             # Dense masks of rows with documents are worth a look whether there are any: the causal kernel needs none.
             stack.enter_context(skip_packing_check(has_documents=False))
         stack.enter_context(restoring_first_run())
         return module(**arguments)
+
+
+def _is_library_model(module: nn.Module) -> bool:
+    """Whether a module's code is transformers' own: a class derived from one may make positions of documents itself."""
+    # FSDP2 derives a class from each unit's.
+    own_class = next(base for base in type(module).__mro__ if not base.__module__.startswith("torch."))
+    return own_class.__module__.startswith("transformers.")
 
 
 def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:

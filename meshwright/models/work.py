@@ -14,6 +14,7 @@ from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
+from meshwright.models.attention import skip_packing_check
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankGroup, faked, measure_work
@@ -67,7 +68,8 @@ def measure_model(
         return result
 
     try:
-        with _silence_fake_errors(), faked(module, dtype), _random_ops_mode(built):
+        # A module of one's own may hold a transformers model.
+        with _silence_fake_errors(), faked(module, dtype), skip_packing_check(False), _random_ops_mode(built):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             # outside_layers counts embedding, head and loss: layers hide their own work from it
             kinds.watch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,12 +11,14 @@ import pytest
 import torch
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from meshwright.errors import ConfigError
 from meshwright.jobs import attention_checks
 from meshwright.jobs.verify import verify
 from meshwright.launch.devices import Devices
-from meshwright.models.analysis.clone import realise_model
+from meshwright.models.analysis.clone import realise_model, shrink_config
 from meshwright.models.analysis.document_masks import varlen_refusal
 from meshwright.models.attention import announce_rows, use_varlen
 from meshwright.models.build import build_meta
@@ -195,6 +198,48 @@ def test_a_forward_reads_nothing_off_the_device(family: str) -> None:
     with HostReads() as reads:
         module(tokens, position_ids=POSITIONS, use_cache=False)
     assert reads.count > 0
+
+
+class OwnDocuments(LlamaForCausalLM):
+    """Positions begin again at each zero."""
+
+    def forward(self, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        starts = torch.where(input_ids == 0, torch.arange(input_ids.shape[1]), 0).cummax(dim=1).values
+        return super().forward(input_ids, position_ids=torch.arange(input_ids.shape[1]) - starts, **kwargs)
+
+
+def test_a_model_that_finds_documents_itself_is_asked_for_them() -> None:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    module, tokens = OwnDocuments(config), torch.randint(1, 32, (2, 24))
+    tokens[:, 7] = tokens[0, 13] = 0
+    own = module(tokens, use_cache=False).logits
+    structure = build_meta(ModelConfig(name="llama"), 32, 24).structure
+    torch.testing.assert_close(model_output(module, structure, tokens).logits, own)
+    # What stands before another document's first token makes no difference to it.
+    changed = tokens.clone()
+    changed[:, 0] = 31 - changed[:, 0]
+    torch.testing.assert_close(model_output(module, structure, changed).logits[:, 7:], own[:, 7:])
+
+
+@pytest.mark.long
+def test_no_family_finds_documents_where_nobody_gives_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what `skip_packing_check` answers in their stead is what they would have found."""
+    masks: Any = importlib.import_module("transformers.masking_utils")
+    look, seen = masks.find_packed_sequence_indices, []
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", lambda ids: seen.append(look(ids)) or seen[-1])
+    looked = []
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        seen.clear()
+        with contextlib.suppress(Exception):  # what can't be built so small, or needs more than tokens
+            built = build_meta(shrink_config(ModelConfig(name=family)), 64, 32)
+            module = realise_model(built, lambda name, _: built.tensor(name)).train()  # noqa: B023
+            with torch.no_grad():
+                module(torch.randint(0, 64, (4, 32)))
+        assert all(item is None for item in seen), family
+        looked += [family] * bool(seen)
+    assert len(looked) > 100
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import logging
 
 import pytest
 import torch
+from torch import nn
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.errors import ConfigError
@@ -72,6 +73,28 @@ def test_kept_bytes_are_those_of_a_real_forward(name: str) -> None:
     layer = work.layers[0]
     assert layer.input_bytes == ROWS * TOKENS * 64 * 4
     assert layer.input_bytes < layer.selective_bytes < layer.saved_bytes
+
+
+class Wrapped(nn.Module):
+    """A module of one's own around a model of transformers, which looks for documents in each forward."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def build_wrapped(vocab: int, context: int) -> nn.Module:
+    return Wrapped(build_meta(ModelConfig(name="llama", layers=3, width=64, heads=4), vocab, context).module)
+
+
+def test_a_module_around_a_model_is_measured_as_the_model() -> None:
+    model = build_meta(ModelConfig(name="tests.contract.test_model_work:build_wrapped"), vocab=VOCAB, context=TOKENS)
+    wrapped, own = (measure_model(item, ROWS, TOKENS, torch.float32) for item in (model, built("llama")))
+    for is_backward in (False, True):
+        assert list(wrapped.operators(is_backward)) == list(own.operators(is_backward))
 
 
 def test_tensor_parallel_halves_what_it_divides() -> None:
