@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -60,18 +60,32 @@ class StageSeconds:
         return StageSeconds(**(fields | {"send_forward": free, "send_backward": free}))
 
 
-class _Compiler:
-    """Orders a schedule's actions by levels.
+class _Node(NamedTuple):
+    """An action, a sum of gradients, or the end of a rank."""
 
-    A node is an action, a sum of gradients, or the end of a rank. Its row of values is known before its level.
-    """
+    level: int
+    """Nodes of one level wait for none of each other."""
+    before: int
+    """Number of its rank's node before; -1 for the first."""
+    inputs: tuple[tuple[int, bool], ...]
+    """(node, whether by a send) that it waits for, two of an overlapped pair; -1 for none."""
+    gather: int
+    """Stage whose weights must be gathered; -1 for none."""
+    rows: tuple[int, ...]
+    """Rows of costs of what it computes: one, or two of a pair."""
+    sends: tuple[int, ...]
+    """Rows of costs of what it sends."""
+    send_before: int
+    """Its rank's last node before that sends; -1 for none."""
+
+
+class _Compiler:
+    """Orders a schedule's actions by levels."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._placement = schedule, schedule.placement
         self._unfinished = [schedule.microbatches] * schedule.stages
-        # (level, rank's node before, up to two inputs as (node, by a send), gather's stage or -1, rows of costs,
-        # row of the send or -1, node of the rank's send before or -1) of each node.
-        self.nodes: list[tuple[int, int, tuple[tuple[int, bool], ...], int, tuple[int, ...], tuple[int, ...], int]] = []
+        self.nodes: list[_Node] = []
         self._result: dict[tuple[bool, int, int], int] = {}
         self._waiting: dict[tuple[bool, int, int], int] = {}
         self._next = [0] * schedule.ranks
@@ -167,12 +181,9 @@ class _Compiler:
         sends: tuple[int, ...],
     ) -> int:
         before, nodes = self._last_node[rank], self.nodes
-        level = nodes[before][0] + 1 if before >= 0 else 0
-        for node, _ in inputs:
-            if node >= 0 and nodes[node][0] >= level:
-                level = nodes[node][0] + 1
+        level = max((nodes[node].level + 1 for node in (before, *(node for node, _ in inputs)) if node >= 0), default=0)
         number = len(nodes)
-        nodes.append((level, before, inputs, gather, rows, sends, self._last_send[rank] if sends else -1))
+        nodes.append(_Node(level, before, inputs, gather, rows, sends, self._last_send[rank] if sends else -1))
         self._last_node[rank] = number
         if sends:
             self._last_send[rank] = number
@@ -196,7 +207,7 @@ class ArraySchedule:
         compiler.run()
         self.stages, self.ranks, self._first_stages = schedule.stages, schedule.ranks, compiler.first_stages
         nodes = compiler.nodes
-        levels = np.array([node[0] for node in nodes])
+        levels = np.array([node.level for node in nodes])
         order = np.argsort(levels, kind="stable")
         place = np.empty(len(nodes) + 1, dtype=np.int64)
         place[order] = np.arange(len(nodes))
@@ -206,23 +217,23 @@ class ArraySchedule:
         def value_row(node: int, sent: bool) -> int:
             return int(place[node]) + first + (self._count if sent else 0) if node >= 0 else 0
 
-        before, inputs, second_inputs, rows, second_rows = ([] for _ in range(5))
+        before, inputs, second_inputs, gathers, rows, second_rows = ([] for _ in range(6))
         sends, second_sends, sends_before = [], [], []
         for index in order.tolist():
-            _, previous, needed, gather, node_rows, node_sends, send_before = nodes[index]
-            before.append(value_row(previous, False))
-            values = [value_row(*item) for item in needed] + ([1 + gather] if gather >= 0 else [])
-            values += [0, 0]
+            node = nodes[index]
+            before.append(value_row(node.before, False))
+            values = [*(value_row(*item) for item in node.inputs), 0, 0]
             inputs.append(values[0])
             second_inputs.append(values[1])
-            rows.append(node_rows[0])
-            second_rows.append(node_rows[1] if len(node_rows) > 1 else none_row)
-            sends.append(node_sends[0] if node_sends else none_row)
-            second_sends.append(node_sends[1] if len(node_sends) > 1 else none_row)
-            sends_before.append(value_row(send_before, True))
+            gathers.append(1 + node.gather if node.gather >= 0 else 0)
+            rows.append(node.rows[0])
+            second_rows.append(node.rows[1] if len(node.rows) > 1 else none_row)
+            sends.append(node.sends[0] if node.sends else none_row)
+            second_sends.append(node.sends[1] if len(node.sends) > 1 else none_row)
+            sends_before.append(value_row(node.send_before, True))
         bounds = [0, *(np.flatnonzero(np.diff(levels[order])) + 1).tolist(), self._count]
         self._has_pairs = any(row != none_row for row in second_rows)
-        columns = [before, inputs, second_inputs, rows, second_rows, sends, second_sends, sends_before]
+        columns = [before, inputs, second_inputs, gathers, rows, second_rows, sends, second_sends, sends_before]
         arrays = [np.array(column, dtype=np.int64) for column in columns]
         self._bounds, self._columns = bounds, arrays
         self._ends = np.array([value_row(node, False) for node in compiler.ends])
@@ -245,9 +256,11 @@ class ArraySchedule:
         arrivals = first + self._count
         for start, stop in pairwise(self._bounds):
             columns = [column[start:stop] for column in self._columns]
-            before, one, other, row, second_row, send, second_send, send_before = columns
+            before, one, other, gather, row, second_row, send, second_send, send_before = columns
             # The rank before it, its inputs, and the weights that are gathered.
-            begin = np.maximum(np.maximum(values[before], values[one]), values[other])
+            begin = np.maximum(np.maximum(values[before], values[one]), values[gather])
+            if self._has_pairs:
+                begin = np.maximum(begin, values[other])
             end = begin + costs[row]
             if self._has_pairs:
                 end += costs[second_row]
