@@ -73,6 +73,38 @@ def collectives(
                 yield kind, degree, nodes, rank_stride, *points[-1]
 
 
+class _ReduceBesideProducts:
+    """An all-reduce over all ranks and as many matrix products as cover it, so that it could hide entirely.
+
+    Args:
+        size: bytes of the tensor.
+        clock: timer of this rank.
+        wire: how collectives of CPU ranks travel.
+    """
+
+    def __init__(self, size: int, clock: DeviceTimer, wire: WireOptions) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
+        tensor = torch.ones(size // 4, device=clock.device)
+        matrix = self._matrix = torch.randn(512, 512, device=clock.device)
+        self._reduce = lambda: axis_group.all_reduce(tensor.zero_())
+        self.alone_s = _slowest_rank_s(lambda: self._reduce().wait(), clock)
+        product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
+        self._count = max(1, math.ceil(self.alone_s / product_s))
+        self.products_s = self._count * product_s
+        self.sent_bytes = 2.0 * (axis_group.size - 1) / axis_group.size * size
+        """Bytes that a rank sends."""
+
+    def run(self, reduces: bool = True) -> None:
+        """Multiplies while the all-reduce is in flight, or without one, and then waits for it."""
+        handle = self._reduce() if reduces else None
+        for _ in range(self._count):
+            torch.mm(self._matrix, self._matrix)
+        if handle is not None:
+            handle.wait()
+
+
 def overlapped(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
     """Measures the share of an all-reduce over all ranks that hides under matrix products, 0 to 1.
 
@@ -81,26 +113,11 @@ def overlapped(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
         clock: timer of this rank.
         wire: how collectives of CPU ranks travel.
     """
-    group = dist.group.WORLD
-    assert group is not None
-    axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
-    tensor = torch.ones(size // 4, device=clock.device)
-    matrix = torch.randn(512, 512, device=clock.device)
-    alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
-    product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
-    # Enough products to cover the all-reduce, so that it could hide entirely.
-    count = max(1, math.ceil(alone_s / product_s))
-
-    def overlapped_pass() -> None:
-        handle = axis_group.all_reduce(tensor.zero_())
-        for _ in range(count):
-            torch.mm(matrix, matrix)
-        handle.wait()
-
-    # Products while the all-reduce is in flight, then the wait.
-    together_s = _slowest_rank_s(overlapped_pass, clock)
+    work = _ReduceBesideProducts(size, clock, wire)
+    together_s = _slowest_rank_s(work.run, clock)
     # Time saved by the overlap, over the most that could be saved.
-    return min(1.0, max(0.0, (alone_s + count * product_s - together_s) / min(alone_s, count * product_s)))
+    saved_s = work.alone_s + work.products_s - together_s
+    return min(1.0, max(0.0, saved_s / min(work.alone_s, work.products_s)))
 
 
 def core_byte_s(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
@@ -115,28 +132,16 @@ def core_byte_s(size: int, clock: DeviceTimer, wire: WireOptions) -> float:
         clock: timer of this rank.
         wire: how collectives of CPU ranks travel.
     """
-    group = dist.group.WORLD
-    assert group is not None
-    axis_group = open_axis_group("calibrate", group, TrafficLog(), wire)
-    tensor = torch.ones(size // 4, device=clock.device)
-    matrix = torch.randn(512, 512, device=clock.device)
-    alone_s = _slowest_rank_s(lambda: axis_group.all_reduce(tensor.zero_()).wait(), clock)
-    product_s = agreed([clock.seconds(lambda: matrix @ matrix)], largest=False)[0]
-    count = max(1, math.ceil(alone_s / product_s))
+    work = _ReduceBesideProducts(size, clock, wire)
 
     def processor_s(reduces: bool) -> float:
         start_s = time.process_time()
-        handle = axis_group.all_reduce(tensor.zero_()) if reduces else None
-        for _ in range(count):
-            torch.mm(matrix, matrix)
-        if handle is not None:
-            handle.wait()
+        work.run(reduces)
         return time.process_time() - start_s
 
     # In turn, so that what slows the core meanwhile slows both; the middle difference counts.
     differences = [processor_s(True) - processor_s(False) for _ in range(CORE_ROUNDS)]
-    sent_bytes = 2.0 * (axis_group.size - 1) / axis_group.size * size
-    return max(0.0, agreed([statistics.median(differences)], largest=False)[0]) / sent_bytes
+    return max(0.0, agreed([statistics.median(differences)], largest=False)[0]) / work.sent_bytes
 
 
 def awaited(size: int, clock: DeviceTimer, wire: WireOptions) -> float:

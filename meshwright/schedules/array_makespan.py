@@ -60,7 +60,7 @@ class StageSeconds:
         return StageSeconds(**(fields | {"send_forward": free, "send_backward": free}))
 
 
-class _Node(NamedTuple):
+class _TimedNode(NamedTuple):
     """An action, a sum of gradients, or the end of a rank."""
 
     level: int
@@ -85,7 +85,7 @@ class _Compiler:
     def __init__(self, schedule: Schedule) -> None:
         self._schedule, self._placement = schedule, schedule.placement
         self._unfinished = [schedule.microbatches] * schedule.stages
-        self.nodes: list[_Node] = []
+        self.nodes: list[_TimedNode] = []
         self._result: dict[tuple[bool, int, int], int] = {}
         self._waiting: dict[tuple[bool, int, int], int] = {}
         self._next = [0] * schedule.ranks
@@ -183,7 +183,7 @@ class _Compiler:
         before, nodes = self._last_node[rank], self.nodes
         level = max((nodes[node].level + 1 for node in (before, *(node for node, _ in inputs)) if node >= 0), default=0)
         number = len(nodes)
-        nodes.append(_Node(level, before, inputs, gather, rows, sends, self._last_send[rank] if sends else -1))
+        nodes.append(_TimedNode(level, before, inputs, gather, rows, sends, self._last_send[rank] if sends else -1))
         self._last_node[rank] = number
         if sends:
             self._last_send[rank] = number
