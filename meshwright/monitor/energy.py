@@ -93,10 +93,11 @@ def _processor_joules(before: JsonObject, now: JsonObject) -> float | None:
 
 
 def _device_joules(before: JsonObject, now: JsonObject) -> float | None:
-    """Returns the joules of GPUs that the run sees and that both samples have; None without one."""
+    """Returns the joules of GPUs that the run sees and that both samples have; None without one, or after a reset."""
     earlier, later = _device_counters(before), _device_counters(now)
     between = [later[index] - earlier[index] for index in later.keys() & earlier.keys()]
-    return sum(max(0.0, joules) for joules in between) if between else None
+    # A counter that began again makes the others' joules those of too few devices.
+    return sum(between) if between and min(between) >= 0.0 else None
 
 
 def _device_counters(sample: JsonObject) -> dict[object, float]:

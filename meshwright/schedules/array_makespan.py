@@ -10,6 +10,7 @@ in which the rank's stages begin; after its last backward its gradients are summ
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
@@ -56,8 +57,7 @@ class StageSeconds:
     def without_sends(self) -> StageSeconds:
         """Returns the same with results that are there at once."""
         free = np.zeros_like(self.send_forward)
-        fields = {name: getattr(self, name) for name in self.__slots__}
-        return StageSeconds(**(fields | {"send_forward": free, "send_backward": free}))
+        return dataclasses.replace(self, send_forward=free, send_backward=free)
 
 
 class _TimedNode(NamedTuple):

@@ -123,6 +123,16 @@ def test_two_nodes_with_gpus_by_hand(
     assert "J/token, planned" in shown.splitlines()[0] and "2.1, 1.25" in shown.splitlines()[1]
 
 
+def test_tokens_do_not_count_while_a_gpus_counter_begins_again() -> None:
+    counters = [(0.0, 0.0, 0), (30.0, 10.0, 100), (50.0, 1.0, 200), (70.0, 21.0, 300)]
+    samples = [
+        {"gpus": [{"index": 0, "joules": first}, {"index": 1, "joules": second}], "tokens": tokens}
+        for first, second, tokens in counters
+    ]
+    # 40 J for the first hundred tokens and 40 J for the third.
+    assert token_energy({"node": samples}, {}).devices == pytest.approx(80.0 / 200)
+
+
 def test_what_cannot_be_measured_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     silent = HealthSampler(tmp_path / "nothing").sample() | {"step": 1, "tokens": 10}
     assert silent["cpu_joules"] is None
