@@ -6,6 +6,7 @@ column is taken from the kind that it lies on.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
@@ -138,10 +139,9 @@ class UnequalRankTimes:
         return forward, backward, weight, share
 
     def _wire_by_stage(self, wires: Sequence[WireTime]) -> WireTime:
-        shape = (self.count, self.ranks)
-        fields = ("seconds", "inside", "outside")
+        shape, names = (self.count, self.ranks), (field.name for field in dataclasses.fields(WireTime))
         return WireTime(
-            *(self._by_stage([np.broadcast_to(getattr(wire, name), shape) for wire in wires]) for name in fields)
+            *(self._by_stage([np.broadcast_to(getattr(wire, name), shape) for wire in wires]) for name in names)
         )
 
     def _pipeline_s(self) -> Array:
