@@ -147,6 +147,7 @@ def _run_helper(compute: Callable[[], Any], pipe: int, parent: int, mask: set[An
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         gc.freeze()  # otherwise a collection touches, and so copies, every page shared with the parent
+        _compute_in_one_thread()
         data = _pickle_answer(_compute_answer(compute))
         view = memoryview(len(data).to_bytes(8, "little") + data)
         for stream in (sys.stdout, sys.stderr):
@@ -159,6 +160,15 @@ def _run_helper(compute: Callable[[], Any], pipe: int, parent: int, mask: set[An
         os.write(2, traceback.format_exc().encode(errors="replace"))
     finally:
         os._exit(status)
+
+
+def _compute_in_one_thread() -> None:
+    """Has torch compute in this thread: a small clone's operators are too short to be shared out.
+
+    Each of them, of microseconds, would wait milliseconds for the second thread where other programs keep cores busy.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def _compute_answer(compute: Callable[[], Any]) -> _Answer:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -9,6 +12,9 @@ from meshwright.errors import ConfigError
 from meshwright.models.forward import model_forward
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.training_modes import evaluation_mode
+
+ONE_THREAD_PARAMETERS = 50_000_000
+"""A smaller model generates in one thread: its operators are too short to be shared out."""
 
 
 def generate_tokens(
@@ -25,7 +31,8 @@ def generate_tokens(
 ) -> list[int]:
     """Samples a continuation.
 
-    A transformers model that can generate uses its key-value cache; another model reads the last tokens for each token.
+    A transformers model that can generate uses its key-value cache, up to its context; another model, and one beyond its
+    context, reads the last tokens for each token.
     The draws come from one CPU generator, so a seed yields the same text on any device with the same logits.
 
     Args:
@@ -50,16 +57,19 @@ def generate_tokens(
     limit = structure.positions or structure.context
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    cached = _cached(module, structure) and (limit is None or len(prompt) + max_tokens <= limit)
-    cache = None
-    with evaluation_mode([module]), torch.no_grad():
+    cache_name, cache = _cache_name(structure), None
+    with evaluation_mode([module]), _few_threads(module), torch.no_grad():
         for step in range(max_tokens):
-            if cached:
-                # the cache has the keys of all earlier tokens: read only the newest
+            logits = None
+            if cache_name is not None and (limit is None or len(tokens) <= limit):
+                # the cache has what all earlier tokens left: read only the newest
                 new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
-                output = module(input_ids=new, past_key_values=cache, use_cache=True)
-                cache, logits = output.past_key_values, output.logits
-            else:
+                # a hybrid without an attention layer can't count the tokens in its cache
+                with contextlib.suppress(ValueError):
+                    output = module(input_ids=new, use_cache=True, **{cache_name: cache})
+                    cache, logits = output.get(cache_name), output.logits
+                cache_name = cache_name if cache is not None else None
+            if logits is None:
                 window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
                 logits = model_forward(module, structure, window)
             token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
@@ -82,9 +92,28 @@ def _check_request(structure: ModelStructure, prompt: list[int], temperature: fl
         raise ConfigError(f"temperature = {temperature} and top_k = {top_k}; they must be >= 0 and >= 1")
 
 
-def _cached(module: nn.Module, structure: ModelStructure) -> bool:
-    """Returns whether forward accepts and returns the key-value cache of attention."""
-    return structure.transformers and {"past_key_values", "use_cache"} <= structure.arguments
+@contextlib.contextmanager
+def _few_threads(module: nn.Module) -> Iterator[None]:
+    """Computes a small model in one thread for the time.
+
+    Where other programs keep the cores busy, each of a token's operators, of microseconds, would wait milliseconds for
+    the second thread to be scheduled.
+    """
+    threads = torch.get_num_threads()
+    if sum(parameter.numel() for parameter in module.parameters()) < ONE_THREAD_PARAMETERS:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _cache_name(structure: ModelStructure) -> str | None:
+    """Returns under which name forward accepts and returns the cache of earlier tokens; None where it has none."""
+    if not structure.transformers or "use_cache" not in structure.arguments:
+        return None
+    # the second name is that of transformers before 5.24
+    return next((name for name in ("cache", "past_key_values") if name in structure.arguments), None)
 
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -66,7 +66,7 @@ def test_a_document_reads_the_same_alone_and_packed(name):
     assert torch.allclose(free[1], packed[1], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "gemma3_text", "mamba"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "gemma3_text", "mamba", "jamba", "recurrent_gemma"])
 def test_export_load_and_sample_agree_with_transformers(name, tmp_path: Path):
     built = build_meta(tiny(name), 64, 32)
     module = materialise(build_meta(tiny(name), 64, 32).module, built.recipe, built.config.seed).eval()

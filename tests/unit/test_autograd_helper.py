@@ -151,3 +151,12 @@ def test_a_process_that_cannot_fork_ranks_computes_in_place(monkeypatch: pytest.
     monkeypatch.setattr(forking, "_thread_names", lambda: ["python", "pt_autograd_0"])
     assert "autograd engine has run" in (forking.fork_obstacle() or "")
     assert run_in_helper(os.getpid) == os.getpid()
+
+
+def test_a_helper_computes_in_one_thread_and_leaves_the_callers_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert (run_in_helper(torch.get_num_threads), torch.get_num_threads()) == (1, 2)
+    finally:
+        torch.set_num_threads(threads)

@@ -130,6 +130,30 @@ def test_sampling_is_repeatable(own):
         generate_tokens(module, built.structure, [])
 
 
+def test_a_small_model_generates_in_one_thread_with_its_cache_up_to_its_context(monkeypatch):
+    """A cached token reads one id; beyond the context, as without a cache, the last ids that fit; alike in tokens."""
+    built = build_meta(ModelConfig(name="gpt2", layers=2, width=16, heads=2), 30, 8)
+    module = materialise(built.module, built.recipe, 1)
+    calls = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append((kwargs["input_ids"].shape[1], torch.get_num_threads())), with_kwargs=True
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        tokens = generate_tokens(module, built.structure, [1, 2, 3], max_tokens=10, temperature=0)
+        assert torch.get_num_threads() == 2
+        # a model of the size from which on tokens are worth several threads
+        monkeypatch.setattr("meshwright.models.generate.ONE_THREAD_PARAMETERS", 1)
+        generate_tokens(module, built.structure, [1, 2, 3], max_tokens=1, temperature=0)
+    finally:
+        torch.set_num_threads(threads)
+    assert [width for width, _ in calls] == [3, 1, 1, 1, 1, 1, 8, 8, 8, 8, 3]
+    assert [count for _, count in calls] == [1] * 10 + [2]
+    monkeypatch.setattr("meshwright.models.generate._cache_name", lambda _: None)
+    assert tokens == generate_tokens(module, built.structure, [1, 2, 3], max_tokens=10, temperature=0)
+
+
 def test_a_users_module_is_exported_as_safetensors(own, tmp_path):
     built = build_meta(ModelConfig(name=own), 30, 8)
     weights = {name: built.tensor(name) for name, _ in built.module.named_parameters()}
