@@ -31,8 +31,8 @@ def generate_tokens(
 ) -> list[int]:
     """Samples a continuation.
 
-    A transformers model that can generate uses its key-value cache, up to its context; another model, and one beyond its
-    context, reads the last tokens for each token.
+    A transformers model that can generate uses its key-value cache, up to its context; another model, and one beyond
+    its context, reads the last tokens for each token.
     The draws come from one CPU generator, so a seed yields the same text on any device with the same logits.
 
     Args:
