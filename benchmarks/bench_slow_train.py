@@ -9,7 +9,9 @@ trains alone does. All calibrate together over the wires. Then each way, a layou
 train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first); ``auto``
 leaves the layout to the planner, as in ``auto --allow islands``. A round is one rank alone and then each way. Told are
 the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
-islands without the join), and the efficiency against one rank alone with the same batch in the same round.
+islands without the join), the efficiency against one rank alone with the same batch in the same round, and rank 0's
+processor seconds of a step: of the thread that computes, and of all its threads. What a step takes beyond these and
+the wait is neither: a core that other programs have.
 """
 
 from __future__ import annotations
@@ -121,9 +123,11 @@ class Wire:
             alone = self._folder / f"alone-{number}"
             words = ["train", str(recipe), "--devices", "1", "--train.steps", str(WARM_UP + steps), "--run", str(alone)]
             self._run(words, nodes=1)
-            alone_s = read_run(alone, WARM_UP)["step_s"]
-            print(f"  one rank alone: {alone_s * 1e3:.0f} ms a step", flush=True)
-            rows.append({"way": "alone", "step_s": alone_s})
+            row = {**read_run(alone, WARM_UP), "way": "alone"}
+            alone_s = row["step_s"]
+            processor_ms = row["thread_s"] * 1e3
+            print(f"  one rank alone: {alone_s * 1e3:.0f} ms a step, processor {processor_ms:.0f} ms", flush=True)
+            rows.append(row)
             for way in ways:
                 rows.append(self._train(recipe, way, steps, alone_s))
         return rows
@@ -144,7 +148,8 @@ class Wire:
         print(
             f"  {way:<52} {row['step_s'] * 1e3:6.0f} ms, exposed {row['exposed']:4.0%}, efficiency "
             f"{row['efficiency']:4.0%}; median {row['median_s'] * 1e3:6.0f} ms, planned {row['planned_s'] * 1e3:6.0f} "
-            f"({off:+.0%})",
+            f"({off:+.0%}); processor {row['thread_s'] * 1e3:.0f} ms, with other threads "
+            f"{row['rank_s'] * 1e3:.0f}",
             flush=True,
         )
         return row
@@ -183,6 +188,8 @@ def read_run(run: Path, warm_up: int) -> dict[str, Any]:
         "step_s": middle(seconds),
         "exposed": middle(exposed) / middle(seconds),
         "median_s": median(seconds),
+        "thread_s": median(line["processor_s"]["thread"] for line in lines),
+        "rank_s": median(line["processor_s"]["rank"] for line in lines),
         "layout": str(Layout.from_json(plan["layout"])),
         "planned_s": plan["prediction"]["step_s"],
         "sent_bytes": mean(sum(entry["bytes"] for entry in line["comm"]) for line in lines),

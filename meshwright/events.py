@@ -92,6 +92,9 @@ class StepRecord:
     """Traffic by axis and operation."""
     epoch: float = 0.0
     """Passes over the training rows so far."""
+    processor_s: Mapping[str, float] = field(default_factory=dict)
+    """Processor seconds of rank 0 in the step: ``thread``, that which computes, and ``rank``, all of its threads. Other
+    programs and waiting don't count, unlike in step_s."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers of hooks or of a custom loop, by name."""
     outer: Mapping[str, Any] = field(default_factory=dict)

@@ -60,6 +60,7 @@ STEP_KINDS = {
     "bubble": Kind(5),
     "gather": Kind(2, "hatched"),
     "reduce": Kind(0, "hatched"),
+    "traffic_work": Kind(4, "dotted"),
     "offload": Kind(5, "hatched"),
     "optimizer": Kind(3),
     "step": Kind(1),

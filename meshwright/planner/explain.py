@@ -9,6 +9,7 @@ from collections.abc import Callable
 from meshwright.errors import PlanError
 from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.cost.prices import TRAFFIC_WORK
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
@@ -30,6 +31,7 @@ NAMES = {
     "bubble": "pipeline bubble",
     "gather": "gathering parameters",
     "reduce": "reducing gradients",
+    TRAFFIC_WORK: "a rank's own work for them",
     "offload": "copies to and from host memory",
     "optimizer": "optimizer",
     "step": "work once a step",

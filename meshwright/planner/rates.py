@@ -21,7 +21,7 @@ from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.pipeline_floor import sends_of_cut
 from meshwright.planner.cost.price import price_of
-from meshwright.planner.cost.prices import Price, straggler_share_of, with_straggler_share
+from meshwright.planner.cost.prices import TRAFFIC_WORK, Price, straggler_share_of, with_straggler_share
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.timeline import price_send, simulated_s, stage_costs
@@ -111,7 +111,12 @@ class MeasuredTimes:
         parts = dict(closed_price.parts)
         if ranks.ranks > 1:
             parts |= self._pipeline_parts(ranks)
-        self._correct_after_backward(parts, ranks)
+        copies_s = self._correct_after_backward(parts, ranks)
+        if ranks.ranks == 1:
+            _move_rank_work(parts, ranks, copies_s)
+        else:
+            parts["gather"] += copies_s[0]
+            parts["reduce"] += copies_s[1]
         parts = with_straggler_share(parts, straggler_share_of(closed_price.parts))
         return dataclasses.replace(closed_price, parts=parts, step_s=sum(parts.values()))
 
@@ -299,8 +304,12 @@ class MeasuredTimes:
 
     # -------------------------------------------------------- after the last backward
 
-    def _correct_after_backward(self, parts: dict[str, float], ranks: RankTimes) -> None:
-        """Corrects ``parts`` for the work after backward (norm, update), and for FSDP2's copies, in place."""
+    def _correct_after_backward(self, parts: dict[str, float], ranks: RankTimes) -> tuple[float, float]:
+        """Corrects ``parts`` for the work after backward (norm, update), in place.
+
+        Returns:
+            Seconds of FSDP2's copies for gathers, and for sums of gradients.
+        """
         calibration, layout, job = self._calibration, self._layout, self._question.job
         # An update in host memory is the host's, which isn't measured.
         if calibration.optimizer and layout.offload == "none":
@@ -318,9 +327,20 @@ class MeasuredTimes:
         copy_rate = float(calibration.bandwidth_bytes_per_s(size, "float32", self._under_load))
         copy_s = 2 * FLOAT32_BYTES * weights / copy_rate
         gathers_once, microbatches = layout.degree(Mechanics.STAGES) > 1, layout.microbatches
-        if layout.zero:
-            # A gather copies the shard in and the full weight out, a scatter the gradients in and their sum out.
-            gathers = 2 * microbatches if layout.zero == 3 and not gathers_once else 1
-            scatters = microbatches if layout.zero >= 2 and not gathers_once else 1
-            parts["gather"] += 2 * gathers * copy_s
-            parts["reduce"] += 2 * scatters * copy_s
+        if not layout.zero:
+            return 0.0, 0.0
+        # A gather copies the shard in and the full weight out, a scatter the gradients in and their sum out.
+        gathers = 2 * microbatches if layout.zero == 3 and not gathers_once else 1
+        scatters = microbatches if layout.zero >= 2 and not gathers_once else 1
+        return 2 * gathers * copy_s, 2 * scatters * copy_s
+
+
+def _move_rank_work(parts: dict[str, float], ranks: RankTimes, copies_s: tuple[float, float]) -> None:
+    """Moves what of gathers and sums a rank works itself to a part of its own, in place, with FSDP2's copies."""
+    work_s = 0.0
+    for name, seconds in zip(("gather", "reduce"), ranks.communication.rank_work_s(ranks), strict=True):
+        moved_s = min(parts[name], float(seconds[0]))
+        parts[name] -= moved_s
+        work_s += moved_s
+    if work_s + sum(copies_s):
+        parts[TRAFFIC_WORK] = work_s + sum(copies_s)

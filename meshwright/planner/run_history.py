@@ -11,7 +11,7 @@ from statistics import median
 
 from meshwright.errors import PlanError
 from meshwright.json_types import JsonObject
-from meshwright.planner.cost.prices import LAYER_TRAFFIC
+from meshwright.planner.cost.prices import LAYER_TRAFFIC, TRAFFIC_WORK
 from meshwright.records import parse_json
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
@@ -31,7 +31,7 @@ LEAST_TRAFFIC = 0.02
 TRAFFIC = (*LAYER_TRAFFIC, "send", "gather", "reduce")
 """Parts of a step's seconds for which ranks wait for traffic."""
 _BUBBLE = "bubble"
-_OUTSIDE_PASS = (_BUBBLE, "offload", "optimizer", "step", "stragglers")
+_OUTSIDE_PASS = (_BUBBLE, TRAFFIC_WORK, "offload", "optimizer", "step", "stragglers")
 OUTLIER_RATIO = 8.0
 """A run slower or faster than priced by this factor was disturbed, and is ignored."""
 

@@ -47,6 +47,7 @@ ANOMALOUS_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
 """First steps in which the bytes of the state are measured; they don't change later."""
+_CLOCKS = (time.perf_counter, time.thread_time, time.process_time)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -277,7 +278,7 @@ class Trainer:
     def _one_step(self, steps: int) -> tuple[StepRecord, float] | None:
         """Runs a step; returns its record and the all-reduced stop count, None when a damage was detected."""
         deps, config = self._deps, self._deps.config
-        started = time.perf_counter()
+        started = [clock() for clock in _CLOCKS]
         self._position.begin_step()
         self._phase("data", 0)
         data_step = self.step + self.passed_over
@@ -304,7 +305,9 @@ class Trainer:
             if stop_count is None:
                 return None
             values |= {"stop": stop_count, "targets": targets}
-        record = self._record(outcome, values, time.perf_counter() - started, reason is not None)
+        step_s, thread_s, rank_s = (clock() - start for clock, start in zip(_CLOCKS, started, strict=True))
+        record = self._record(outcome, values, step_s, reason is not None)
+        record = dataclasses.replace(record, processor_s={"thread": thread_s, "rank": rank_s})
         self._handle_anomaly(record, reason)
         self.step += 1
         self._phase("record", 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
 from meshwright.planner.predict import named_plan
 from meshwright.planner.rates import MeasuredTimes
+from meshwright.planner.run_history import learn, record
 from meshwright.spec.compression import assign_buckets
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator
@@ -281,3 +283,29 @@ def test_a_rank_of_tp_sums_its_part_of_a_split_weight() -> None:
     # Norms stay whole; the llama's other weights are split in two.
     norms = (2 * 4 + 1) * MODEL.width
     assert sum(part.gradients) == (sum(whole.gradients) - norms) // 2 + norms
+
+
+def test_what_a_rank_works_for_its_traffic_is_no_wait(tmp_path: Path) -> None:
+    """Over a wire that hides, a core still carries each byte: work by hand, and a run that takes it teaches nothing."""
+    core_byte_s, sent_bytes = 2e-9, 4.0 * JOB.shape.parameters
+    wire = (1 << 10, 1 << 30)
+    made = dataclasses.replace(
+        calibration(2, 1, core_byte=core_byte_s),
+        nodes=2,
+        collectives=tuple(("all_reduce", 2, 2, 1, size, size / 1e15) for size in wire),
+    )
+    cluster = Cluster.detected(1, "cpu", nodes=2).calibrated(made)
+    question, layout = Question(job=JOB, cluster=cluster), Layout.parse("replicate=2,precision=float32")
+    plan = named_plan(question, layout, model_parts(BUILT, analyse_model(BUILT, layout)), MEASURE)
+    parts = correct_price(question, price_candidate(question, layout), MEASURE).price.parts
+    assert parts["traffic_work"] == pytest.approx(core_byte_s * sent_bytes, rel=0.01)
+    assert parts["reduce"] == pytest.approx(0.0, abs=1e-9) and plan.prediction.waits_s == pytest.approx(0.0, abs=1e-9)
+    # The run takes what was priced, and stands still for nothing.
+    step_s = plan.prediction.step_s
+    row = {"layout": "replicate=2", "priced_s": step_s, "measured_s": step_s, "paced": True}
+    record(tmp_path / "runs", "here", row | {"waits_s": 0.0, "priced_waits_s": plan.prediction.waits_s})
+    assert learn(tmp_path / "runs", "here").of(Layout.parse("islands=2")).compute == pytest.approx(1.0)
+    # ZeRO-3 sends half as much again, and copies what it gathers and scatters.
+    sharded = Layout.parse("shard=2,zero=3,precision=float32")
+    sharded_parts = correct_price(question, price_candidate(question, sharded), MEASURE).price.parts
+    assert sharded_parts["traffic_work"] > 1.45 * core_byte_s * sent_bytes

@@ -202,6 +202,27 @@ class CommunicationTimes:
         late_s = np.maximum(late_s, runtime.reduce_floor * late.seconds)
         return np.asarray(exposed_s * reductions + late_s)
 
+    def rank_work_s(self, ranks: Any) -> tuple[Array, Array]:
+        """Returns what of `gather_s` and of `reduce_s` the rank itself works instead of waiting, (N,) each.
+
+        It rounds and decodes, and processor cores copy and sum what they send over a network.
+
+        Args:
+            ranks: of layouts without a pipeline.
+        """
+        runtime, layouts = self._model.engine.runtime, self._model.layouts
+        zero, (dense, experts) = layouts.zero[:, None], ranks.trained()
+        forward = self._gathers(ranks)
+        gather_s = _network_core_s(forward) + _network_core_s(self._backward_gathers(ranks, forward))
+        if layouts.compress_weights.any():
+            gather_s = gather_s + self._gather_rounding_s(ranks) * (1.0 + (layouts.secondary[:, None] == 0))
+        gather_s = gather_s * layouts.microbatches[:, None] * (zero == 3)
+        sum_s = _network_core_s(self._gradient_sums(ranks, dense, experts)) + self._sum_work_s(ranks, dense, experts)
+        late = self._gathers(ranks, runtime.gather_count(ranks.layers))
+        late_s = _network_core_s(late) * runtime.scattered_share() * ((zero == 1) | (zero == 2))
+        reductions = np.where(runtime.reduces_each() & (zero >= 2), layouts.microbatches[:, None], 1.0)
+        return np.asarray(gather_s.max(axis=1)), np.asarray((sum_s * reductions + late_s).max(axis=1))
+
     def _gradient_sums(self, ranks: Any, dense: Array, experts: Array) -> WireTime:
         """Returns the sums of one reduction of gradients over the data axes, (N, P)."""
         runtime, groups, element_bytes = self._model.engine.runtime, self._model.groups, self._reduce_bytes
@@ -348,3 +369,8 @@ class CommunicationTimes:
             return np.zeros_like(size)
         count = 1.0 if collectives is None else np.broadcast_to(collectives, size.shape)
         return np.asarray(count * self._model.groups.seconds(kind, size / count, span))
+
+
+def _network_core_s(wire: WireTime) -> Array:
+    """Returns a core's own seconds for traffic over a network; inside a node it stands still for what it copies."""
+    return np.where(np.asarray(wire.outside) > 0, wire.core, 0.0)

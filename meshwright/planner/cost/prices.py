@@ -19,6 +19,9 @@ PARTS = (
 """Parts of a step's time; they sum to it. ``host``: the device waits for launches; ``engine``: the pipeline engine's
 own; ``send``: between stages; ``gather``: ZeRO-3's parameters; ``reduce``: gradients; ``offload``: copies to and from
 host memory; ``step``: once a step; ``stragglers``: waiting for the slowest node."""
+TRAFFIC_WORK = "traffic_work"
+"""Part of a step that prices by measured rates have besides: what a rank itself works for gathers and sums, rounding,
+copying and a core's own for bytes over a network, so that ``gather`` and ``reduce`` are waiting alone."""
 MEMORY = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
 """Parts of a rank's memory."""
 
