@@ -25,7 +25,7 @@ def main() -> int:
     """Runs what is missing, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
-    parser.add_argument("--data", required=True)
+    parser.add_argument("--data", help="text; none means the Python source text of the interpreter")
     parser.add_argument("--ways", required=True, help="with ; between them")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--out", type=Path, required=True)
@@ -46,11 +46,12 @@ def main() -> int:
     return 0
 
 
-def train(recipe: str, data: str, way: str, seed: str, run: Path, rest: list[str]) -> dict[str, Any]:
+def train(recipe: str, data: str | None, way: str, seed: str, run: Path, rest: list[str]) -> dict[str, Any]:
     """Trains once, unless `run` holds a finished run; returns its last evaluation and the bytes it sent."""
     layout, *words = shlex.split(way)
     if not finished(run):
-        command = [sys.executable, "-m", "meshwright", "train", recipe, "--data", data, "--layout", layout, *words]
+        command = [sys.executable, "-m", "meshwright", "train", recipe, "--layout", layout, *words]
+        command += ["--data", data] if data else []
         command += ["--run", str(run), "--train.seed", seed, "--monitor.display", "none", *rest]
         log = run.with_suffix(".log")
         log.parent.mkdir(parents=True, exist_ok=True)

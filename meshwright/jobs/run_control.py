@@ -275,7 +275,9 @@ def _cancel_job(record: LaunchRecord, now: bool) -> None:
 
 def _signal_owners(owners: list[Owner], now: bool) -> None:
     """Sends a signal to one supervisor, which ends the run on all nodes, or to all of them."""
-    number = signal.SIGKILL if now else signal.SIGTERM
+    # Of several nodes SIGTERM may ask one alone to leave (`resilience.departure`).
+    number = signal.SIGTERM if len(owners) == 1 else signal.SIGINT
+    number = signal.SIGKILL if now else number
     for owner in owners if now else owners[:1]:
         if owner.host == socket.gethostname() and owner.lives:
             os.kill(owner.pid, number)

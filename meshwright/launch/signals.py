@@ -73,11 +73,23 @@ class InterruptCounter:
         """Signals so far: the first ends the run with a checkpoint, the second at once."""
         self.terminated = False
         """Whether SIGTERM was among them."""
+        self.leaves_at_sigterm = False
+        """Whether the first SIGTERM asks this node alone to leave the run."""
+        self.leaving_since: float | None = None
+        """time.monotonic() of that SIGTERM, which isn't counted; None before."""
 
     def record(self, number: int, frame: FrameType | None = None) -> None:
         """Counts a signal; a signal handler."""
-        self.count += 1
         self.terminated |= number == signal.SIGTERM
+        if number == signal.SIGTERM and self.leaves_at_sigterm and not self.count and self.leaving_since is None:
+            self.leaving_since = time.monotonic()
+        else:
+            self.count += 1
+
+    def end_run_instead(self) -> None:
+        """Counts the SIGTERM that asked this node to leave, which it can't."""
+        self.leaving_since, self.leaves_at_sigterm = None, False
+        self.count += 1
 
 
 class StopFlag:

@@ -127,15 +127,15 @@ def _error_feedback(program: Program) -> ErrorFeedback | None:
     # What ranks of tp add up after the copies is no gradient yet when the copies do.
     syncs = [sync for stage in program.stages for sync in stage.gradient_syncs]
     partial_names = {name for sync in syncs if isinstance(sync, PartialGradReducer) for name in sync.names}
-    axis = mesh.layout.axis(Mechanics.MATRICES)
-    group = mesh.axis_groups.get(axis)
+    axes = (mesh.layout.axis(Mechanics.MATRICES), *mesh.layout.state_axes)
+    groups = {axis: mesh.axis_groups[axis] for axis in axes if mesh.layout.degree(axis) > 1}
     feedback = ErrorFeedback(
         program.weights,
         compression=mesh.layout.compress,
         copies=compressors[0].copies.size,
         copy=compressors[0].copies.index,
         exact_names=partial_names,
-        position=f"{axis}{group.index}of{group.size}" if group is not None else "",
+        positions={axis: f"{axis}{group.index}of{group.size}" for axis, group in groups.items()},
         buffers=mesh.log.buffers,
     )
     for compressor in compressors:

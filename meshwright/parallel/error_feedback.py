@@ -10,7 +10,7 @@ Source: Vogels et al., PowerSGD (NeurIPS 2019), algorithm 2, of error feedback; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 
@@ -152,7 +152,7 @@ class ErrorFeedback:
         copies: number of copies.
         copy: index of this rank's.
         exact_names: weights whose gradient isn't complete when copies are summed, and is summed exactly.
-        position: name of this rank's parts of the weights that an axis splits, as ``tp1of2``.
+        positions: of this rank along the axes that split weights, as ``tp1of2``, by axis.
         buffers: count the bytes.
     """
 
@@ -163,7 +163,7 @@ class ErrorFeedback:
         copies: int,
         copy: int,
         exact_names: Collection[str],
-        position: str,
+        positions: Mapping[str, str],
         buffers: LiveBytes,
     ) -> None:
         self.copies, self.copy, self.loss_scale = copies, copy, 1.0
@@ -171,9 +171,9 @@ class ErrorFeedback:
         """By name of the weight."""
         rank = compression.rank
         for weight in weights:
-            if weight.name in exact_names or not compression.leaves_out(weight.shape) or not weight.local.numel():
+            if weight.name in exact_names or not compression.leaves_out(weight.shape, weight.local.shape):
                 continue
-            part = "" if weight.shard.is_unsharded else f"{position}/"
+            part = "".join(f"{positions[axis]}/" for axis in weight.sharded_on if axis in positions)
             self.errors[weight.name] = (
                 LowRankMatrix(weight, rank, f"{BASES}/r{rank}/{part}{weight.name}", buffers)
                 if compression.is_low_rank

@@ -26,7 +26,7 @@ class OwedGradient:
     item: WeightError
     """Its state."""
     grad: torch.Tensor
-    """Any shape, contiguous; the sum comes here."""
+    """(n,), contiguous; the sum comes here."""
     left: torch.Tensor
     """Shaped like the weight's local part: gradient and error, then the new error."""
 
@@ -81,12 +81,14 @@ class FeedbackCompressor(ABC):
         feedback = self.error_feedback
         items = feedback.errors if feedback is not None and not self.is_exact else {}
         before = [tensor.clone() for tensor in tensors] if self.observer is not None else []
-        owed = [
-            OwedGradient(items[name], grad, items[name].add_to(grad, feedback.loss_scale))
-            for name, grad in zip(weights.names, tensors)
-            if feedback is not None and name in items
-        ]
-        exact = [grad for name, grad in zip(weights.names, tensors) if name not in items]
+        owed, exact = [], []
+        for name, grad in zip(weights.names, tensors):
+            if feedback is None or name not in items:
+                exact.append(grad)
+                continue
+            # FSDP2 fills up the last ranks' shards to the length of the first's: those zeros aren't summed.
+            own = grad.view(-1)[: items[name].error.numel()]
+            owed.append(OwedGradient(items[name], own, items[name].add_to(own, feedback.loss_scale)))
         yield from self._sum(owed, exact, of)
         if self.observer is not None:
             self.observer(LossyTransfer(weights=weights, before=before, after=tensors, axis_group=self._copies))

@@ -155,14 +155,14 @@ class StateTraffic:
         """Adds a stage's gathers of weights and sums of gradients over the data axes."""
         stage = self._weights_by_rank.stage_weights(names, self._tp_index, self._ep_index)
         if self._layout.compress.keeps_errors:
-            sent = self.feedback_bytes(names)
-            collectives.add(self._groups.across(gradient_axes(())), "all_reduce", sent.summed)
-            collectives.add(self._groups.across(gradient_axes(())), "all_gather", sent.gathered)
-        elif self.is_sharded:
+            sent, copies = self.feedback_bytes(names), self._groups.across(gradient_axes(self._layout.state_axes))
+            collectives.add(copies, "all_reduce", sent.summed)
+            collectives.add(copies, "all_gather", sent.gathered)
+        if self.is_sharded:
             self._add_fsdp_units(collectives, stage, stage_index)
-        elif self._layout.compress:
+        elif self._layout.compress and not self._layout.compress.keeps_errors:
             self._add_compressed_gradients(collectives, names)
-        else:
+        elif not self._layout.compress:
             self._add_replica_gradients(collectives, stage)
 
     def feedback_bytes(self, names: Sequence[str]) -> FeedbackBytes:
@@ -177,8 +177,10 @@ class StateTraffic:
             )
             exact_names = {*self._partial_names(names, set()), *repeated}
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
+        layout = self._layout
+        shard = state_index(self._rank, layout.degrees, layout.zero), layout.state_shards
         return count_feedback_bytes(
-            names, self._model.shapes, shapes, exact_names, self._layout.compress, self._width.master
+            names, self._model.shapes, shapes, exact_names, layout.compress, self._width.master, shard
         )
 
     def gradient_messages(self, names: Sequence[str]) -> list[list[str]]:
@@ -222,6 +224,8 @@ class StateTraffic:
         # A pipeline reduce-scatters once, after its last backward; below ZeRO-2 full gradients add up until then.
         scatters = microbatches if layout.zero >= 2 and layout.degree(Mechanics.STAGES) == 1 else 1
         collectives.add(shards, "reduce_scatter", shard_size * self._width.master * scatters)
+        if layout.compress.keeps_errors:
+            return
         if layout.compress:
             collectives.add_compressed_sum(copies, self._rank, blocks, layout.compress, self._width.master)
         else:

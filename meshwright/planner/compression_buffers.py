@@ -90,9 +90,9 @@ def compression_buffer_bytes(layout: Layout, model: ModelParts) -> int:
 
 def _rank_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
     traffic = StateTraffic(model, layout, rank)
-    if layout.compress.keeps_errors:
-        return sum(_feedback_bytes(layout, traffic, names) for names in traffic.stages)
     gradients = gathers = 0
+    if layout.compress.keeps_errors:
+        gradients = sum(_feedback_bytes(layout, traffic, names) for names in traffic.stages)
     for recorded in traffic.stage_collectives(_RecordedMessages):
         if traffic.is_sharded:
             # Backward ends with the weights outside layers. All units wait for each other: one order.

@@ -39,23 +39,25 @@ def count_feedback_bytes(
     exact_names: Collection[str],
     compression: Compression,
     element_bytes: int,
+    shard: tuple[int, int] = (0, 1),
 ) -> FeedbackBytes:
     """Counts the bytes of some weights.
 
     Args:
         names: of the weights.
         shapes: of the whole weights.
-        local_shapes: of a rank's parts.
+        local_shapes: of a rank's parts, before ZeRO shards them.
         exact_names: weights that are summed exactly whatever their shape.
         compression: of the layout.
         element_bytes: of a gradient.
+        shard: the rank's index among those that share the state, and their number.
     """
     summed = gathered = owed = selection = 0
     for name in names:
-        local_shape = local_shapes[name]
+        local_shape, padded_shape = shard_shapes(local_shapes[name], *shard)
         elements = math.prod(local_shape)
-        if name in exact_names or not compression.leaves_out(shapes[name]):
-            summed += elements * element_bytes
+        if name in exact_names or not compression.leaves_out(shapes[name], local_shape):
+            summed += math.prod(padded_shape) * element_bytes
         elif compression.is_low_rank:
             (rows, columns), width = matrix_size(local_shape), local_rank(local_shape, compression.rank)
             summed += width * (rows + columns) * element_bytes
@@ -66,3 +68,18 @@ def count_feedback_bytes(
             owed += elements * element_bytes
             selection = max(selection, elements * entry_bytes)
     return FeedbackBytes(summed=summed, gathered=gathered, owed=owed, selection=selection)
+
+
+def shard_shapes(shape: Shape, index: int, count: int) -> tuple[Shape, Shape]:
+    """Returns the shapes of a shard by rows as FSDP2 cuts it, and as it travels: as long as the first rank's.
+
+    Args:
+        shape: of the weight; a number is one row.
+        index: of the rank among those that share it.
+        count: of these ranks.
+    """
+    if count == 1:
+        return shape, shape
+    rows, *rest = shape or (1,)
+    most = -(-rows // count)
+    return (max(0, min(most, rows - index * most)), *rest), (most, *rest)

@@ -126,7 +126,14 @@ class CompressedSums:
         """Returns the sum of a weight's gradients, (n,), approximate where the layout's is for such a weight."""
         if weight in self._partial or weight not in self._shapes:
             return sum_in_order(terms)
-        return self._feedback.sum(weight, terms, self._step, *self._shapes[weight])
+        shape, local_shape = self._shapes[weight]
+        # What fills a shard up to the length of the first rank's.
+        own = math.prod(local_shape)
+        filling = sum_in_order([term[own:] for term in terms])
+        if not own:
+            return filling
+        total = self._feedback.sum(weight, [term[:own] for term in terms], self._step, shape, local_shape)
+        return np.concatenate([total, filling])
 
     def _first_without_tp(self, rank: int) -> int:
         """Returns the rank at index 0 along ``tp`` that is like another along all other axes."""

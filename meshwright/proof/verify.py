@@ -149,7 +149,7 @@ def _train_under_layout(
     is_lossy = layout.is_lossy
     if layout.compress.keeps_errors:
         # Of a clone no weight may be large enough.
-        is_lossy = any(layout.compress.leaves_out(weight.shape) for weight in program.weights)
+        is_lossy = any(layout.compress.leaves_out(weight.shape, weight.local.shape) for weight in program.weights)
     assert program.mesh is not None or layout.world == 1
     sums = CompressedSums(program, layout, SEED)
     recipe = case.recipe

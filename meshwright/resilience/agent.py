@@ -16,9 +16,9 @@ from meshwright.launch.addresses import listen_at
 from meshwright.launch.devices import Devices
 from meshwright.resilience.claims import FRESH_S, LEASE_S, Claim, Claims
 from meshwright.resilience.controller import Controller
-from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks
+from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, LeftRun
 from meshwright.resilience.local_node import LocalNode
-from meshwright.resilience.membership import LeadershipLost, LeftRun, MinorityPartition, PeerMembership
+from meshwright.resilience.membership import LeadershipLost, MinorityPartition, PeerMembership
 from meshwright.resilience.messages import Busy, ComputeTimes, End, Fence, Message, Order, Ready, Reconfigure, Start
 from meshwright.resilience.peer_storage import PeerStorage
 from meshwright.resilience.peers import SILENCE_S, Hub, PeerConnection
@@ -107,6 +107,8 @@ class Agent(Supervisor):
         )
 
     def _lead_run(self) -> TrainOutcome:
+        # One that this node's last command left behind, when it was killed.
+        self._local.departure.withdraw()
         while True:
             # Each turn lasts as long as one leader does; then the node searches for the next one.
             outcome = self._lead_or_follow()
@@ -117,6 +119,9 @@ class Agent(Supervisor):
     def _close(self) -> None:
         self._hub.close()
         super()._close()
+        # Not before the node that leads has seen this one go: it would count on its devices again.
+        if self._local.interrupts.leaving_since is not None:
+            self._local.departure.withdraw()
 
     def _lead_or_follow(self) -> TrainOutcome | None:
         """Leads or follows under one leader; returns the run's outcome, or None when another leader is needed."""
@@ -273,6 +278,8 @@ class Agent(Supervisor):
                     self._run_generation(connection, claim, message.order)
             if time.monotonic() - started > STEADY_S:
                 self._backoff.mark_stable()
+            if self._order is not None:
+                self._local.departure.end_without_ranks(self._order)
             if self._local.interrupts.count and self._local.end.outcome is None:
                 raise LaunchError("ended while waiting for the node that leads")
 

@@ -27,8 +27,8 @@ from meshwright.resilience.generation import (
     has_ended,
     judge_generation,
 )
-from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, job_origin
-from meshwright.resilience.membership import LeadershipLost, LeftRun, Membership
+from meshwright.resilience.generation_ranks import GenerationAborted, GenerationRanks, LeftRun, job_origin
+from meshwright.resilience.membership import LeadershipLost, Membership
 from meshwright.resilience.messages import (
     Busy,
     Device,
@@ -308,6 +308,7 @@ class Controller:
         order, members = self.order, self._members
         assert order is not None
         if self._local.node not in order.nodes:
+            self._local.departure.end_without_ranks(order)
             if self._local.interrupts.count:
                 raise LeftRun(f"node {self._local.node} left the run, in which it had no rank; the others go on")
             members.check_generation(order)

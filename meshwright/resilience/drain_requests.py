@@ -173,12 +173,13 @@ class DrainWatch:
                 ranks = f"{self._minimum} ranks or more"
                 self._refuse(request, f"{len(rest)} devices would be left, on which no {ranks} have a layout")
         now = self.drained(connected)
-        return bool((now - self._at_start).intersection(used) or self._at_start - now)
+        # A drained node that has ended brings no device back.
+        return bool((now - self._at_start).intersection(used) or (self._at_start - now).intersection(connected))
 
-    def take_change(self, connected: Iterable[Device], step: int) -> bool:
+    def take_change(self, connected: Collection[Device], step: int) -> bool:
         """Records which devices leave and come back, once ranks ended; returns whether any does."""
         now = self.drained(connected)
-        leave, back = sorted(now - self._at_start), sorted(self._at_start - now)
+        leave, back = sorted(now - self._at_start), sorted((self._at_start - now).intersection(connected))
         if leave or back:
             why = {request.why for request in self._accepted if request.why and any(map(request.covers, leave))}
             self._event("drained", step=step, devices=leave, back=back, why="; ".join(sorted(why)))

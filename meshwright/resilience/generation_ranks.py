@@ -9,7 +9,7 @@ from meshwright.checkpoint.manifest import Origin
 from meshwright.checkpoint.snapshot import Segment, State
 from meshwright.checkpoint.store import IMAGE
 from meshwright.data.tokens import TokenSet
-from meshwright.errors import MeshwrightError
+from meshwright.errors import LaunchError, MeshwrightError
 from meshwright.launch.contract import NodeRanks
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
@@ -39,6 +39,10 @@ Fence = Callable[[], None]
 
 class GenerationAborted(MeshwrightError):
     """The leader or another node ends this generation; its ranks didn't fail."""
+
+
+class LeftRun(LaunchError):
+    """This node left a run that goes on without it."""
 
 
 class GenerationRanks:

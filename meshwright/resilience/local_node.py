@@ -14,8 +14,9 @@ from meshwright.launch.devices import Devices
 from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.progress import RankStamp
 from meshwright.resilience import host_memory_budget
+from meshwright.resilience.departure import Departure
 from meshwright.resilience.generation import NodeSnapshot, retain_snapshots
-from meshwright.resilience.generation_ranks import Fence, GenerationAborted, GenerationRanks, Watch
+from meshwright.resilience.generation_ranks import Fence, GenerationAborted, GenerationRanks, LeftRun, Watch
 from meshwright.resilience.hang_watch import HangError
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.resilience.messages import (
@@ -64,6 +65,8 @@ class LocalNode:
         """Snapshots in this node's memory."""
         self.interrupts = InterruptCounter()
         """How often the user asked that the run end; shared with the launchers of all generations."""
+        self.departure = Departure(job.run_dir, node, self.interrupts, job.config.launch.stop_s)
+        """Of this node from a run of islands, at SIGTERM."""
         self.ranks_run = False
         """Whether ranks run, whose display shows events."""
         self.end = GenerationEnd()
@@ -134,6 +137,7 @@ class LocalNode:
             fence: called by ranks before they write.
         """
         self.end, self.failed_at = GenerationEnd(generation=order.generation), None
+        self.interrupts.leaves_at_sigterm = order.plan.layout.islands > 1 and len(order.nodes) > 1
         job = self._make_job(order.plan, analysis)
         state = self.open_state(order.state, order.snapshot_servers) if order.state is not None else None
         devices = self.devices.only(order.share(self.node).slots)
@@ -168,7 +172,7 @@ class LocalNode:
             self.storage.await_checkpoint(ranks, watch)
             self.end = dataclasses.replace(self.end, outcome=outcome)
         # No failure of these ranks: the generation ends without outcome or failure.
-        except GenerationAborted:
+        except (GenerationAborted, LeftRun):
             raise
         except MeshwrightError as failed:
             error, self.failed_at = failed, time.monotonic()
@@ -194,7 +198,9 @@ class LocalNode:
 
         Raises:
             HangError: when they hang.
+            LeftRun: when this node leaves the run in the middle of a round.
         """
+        self.departure.poll()
         stamps = ranks.hang.poll()
         self.storage.poll(ranks)
         for slow in ranks.slow.poll(stamps):

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from meshwright.errors import LaunchError
 from meshwright.resilience.claims import PRESENCE_S, Claim, Claims
 from meshwright.resilience.generation_ranks import Fence as FenceCheck
 from meshwright.resilience.generation_ranks import GenerationAborted
@@ -21,10 +20,6 @@ _FENCE_S = 20.0
 
 class LeadershipLost(GenerationAborted):
     """Another node leads now."""
-
-
-class LeftRun(LaunchError):
-    """This node, which had no rank, left a run that goes on without it."""
 
 
 class MinorityPartition(LeadershipLost):

@@ -9,6 +9,7 @@ Alistarh et al., QSGD (NeurIPS 2017), for unbiased stochastic rounding.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -131,15 +132,16 @@ class Compression:
         """Whether matrices are summed in low rank."""
         return self.name == POWER_SGD
 
-    def leaves_out(self, shape: Sequence[int]) -> bool:
+    def leaves_out(self, shape: Sequence[int], local_shape: Sequence[int]) -> bool:
         """Returns whether the sum of a weight's gradient leaves out what is owed to the next step.
 
         Args:
             shape: of the whole weight, before any axis splits it.
+            local_shape: of this rank's part.
         """
         if self.is_low_rank:
-            return sums_in_low_rank(shape, self.rank)
-        return self.name == TOP_K and sums_largest_values(shape)
+            return sums_in_low_rank(shape, local_shape, self.rank)
+        return self.name == TOP_K and sums_largest_values(shape) and math.prod(local_shape) > 0
 
     def exact_copies(self, copies: int) -> int:
         """Returns how many neighbours of a group of copies sum exactly: 1 where runs don't divide it, or are all of it.

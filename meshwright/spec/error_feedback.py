@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from meshwright.errors import PlanError
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.groups import axis_with, gradient_axes, island_count, state_axes
+from meshwright.spec.groups import axis_with, island_count
 
 
-def error_feedback_refusal(degrees: Mapping[str, int], zero: int, offload: str) -> str:
+def error_feedback_refusal(degrees: Mapping[str, int], offload: str) -> str:
     """Returns why a layout can't keep what sums leave out, with the nearest that works; empty where it can."""
-    copies = math.prod(degrees.get(name, 1) for name in gradient_axes(state_axes(zero)))
-    if zero:
-        total = copies * math.prod(degrees.get(name, 1) for name in state_axes(zero))
-        return (
-            f"zero={zero} sums flat shards, of which no errors are kept; nearest that works: replicate={total} without "
-            "shard, or compress=int8"
-        )
     for mechanics, why in (
         (Mechanics.EXPERTS, "an expert's weights have copies of their own"),
         (Mechanics.STAGES, "a tied weight of two stages would owe twice"),
@@ -33,17 +25,16 @@ def error_feedback_refusal(degrees: Mapping[str, int], zero: int, offload: str) 
     return ""
 
 
-def check_error_feedback(text: str, degrees: Mapping[str, int], zero: int, offload: str) -> None:
+def check_error_feedback(text: str, degrees: Mapping[str, int], offload: str) -> None:
     """Refuses layouts that can't keep what sums over copies leave out.
 
     Args:
         text: of the choice, for the message.
         degrees: of the axes.
-        zero: level of ZeRO.
         offload: of the layout.
 
     Raises:
         PlanError: with the rule and the nearest layout that works.
     """
-    if refusal := error_feedback_refusal(degrees, zero, offload):
+    if refusal := error_feedback_refusal(degrees, offload):
         raise PlanError(f"compress={text}: {refusal}")

@@ -146,7 +146,7 @@ class Layout:
             raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
         self.compress.check(self.copies, (copies[0], shards[0], shard))
         if self.compress.keeps_errors:
-            check_error_feedback(str(self.compress), self.degrees, self.zero, self.offload)
+            check_error_feedback(str(self.compress), self.degrees, self.offload)
         if self.compress_weights != "none" and not self.zero:
             raise PlanError(
                 f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
@@ -476,7 +476,7 @@ class Layout:
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
         changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
-        if self.compress.keeps_errors and error_feedback_refusal(degrees, changes["zero"], self.offload):
+        if self.compress.keeps_errors and error_feedback_refusal(degrees, self.offload):
             changes["compress"] = defaults["compress"]
         for name, mechanics in _CHOICES_OF.items():
             # A choice without its axis would be refused.

@@ -21,15 +21,24 @@ def matrix_size(shape: Sequence[int]) -> tuple[int, int]:
     return (shape[0] if shape else 1), math.prod(shape[1:])
 
 
-def sums_in_low_rank(shape: Sequence[int], rank: int) -> bool:
-    """Returns whether a weight's gradient is summed in low rank.
+def sums_in_low_rank(shape: Sequence[int], local_shape: Sequence[int], rank: int) -> bool:
+    """Returns whether the gradient of a rank's part of a weight is summed in low rank.
+
+    A part of so few rows that its two thin matrices would be no fewer values is summed exactly.
 
     Args:
         shape: of the whole weight, before any axis splits it.
+        local_shape: of this rank's part.
         rank: of the sum.
     """
     rows, columns = matrix_size(shape)
-    return len(shape) >= 2 and LEAST_SAVING * rank * (rows + columns) < rows * columns
+    local_rows, local_columns = matrix_size(local_shape)
+    saves = LEAST_SAVING * rank * (rows + columns) < rows * columns
+    return (
+        len(shape) >= 2
+        and saves
+        and local_rank(local_shape, rank) * (local_rows + local_columns) < local_rows * local_columns
+    )
 
 
 def local_rank(shape: Sequence[int], rank: int) -> int:

@@ -48,6 +48,9 @@ ROUNDED = [
     "replicate=2,tp=2,compress=powersgd:2",
     "replicate=2,compress=topk:20", "replicate=2,microbatches=2,precision=bf16,compress=topk:20",
     "cp=2,compress=topk:7", "replicate=4,compress=topk:5", "replicate=2,tp=2,compress=topk:20",
+    "replicate=2,shard=2,zero=1,compress=powersgd:2", "replicate=2,shard=2,zero=2,microbatches=2,compress=topk:20",
+    "replicate=2,shard=2,zero=3,precision=bf16,compress=powersgd:2,compress_weights=int8",
+    "replicate=2,shard=2,zero=1,compress=topk:7",
 ]  # fmt: skip
 """Buffers of rounded numbers come on top, but for the planner's own estimate of what is under way at once."""
 CASES = {

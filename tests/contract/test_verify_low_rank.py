@@ -26,10 +26,15 @@ PROVEN = {
         "replicate=2,tp=2,sequence=true,compress=powersgd:2", "replicate=4,compress=powersgd:1",
         "replicate=2,tp=2,sequence=true,compress=topk:30", "replicate=4,compress=topk:30",
     ],
+    # The vocabulary divides by no degree: shards of unequal length.
+    "sharded": [
+        "replicate=2,shard=2,zero=1,compress=powersgd:2", "replicate=2,shard=2,zero=2,microbatches=2,compress=topk:30",
+        "replicate=2,shard=2,zero=3,compress=powersgd:2:1", "replicate=2,shard=2,zero=1,compress=topk:5",
+    ],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", cases(list(PROVEN), (0,)))
+@pytest.mark.parametrize("name", cases(list(PROVEN), ("two", "sharded")))
 def test_sums_are_those_of_plain_numpy_and_the_rest_that_of_one_device(name: str) -> None:
     for verdict in verify(CASE, [Layout.parse(text + ",precision=float64") for text in PROVEN[name]]):
         assert verdict.passed and verdict.worst.error < 1e-9, (verdict.layout, verdict.wrong, verdict.refused)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -58,3 +59,47 @@ def test_a_drained_leader_may_end(nodes: Callable[..., Nodes], capsys: pytest.Ca
     assert main(["cancel", str(run.run)]) == 0
     steps = sorted(curve(run.run))
     assert steps == list(range(1, len(steps) + 1)) and not run.told("rank_lost")
+
+
+ISLANDS = ("--outer.every", "5", "--checkpoint.every", "0", "--train.steps", "5000")
+
+
+@pytest.mark.parametrize("node", [1, 0])
+def test_a_node_of_islands_leaves_at_sigterm_and_the_others_go_on(
+    node: int,
+    nodes: Callable[..., Nodes],  # noqa: F811
+) -> None:
+    """Its island's open round ends with the others', so that nothing is trained twice; started again, it comes back."""
+    run = nodes(f"island{node}", 2, "islands=2", *ISLANDS).start()
+    run.reaches(7)
+    run.nodes[node].kill(signal.SIGTERM)
+    assert run.nodes[node].wait() == 143, run.nodes[node].text()
+    assert "left the run at SIGTERM and nothing of its round is lost" in run.nodes[node].text()
+    run.nodes.pop(node).no_orphans()
+    left = len(rows(run.run))
+    wait_until(lambda: len(rows(run.run)) > left + 3)
+    drained = run.told("drained")[0]
+    assert drained["devices"] == [[node, 0]] and drained["step"] % 5 == 0 and "SIGTERM" in drained["why"]
+    assert next((row["nodes"], row["ranks"]) for row in run.told("planned")) == ([1 - node], 1)
+    assert not run.told("rank_lost") and not (run.run / "drain" / f"node-{node}.json").exists()
+    steps = [row["step"] for row in rows(run.run)]
+    assert steps == list(range(1, len(steps) + 1))
+    run.start(node)
+    wait_until(lambda: len(run.told("planned")) > 1 and run.told("planned")[-1]["ranks"] == 2)
+    left = len(rows(run.run))
+    wait_until(lambda: len(rows(run.run)) > left + 3)
+    assert main(["cancel", str(run.run)]) == 0
+
+
+def test_a_node_of_islands_that_cannot_end_its_round_in_time_gives_it_up(nodes: Callable[..., Nodes]) -> None:  # noqa: F811
+    run = nodes("late", 2, "islands=2", "--outer.every", "4000", *ISLANDS[2:], "--launch.stop-s", "3").start()
+    run.reaches(7)
+    asked_at = time.monotonic()
+    run.nodes[1].kill(signal.SIGTERM)
+    assert run.nodes[1].wait() == 143 and "gave its open round up" in run.nodes[1].text()
+    wait_until(lambda: run.told("node_lost"))
+    waited_s = time.monotonic() - asked_at
+    left = len(rows(run.run))
+    wait_until(lambda: len(rows(run.run)) > left + 3)
+    assert 3 <= waited_s < 8 and not run.told("rank_lost")
+    assert main(["cancel", str(run.run)]) == 0

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from meshwright.errors import PlanError
 from meshwright.models.analysis.table import sharding_table
@@ -70,7 +71,7 @@ def beside_torch(rank: int) -> list[float]:
     group = AxisGroup("replicate", dist.group.WORLD, TrafficLog())
     choice = Compression.parse(f"powersgd:{RANK}")
     ours = LowRankCompressor(choice, group, RoundingKey(0, 0))
-    feedback = ours.error_feedback = ErrorFeedback([weight], choice, 2, rank, (), "", LiveBytes())
+    feedback = ours.error_feedback = ErrorFeedback([weight], choice, 2, rank, (), {}, LiveBytes())
     theirs = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=RANK, start_powerSGD_iter=2)
     theirs.iter = 2
     # Both begin from one basis.
@@ -102,7 +103,9 @@ LAYOUTS = {
         "replicate=2", "replicate=2,microbatches=2", "cp=2", "replicate=2,precision=bf16,microbatches=2",
         "replicate=2,precision=fp16",
     ],
-    4: ["replicate=4", "replicate=2,tp=2", "replicate=2,tp=2,sequence=true,precision=bf16", "replicate=2,cp=2"],
+    4: ["replicate=4", "replicate=2,tp=2", "replicate=2,tp=2,sequence=true,precision=bf16", "replicate=2,cp=2",
+        "replicate=2,shard=2,zero=1,microbatches=2", "replicate=2,shard=2,zero=2,microbatches=2,precision=bf16",
+        "replicate=2,shard=2,zero=3"],
 }  # fmt: skip
 
 
@@ -197,18 +200,22 @@ CHOICES = ("compress=powersgd:2:1,precision=float64", "compress=topk:20:1,precis
 OPTIONS = ("--train.steps", "8", "--train.batch", "12", "--checkpoint.every", "4")
 
 
+def run(folder: Path, name: str, layout: str, *more: str) -> dict[int, tuple[float, float]]:
+    """Trains eight steps; returns the curve of the run."""
+    argv = words(folder, name, *OPTIONS, *more, layout=layout, devices=Layout.parse(layout).world)
+    status, text = call(argv, folder / f"{name}.log")
+    assert status == 0, text
+    return curve(folder / name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("choice", CHOICES)
 def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice: str, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
 
-    def run(name: str, layout: str) -> dict[int, tuple[float, float]]:
-        argv = words(tmp_path, name, *OPTIONS, layout=layout, devices=Layout.parse(layout).world)
-        status, text = call(argv, tmp_path / f"{name}.log")
-        assert status == 0, text
-        return curve(tmp_path / name)
-
-    whole, exact = run("whole", f"replicate=2,{choice}"), run("exact", "replicate=2,precision=float64")
+    whole, exact = (
+        run(tmp_path, name, f"replicate=2,{text}") for name, text in (("whole", choice), ("exact", "precision=float64"))
+    )
     assert whole[1] == exact[1] and whole[2][0] == exact[2][0]
     assert all(whole[step][0] != exact[step][0] for step in range(3, 9))
     resumed = {}
@@ -220,7 +227,7 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice:
     for name, layout in layouts.items():
         shutil.copytree(tmp_path / "whole", tmp_path / name)
         shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000008")
-        resumed[name] = run(name, layout)
+        resumed[name] = run(tmp_path, name, layout)
         assert events(tmp_path / name, "resumed")[0]["step"] == 4
     assert resumed["same"] == whole
     for step in range(5, 9):
@@ -232,6 +239,47 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice:
         assert resumed["none"][step] != pytest.approx(whole[step], rel=1e-6)
 
 
+def owed(run: Path, step: int) -> dict[str, torch.Tensor]:
+    """Returns what all copies owe together of each weight, read off a checkpoint by torch's own tool."""
+    torch_file = run / f"{step}.pt"
+    dcp_to_torch_save(run / "checkpoints" / f"step-{step:08d}", torch_file)
+    totals: dict[str, torch.Tensor] = {}
+    for name, tensor in torch.load(torch_file, weights_only=True).items():
+        copy, _, weight = name.partition("/errors/")
+        if weight and copy.startswith("copy"):
+            totals[weight] = totals.get(weight, torch.zeros_like(tensor)) + tensor
+    return totals
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", cases(["powersgd:2", "topk:20"]))
+def test_shards_owe_under_any_layout_what_they_owed(method: str, tmp_path: Path) -> None:
+    """Steps that sum exactly leave debts as they are, so a later checkpoint of another layout shows what arrived."""
+    write_corpus(tmp_path / "corpus.txt")
+    double, backend = "precision=float64", ("--checkpoint.backend", "dcp")
+
+    sharded = f"replicate=2,shard=2,zero=2,compress={method},{double}"
+    whole = run(tmp_path, "whole", sharded, *backend)
+    before = owed(tmp_path / "whole", 4)
+    assert before and all(total.abs().max() > 0 for total in before.values())
+    layouts = {
+        "same": sharded,
+        "copies": f"replicate=3,compress={method}:100,{double}",
+        "level": f"replicate=2,shard=2,zero=3,compress={method}:100,{double}",
+    }
+    for name, layout in layouts.items():
+        shutil.copytree(tmp_path / "whole", tmp_path / name)
+        shutil.rmtree(tmp_path / name / "checkpoints" / "step-00000008")
+        resumed = run(tmp_path, name, layout, *backend)
+        if name == "same":
+            assert resumed == whole
+            continue
+        after = owed(tmp_path / name, 8)
+        assert after.keys() == before.keys()
+        for weight, total in before.items():
+            torch.testing.assert_close(after[weight], total, rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "choice", "options"),
@@ -240,6 +288,7 @@ def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice:
             ("replicate=2", CHOICES[0], ()),
             ("replicate=3", CHOICES[0], ("--recovery.on-death", "shrink")),
             ("replicate=2", CHOICES[1], ()),
+            ("replicate=2,shard=2,zero=1", CHOICES[0], ()),
         ],
         (0, 2),
     ),

@@ -50,6 +50,9 @@ CASES = {
         "replicate=2,microbatches=2,compress=powersgd:2", "cp=2,compress=powersgd:3,precision=bf16",
         "replicate=2,tp=2,compress=powersgd:2", "replicate=2,tp=2,sequence=true,compress=powersgd:2",
         "cp=2,compress=topk:30,precision=bf16", "replicate=2,tp=2,compress=topk:30",
+        "replicate=2,shard=2,zero=1,microbatches=2,compress=powersgd:2",
+        "replicate=2,shard=2,zero=2,microbatches=2,precision=bf16,compress=topk:30",
+        "replicate=2,shard=2,zero=3,compress=powersgd:2,compress_weights=int8",
     ],
     "mixtral": [
         "replicate=2", "shard=2,ep=2,zero=3,microbatches=2", "cp=2,ep=2", "tp=2,ep=2", "shard=2,cp=2,ep=2,zero=2",

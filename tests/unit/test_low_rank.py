@@ -78,7 +78,7 @@ class Copies:
                 Weight(nn.Parameter(torch.zeros(shape, dtype=dtype)), LocalShard.unsharded(name, shape, count))
                 for name, shape in SHAPES.items()
             ]
-            low_rank.error_feedback = ErrorFeedback(weights, compression, count, index, (), "", LiveBytes())
+            low_rank.error_feedback = ErrorFeedback(weights, compression, count, index, (), {}, LiveBytes())
         self.feedback = [low_rank.error_feedback for low_rank in self.sums if low_rank.error_feedback is not None]
 
     def step(self, grads: Sequence[dict[str, torch.Tensor]], valid: bool = True, scale: float = 1.0) -> dict:
@@ -251,8 +251,7 @@ REFUSED = {
     "replicate=2,compress=powersgd:0": "1 or more",
     "replicate=2,compress=powersgd:4:x": "first S steps",
     "compress=powersgd:4": "replicate=2",
-    "shard=2,replicate=2,zero=1,compress=powersgd:4": "replicate=4 without shard",
-    "shard=2,replicate=2,zero=3,compress=powersgd:4": "flat shards",
+    "shard=4,zero=1,compress=powersgd:4": "replicate=2,shard=2",
     "replicate=2,pp=2,compress=powersgd:4": "drop pp",
     "cp=2,replicate=2,ep=2,compress=powersgd:4": "drop ep",
     "replicate=2,islands=2,compress=powersgd:4": "islands",
@@ -271,4 +270,6 @@ def test_other_degrees_keep_it_where_they_can() -> None:
     assert str(layout) == "replicate=4,tp=2,compress=powersgd:4:100" and Layout.from_json(layout.to_json()) == layout
     assert str(layout.with_degrees({"replicate": 3})) == "replicate=3,compress=powersgd:4:100"
     assert not layout.with_degrees({"tp": 2}).compress
-    assert not layout.with_degrees({"replicate": 2, "shard": 2}).compress
+    assert str(layout.with_degrees({"replicate": 2, "shard": 2}).compress) == "powersgd:4:100"
+    assert not layout.with_degrees({"shard": 4}).compress
+    assert not layout.with_degrees({"replicate": 2, "pp": 2}).compress

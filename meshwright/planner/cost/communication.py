@@ -333,11 +333,13 @@ class CommunicationTimes:
     def _low_rank_sum(self, elements: Array, span: GroupSpan, collectives: Values | None = None) -> WireTime:
         """Returns the sum of gradients over copies in low rank, (N, P); the arguments are those of a sum.
 
-        Of a matrix of n x m values r (n + m) travel, as if n and m were the model's width, of which tp splits one.
+        Of a matrix of n x m values r (n + m) travel, as if n and m were the model's width, of which tp and ZeRO's
+        shards split one.
         """
         layouts = self._model.layouts
         width, rank = self._model.job.shape.width, layouts.low_rank[:, None]
-        share = np.minimum(1.0, rank * (1.0 + layouts.tp[:, None]) / width)
+        parts = (layouts.tp * layouts.state_shards)[:, None]
+        share = np.minimum(1.0, rank * (1.0 + parts) / width)
         # Each message is two, one after the other, of half the bytes each.
         half_bytes = elements * share * self._reduce_bytes / 2.0
         return self._exchanges([(traffic.all_reduce_s, half_bytes, span)] * 2, span, collectives)

@@ -417,7 +417,7 @@ class RankTimes(LayerSums):
         gathered = np.where(is_sharded, unit * (1.0 + 1.0 / shards), 0.0)
         # What a copy owes, and what it will owe after this step; bases are small beside them.
         keeps_errors = (layouts.low_rank + layouts.inverse_density)[:, None] > 0
-        owed = np.where(keeps_errors, 2.0 * master_bytes(self.job.precision) * dense, 0.0)
+        owed = np.where(keeps_errors, 2.0 * master_bytes(self.job.precision) * dense / shards, 0.0)
         return np.asarray(
             owed + summed * value_bytes(layouts.compress, 0.0) + gathered * value_bytes(layouts.compress_weights, 0.0)
         )
