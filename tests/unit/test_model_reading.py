@@ -28,9 +28,7 @@ def test_analyses_after_others_equal_fresh_ones_and_try_the_clone_once(monkeypat
         model=ModelConfig(name="mixtral", layers=2, width=32, heads=4),
         data=DataConfig(paths=("corpus.txt",), sequence=TOKENS),
     )
-    fresh = [
-        analyse_model(read_model(config, 64, TOKENS).built, Layout.parse(text), tokens=TOKENS) for text in LAYOUTS
-    ]
+    fresh = [analyse_model(read_model(config, 64, TOKENS).built, Layout.parse(text), tokens=TOKENS) for text in LAYOUTS]
     trials = []
     try_forward = model_analysis.try_forward
     monkeypatch.setattr(model_analysis, "try_forward", lambda built: trials.append(built) or try_forward(built))
