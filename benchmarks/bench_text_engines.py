@@ -1,10 +1,10 @@
 """Text at scale: `prepare` with filters on a real Slurm and a real Ray of this machine, killed twice in the middle.
 
-    python benchmarks/bench_text_engines.py slurm ray [--megabytes 220] [--pairs 2000] [--folder F] [--json OUT]
+    python benchmarks/bench_text_engines.py slurm ray [--megabytes 220] [--kept 0.2] [--pairs 2000] [--folder F] [--json OUT]
 
-A corpus is drawn: documents of two languages, half of each, addresses of people in some, and pairs of near-duplicates
-far apart. `prepare` keeps one language by a fastText model that is trained here, masks the addresses, drops
-near-duplicates and tokenises: once by its own processes, then by each engine. There the command is killed (SIGKILL)
+A corpus is drawn: documents of two languages, `--kept` of them in the one that stays, addresses of people in some, and
+pairs of near-duplicates far apart. `prepare` keeps that language by a fastText model that is trained here, masks the
+addresses, drops near-duplicates and tokenises: by its own processes, and beside it by each engine. There the command is killed (SIGKILL)
 while it reads, a node is killed while signatures are computed, and the command once more while it encodes. Bars: each
 engine gives the bytes of the own processes; of the planted pairs whose exact Jaccard similarity is 0.85 or more, 95 %
 are found; nothing else is dropped, and no address is left.
@@ -21,7 +21,6 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engines", nargs="*", help="slurm, ray")
     parser.add_argument("--megabytes", type=float, default=220.0)
+    parser.add_argument("--kept", type=float, default=0.2, help="share of the documents in the language that stays")
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--against", type=int, default=0, metavar="ROUNDS", help="rounds beside datatrove's own")
     parser.add_argument("--folder", type=Path, help="where the files go, and stay")
@@ -89,7 +90,7 @@ def main() -> int:
     logger.disable("datatrove")
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()
-        corpus = Corpus(folder, options.megabytes * 1e6, options.pairs)
+        corpus = Corpus(folder, options.megabytes * 1e6, options.kept, options.pairs)
         results: dict[str, Any] = {"text MB": corpus.bytes / 1e6, "documents": corpus.documents, "files": corpus.files}
         missed: list[str] = []
         if options.against:
@@ -97,13 +98,18 @@ def main() -> int:
             if results["prepare / datatrove"] < SPEED_BAR:
                 missed.append("tokens a second and core")
         if options.engines:
-            own = prepare_own(corpus, folder / "own")
-            found = corpus.judge(TokenSet.open(folder / "own"))
-            results |= own | found
+            with ThreadPoolExecutor() as threads:
+                engines = {name: threads.submit(killed_twice, corpus, name, folder) for name in options.engines}
+                made = prepare(corpus.config(), folder / "own", workers=2)
+            found = corpus.judge(made)
+            results |= found
             missed += [name for name, bar in BARS.items() if not bar(found[name])]
-        for name in options.engines:
-            results |= (told := killed_twice(corpus, name, folder))
-            missed += [name] if not told[f"{name}: same bytes"] else []
+            for name, engine in engines.items():
+                told = engine.result()
+                results |= {f"{name}: {title}": value for title, value in told.items()}
+                is_equal = contents(folder / f"set-{name}") == contents(made.path)
+                results[f"{name}: same bytes"] = is_equal
+                missed += [] if is_equal else [name]
     width = max(map(len, results))
     for name, value in results.items():
         print(f"{name:<{width}}  {value:>14,.4g}" if isinstance(value, float) else f"{name:<{width}}  {value:>14}")
@@ -127,10 +133,11 @@ class Corpus:
     Args:
         folder: for the text and the language model.
         size: bytes of text.
-        pairs: of near-duplicates, all in the language that stays.
+        kept: share of the documents in the language that stays.
+        pairs: of near-duplicates, all in that language.
     """
 
-    def __init__(self, folder: Path, size: float, pairs: int) -> None:
+    def __init__(self, folder: Path, size: float, kept: float, pairs: int) -> None:
         self.bytes = self.documents = self.files = 0
         self._languages: list[str] = []
         self._pairs: list[tuple[int, int, float]] = []
@@ -139,7 +146,7 @@ class Corpus:
         draw = random.Random(0)
         self._words = {name: _words(draw, letters) for name, letters in LETTERS.items()}
         self._train_model(draw)
-        self._write(draw, size, pairs)
+        self._write(draw, size, kept, pairs)
 
     def _train_model(self, draw: random.Random) -> None:
         lines = [f"__label__{name} {' '.join(draw.choices(self._words[name], k=30))}" for name in LETTERS] * 200
@@ -149,11 +156,13 @@ class Corpus:
         model = fasttext.train_supervised(str(labelled), epoch=40, dim=8, minn=1, maxn=2, thread=10, verbose=0)
         model.save_model(str(self.model))
 
-    def _write(self, draw: random.Random, size: float, pairs: int) -> None:
+    def _write(self, draw: random.Random, size: float, kept: float, pairs: int) -> None:
         """Writes files until the text is long enough; the copies of a pair lie at random places behind it."""
         waiting: list[tuple[int, int, str]] = []
         expected = int(size / 3500)
-        chosen = set(draw.sample(range(0, expected - expected // 10, 2), pairs))
+        is_kept = [draw.random() < kept for _ in range(2 * expected)]
+        originals = [number for number in range(expected - expected // 10) if is_kept[number]]
+        chosen = set(draw.sample(originals, min(pairs, len(originals) // 2)))
         while self.bytes < size:
             with (self.folder / f"{self.files:05d}.jsonl").open("w", encoding="utf-8") as file:
                 end = self.bytes + FILE_BYTES
@@ -165,9 +174,9 @@ class Corpus:
                         self._pairs.append((original, number, similarity(text, near)))
                         self._add(file, "en", near)
                         continue
-                    language = "en" if number % 2 == 0 else "de"
+                    language = "en" if is_kept[number] else "de"
                     text = self._document(draw, number, language)
-                    if number in chosen and language == "en":
+                    if number in chosen:
                         waiting.append((draw.randrange(number + 1, expected), number, text))
                         waiting.sort()
                     self._add(file, language, text)
@@ -240,24 +249,6 @@ def similarity(left: str, right: str) -> float:
     return len(sets[0] & sets[1]) / len(sets[0] | sets[1])
 
 
-def prepare_own(corpus: Corpus, out: Path) -> dict[str, Any]:
-    """Prepares by this machine's processes; returns seconds and processor seconds."""
-    begun, before_s = time.monotonic(), _children_s()
-    made = prepare(corpus.config(), out, workers=2)
-    processor = _children_s() - before_s
-    tokens = len(made.train.tokens) + len(made.validation.tokens)
-    return {
-        "own: seconds": time.monotonic() - begun,
-        "own: processor seconds": processor,
-        "own: tokens a second and core": tokens / processor,
-    }
-
-
-def _children_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 class Killed:
     """A command that is killed in the middle of its stages.
 
@@ -328,9 +319,8 @@ def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
         run.finish(run.start())
         seconds = time.monotonic() - begun
         return {
-            f"{name}: same bytes": contents(run.out) == contents(folder / "own"),
-            f"{name}: seconds, kills included": seconds,
-            f"{name}: finished when killed": f"{reading} read, {encoding} units; node at {signatures} signatures",
+            "seconds, kills included": seconds,
+            "finished when killed": f"{reading} read, {encoding} units; node at {signatures} signatures",
         }
 
 
