@@ -1,16 +1,17 @@
 """Text at scale: `prepare` with filters on a real Slurm and a real Ray of this machine, killed twice in the middle.
 
-    python benchmarks/bench_text_engines.py slurm ray [--megabytes 220] [--kept 0.2] [--pairs 2000] [--folder F] [--json OUT]
+    python benchmarks/bench_text_engines.py slurm ray [--megabytes 220] [--kept 0.2] [--pairs 2000] [--folder F]
 
 A corpus is drawn: documents of two languages, `--kept` of them in the one that stays, addresses of people in some, and
 pairs of near-duplicates far apart. `prepare` keeps that language by a fastText model that is trained here, masks the
-addresses, drops near-duplicates and tokenises: by its own processes, and beside it by each engine. There the command is killed (SIGKILL)
-while it reads, a node is killed while signatures are computed, and the command once more while it encodes. Bars: each
-engine gives the bytes of the own processes; of the planted pairs whose exact Jaccard similarity is 0.85 or more, 95 %
-are found; nothing else is dropped, and no address is left.
+addresses, drops near-duplicates and tokenises: by its own processes, and beside it by each engine. There the command is
+killed (SIGKILL) while it reads, a node is killed while signatures are computed, and the command once more while it
+encodes. Bars: each engine gives the bytes of the own processes; of the planted pairs whose exact Jaccard similarity is
+0.85 or more, 95 % are found; nothing else is dropped, and no address is left.
 
 `--against` compares processor seconds with datatrove's own pipeline of the same steps on a part of the corpus, in one
-process each, interleaved; bar 0.9 of its tokens a second and core. Exit status 1 when a bar is missed.
+process each, interleaved; bar 0.9 of its tokens a second and core. Exit status 1 when a bar is missed. It needs
+`pip install 'meshwright[text]' orjson`; Slurm needs root, munge and slurm-wlm, Ray `pip install 'meshwright[ray]'`.
 """
 
 from __future__ import annotations
