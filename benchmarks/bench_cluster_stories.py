@@ -44,12 +44,27 @@ START_S, LEAVE_S, STEP_S = 400.0, 60.0, 0.3
 _FIELDS = {
     "start_s": "submitted to 1st step",
     "resume_s": "went on after",
+    "noticed_s": "  noticed",
+    "fenced_s": "  its generation ended",
+    "planned_s": "  planned",
+    "started_s": "  ranks started",
+    "restored_s": "  state restored",
+    "step_s": "  first step done",
     "again": "steps again",
     "grow_s": "grew after",
     "cancel_s": "cancelled in",
     "left_s": "nothing left after",
     "load": "load",
 }
+_STAGES = {
+    "noticed_s": ("node_lost", "leader_lost"),
+    "fenced_s": ("fenced", "leading"),
+    "planned_s": ("planned",),
+    "started_s": ("rank_started",),
+    "restored_s": ("restored",),
+    "step_s": ("recovered",),
+}
+"""Stages from a kill to the next step, each with the events that end it."""
 
 
 class SlurmGround:
@@ -227,10 +242,22 @@ class Story:
             "seen": seen,
             "committed": newest,
         }
-        self._told |= told | {"restored": restored["step"], "tier": restored["tier"]}
+        self._told |= told | {"restored": restored["step"], "tier": restored["tier"]} | self._stages(killed_at)
         self._bar(resume_s <= RESUME_BAR_S, f"went on after {resume_s:.1f} s")
         self._bar(restored["step"] == newest, f"restored step {restored['step']}, committed was {newest}")
         self._bar(restored["step"] >= seen - 1, f"restored step {restored['step']}, the metrics had {seen}")
+
+    def _stages(self, killed_at: float) -> dict[str, float]:
+        """Returns the seconds of each stage from the kill to the first step, by the run's own events."""
+        told = [event for event in rows(self._run, "events.jsonl") if event["time"] >= killed_at]
+        told = told[: next(number for number, event in enumerate(told) if event["kind"] == "recovered") + 1]
+        ends, before = {}, killed_at
+        for stage, kinds in _STAGES.items():
+            # A stage ends with the last node's event; one that a story lacks has no time of its own.
+            ends[stage] = max([event["time"] for event in told if event["kind"] in kinds], default=before)
+            before = ends[stage] = max(ends[stage], before)
+        starts = [killed_at, *ends.values()]
+        return {stage: stop - start for (stage, stop), start in zip(ends.items(), starts)}
 
     def _grow(self) -> None:
         # Without the sleep of the first generation steps would keep cores busy that others need.

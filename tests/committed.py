@@ -14,6 +14,8 @@ from tests.runs import events
 _HEADER = struct.Struct("<8sqqqqqqI")
 """Of a snapshot: magic, generation, step, bytes of the table, ... (`checkpoint/snapshot.py`)."""
 _TABLE_AT = 64
+_NAME = "meshwright-snapshot"
+"""Of its memory file."""
 
 
 def committed_before_restore(run: Path, limit_s: float = 60.0) -> int:
@@ -44,7 +46,11 @@ def committed_step(run: Path) -> int:
     holders: dict[tuple[int, int], tuple[int, set[int]]] = {}
     for memory in {inode: path for path, inode in _snapshot_files(run)}.values():
         try:
-            with memory.open("rb") as file:
+            # Meanwhile its number may be that of another file: reading a pipe would wait for ever.
+            descriptor = os.open(memory, os.O_RDONLY | os.O_NONBLOCK)
+            with open(descriptor, "rb") as file:
+                if _NAME not in os.readlink(f"/proc/self/fd/{descriptor}"):
+                    continue
                 magic, generation, step, table_bytes, *_ = _HEADER.unpack(file.read(_HEADER.size))
                 file.seek(_TABLE_AT)
                 table = json.loads(file.read(table_bytes)) if magic == b"meshsnap" else None
@@ -60,7 +66,7 @@ def _snapshot_files(run: Path) -> Iterator[tuple[Path, int]]:
     for pid in run_processes(run):
         try:
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                if "meshwright-snapshot" in os.readlink(descriptor):
+                if _NAME in os.readlink(descriptor):
                     yield descriptor, descriptor.stat().st_ino
         except OSError:  # it ended, or closed it
             continue

@@ -32,7 +32,7 @@ from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.island_checks import check_islands
-from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_shapes
+from meshwright.train.model_analysis import ModelAnalysis, check_shapes
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.train.stage_times import is_plain, may_change_degrees, names_choice
@@ -75,7 +75,7 @@ def make_plans(
 def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
     """Analyses the model for a layout, refusing a layout that can't run."""
     check(layout, devices.kind, len(model.built.structure.layers))
-    analysis = analyse_model(model.built, layout, tokens=config.data.sequence)
+    analysis = model.analyse(layout, config.data.sequence)
     check_shapes(analysis, layout, config.train.batch, config.data.sequence)
     check_rebalance(config.train, layout, analysis.rows)
     return analysis

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from meshwright.errors import MeshwrightError
 from meshwright.models.analysis.experts import routes_wide
@@ -19,7 +19,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
 from meshwright.spec.sharding_table import ShardingTable
-from meshwright.train.model_analysis import ModelAnalysis
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.run_config import RunConfig
 
 
@@ -31,6 +31,19 @@ class ReadModel:
     sizes: StateSizes
     fingerprint: str
     """Hash of names, shapes and types of its parameters."""
+    analyses: dict[tuple[int, int, str], ModelAnalysis] = field(default_factory=dict)
+    """What was found by degrees of tp and cp and the way of attention: a trial of a clone takes a second of a core."""
+
+    def analyse(self, layout: Layout, tokens: int) -> ModelAnalysis:
+        """Analyses the model for a layout, by what is known from other layouts; see `analyse_model`."""
+        key = (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS), layout.attention)
+        earlier = self.analyses.get(key)
+        if earlier is None and self.analyses:
+            # Neither depends on how heads and tokens are split.
+            newest = next(reversed(self.analyses.values()))
+            earlier = ModelAnalysis(trial=newest.trial, layer_graph=newest.layer_graph)
+        self.analyses[key] = analyse_model(self.built, layout, earlier, tokens)
+        return self.analyses[key]
 
 
 def read_model(config: RunConfig, vocab: int | None, context: int | None) -> ReadModel:

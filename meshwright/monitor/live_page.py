@@ -71,10 +71,12 @@ class LivePage:
         self._lock = threading.Lock()
 
     def document(self) -> str:
-        """Returns the whole page."""
+        """Returns the whole page as it was rendered last: it asks at once for what has changed since."""
         with self._lock:
-            run = self._refresh()
-            return page(f"{run.path.resolve().name} · meshwright", self._sections, self._buttons)
+            run = self._run or self._refresh()
+            return page(
+                f"{run.path.resolve().name} · meshwright", self._sections, self._buttons, version=self._version
+            )
 
     def sections_since(self, version: int) -> JsonObject:
         """Returns the sections that changed after a version, the present version, and when to ask again.

@@ -221,7 +221,7 @@ def memory(run: RunFiles) -> list[Markup]:
     table_rows = [
         (
             name,
-            *("" if value is None else f"{value:,}" for value in (planned_value, measured_value)),
+            *("" if value is None else f"{value:,.0f}" for value in (planned_value, measured_value)),
             str(formula.get(name, "")),
         )
         for name, planned_value, measured_value in rows

@@ -154,6 +154,8 @@ def test_only_what_changed_is_sent_again(small, monkeypatch):
     assert {"head", "course", "traffic", "last-recorded-step", "who-waits-for-whom", "experts"} <= first[
         "sections"
     ].keys()
+    shown = re.search(r'data-version="(\d+)"', small.ask("/").text)
+    assert shown and int(shown[1]) == first["version"], "the document asks for what is newer than itself"
     again = json.loads(small.ask(f"/api/sections?since={first['version']}").text)
     assert again["sections"] == {} and again["version"] == first["version"]
     with (small.run / "events.jsonl").open("a") as file:

@@ -3,7 +3,8 @@
 "use strict";
 (() => {
   const state = document.getElementById("state");
-  let version = 0;
+  // What the document shows is as it was rendered last: only what has changed since is asked for.
+  let version = Number(state.dataset.version || 0);
   let pause_ms = 2000;
 
   const say = (text, bad) => {
@@ -75,7 +76,7 @@
     history.replaceState(null, "", location.pathname + location.search);
     login(token);
   } else if (!form) {
-    setTimeout(update, 500);
+    update();
   }
   form?.addEventListener("submit", (event) => {
     event.preventDefault();
