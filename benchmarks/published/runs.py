@@ -28,6 +28,7 @@ from meshwright.planner.measured_price import price_layout
 from meshwright.planner.presets import presets
 from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.layer_graph import END_STAGES
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
 
@@ -106,9 +107,8 @@ def _interleaved(layout: Layout, layers: int) -> list[Layout]:
     ranks = layout.degree(Mechanics.STAGES)
     if layout.microbatches % ranks:
         return []
-    return [
-        dataclasses.replace(layout, schedule="interleaved", stages=stages) for stages in range(2, layers // ranks + 1)
-    ]
+    most = (layers + END_STAGES) // ranks
+    return [dataclasses.replace(layout, schedule="interleaved", stages=stages) for stages in range(2, most + 1)]
 
 
 @dataclass(frozen=True, kw_only=True)

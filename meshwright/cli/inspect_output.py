@@ -89,12 +89,23 @@ def _pipeline_lines(pipeline: JsonObject) -> Iterator[str]:
     if "refused" in pipeline:
         yield _row("refused", pipeline["refused"])
         return
-    boundaries = "most" if pipeline["blocked"] else "any"
+    boundaries = "any" if pipeline["stages"] == pipeline["layers"] else "most"
     yield _row("stages", f"{pipeline['stages']} at most, cut between {boundaries} two of {pipeline['layers']} layers")
+    ends = [
+        end
+        for end, boundary in (("embedding", 0), ("head", pipeline["layers"]))
+        if str(boundary) not in pipeline["blocked"]
+    ]
+    if ends:
+        yield _row("without a layer", f"the stage with the {' and the one with the '.join(ends)} may be")
     counts = " or ".join(str(count) for count in pipeline["payload"]) or "0"
     yield _row("payload", f"{counts} tensor{'' if counts == '1' else 's'} a cut")
     for reason, layer_indices in _names_by_reason(pipeline["blocked"]).items():
-        yield _row("no cut", f"in front of layer {', '.join(layer_indices)}: {reason}")
+        behind = str(pipeline["layers"])
+        texts = [
+            "behind the last layer" if index == behind else f"in front of layer {index}" for index in layer_indices
+        ]
+        yield _row("no cut", f"{', '.join(texts)}: {reason}")
 
 
 def _layout_lines(layout: JsonObject) -> Iterator[str]:

@@ -26,6 +26,7 @@ from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.cost.prices import layer_span
 from meshwright.planner.explain import NAMES, against, format_chance, reason
 from meshwright.planner.scaling import KNEE, Point, best_size
 from meshwright.planner.timeline import timeline
@@ -186,7 +187,7 @@ def _memory_table(question: Question, best: Candidate) -> Table:
         memory_bytes = question.cluster.device_of(first_stage * ranks_per_stage).memory_bytes
         cells = [f"{stage.memory[name] / GIB:.2f}" for name in names]
         stage_label = str(first_stage) if first_stage == last_stage else f"{first_stage}-{last_stage}"
-        layers = f"{stage.layers[0]}-{max(last_stage_price.layers) - 1}"
+        layers = layer_span(stage, last_stage_price)
         cells += [f"{stage.peak / GIB:.2f}", f"{(memory_bytes - stage.peak) / GIB:.2f}"]
         table.add_row(stage_label, layers, *cells, *([f"{stage.host / GIB:.2f}"] if hosts else []))
     return table

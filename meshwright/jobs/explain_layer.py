@@ -141,17 +141,16 @@ def _describe_cuts(layer_graph: LayerGraphAnalysis | MeshwrightError, layer: str
         return
     index = graph.layers.index(layer)
     for boundary, where in ((index, "in front"), (index + 1, "behind")):
-        reason = graph.blocked.get(boundary, "")
-        if boundary in (0, len(graph.layers)):
-            reason = "no layer lies on the other side"
-        crossing = graph.boundary_tensors[boundary] if boundary < len(graph.layers) else ()
-        uses = evidence.inputs[boundary]
-        tried = boundary in evidence.trial.bounds and not reason
+        reason, is_behind_all = graph.blocked.get(boundary, ""), boundary == len(graph.layers)
+        crossing = graph.boundary_tensors[boundary]
+        uses = [] if is_behind_all else evidence.inputs[boundary]
+        tried = boundary in evidence.trial.bounds[1:-1] and not reason
+        results = [f"result {number} of {layer}" for (number,) in crossing] if is_behind_all else []
         yield {
             "where": where,
             "possible": not reason,
             "reason": reason,
-            "tensors": [_tensor_text(use, graph.layers) for use in uses if use.path in crossing],
+            "tensors": [*results, *(_tensor_text(use, graph.layers) for use in uses if use.path in crossing)],
             "evidence": [
                 *(f"also reads {_tensor_text(use, graph.layers)}" for use in uses if use.path not in crossing),
                 *([_trial_text(layer_graph)] if tried else []),

@@ -204,7 +204,7 @@ def _describe_pipeline(analysis: LayerGraphAnalysis | MeshwrightError) -> JsonOb
     layer_graph = analysis.layer_graph
     return {
         "layers": len(layer_graph.layers),
-        "stages": len(layer_graph.layers) - len(layer_graph.blocked),
+        "stages": len(layer_graph.layers) - sum(0 < index < len(layer_graph.layers) for index in layer_graph.blocked),
         "payload": sorted({len(tensors) for tensors in layer_graph.boundary_tensors[1:]}),
         "blocked": {str(layer_index): reason for layer_index, reason in layer_graph.blocked.items()},
     }

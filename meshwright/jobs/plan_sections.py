@@ -15,6 +15,7 @@ from meshwright.jobs.plan_model import PlanResult, ScalingResult
 from meshwright.json_types import JsonObject
 from meshwright.monitor.charts import scatter_chart
 from meshwright.monitor.page import Section, breakable, folded, note, table, tiles, title
+from meshwright.planner.cost.prices import layer_span
 from meshwright.planner.explain import NAMES, against
 from meshwright.planner.scaling import KNEE
 from meshwright.planner.timeline import timeline
@@ -168,7 +169,7 @@ def _memory_figure(result: PlanResult) -> Markup:
     rows = []
     for first, last in runs[::stride]:
         name = f"stage {first}" if first == last else f"stages {first} to {last}"
-        layers = f"layers {stages[first].layers[0]} to {max(stages[last].layers) - 1}"
+        layers = f"layers {layer_span(stages[first], stages[last])}"
         label = f"{name}: {layers}" if len(stages) > 1 else "every rank"
         rows.append((label, dict(stages[first].memory), float(room[first])))
     return memory_bars(rows, float(max(room)), question.usable_share)

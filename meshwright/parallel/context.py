@@ -52,6 +52,7 @@ def wrap_model(
     tensor: tuple[int, int] = (0, 1),
     attention: str = "heads",
     splits: int = 1,
+    is_first: bool = True,
 ) -> None:
     """Makes the layers of a module compute this rank's tokens: (B, S / size, D) between them.
 
@@ -62,6 +63,7 @@ def wrap_model(
         tensor: (index, degree) of the rank along ``tp``.
         attention: ``heads``, ``gather`` or ``ring``.
         splits: number of parts into which ``tp`` splits the tokens between the groups.
+        is_first: whether it is the stage with the embedding, which has whole rows up to the first layer.
     """
     for name, rows in table.layers.items():
         layer = local_layer(module, name)
@@ -74,13 +76,12 @@ def wrap_model(
         for group in rows.groups:
             if group.heads:
                 wrap_group(layer, local_group(group, *tensor), axis_group)
-    first_layer = local_layer(module, next(iter(table.layers)))
-    if first_layer is not None:
+    if is_first:
         take_tokens = partial(
             local_tokens, index=axis_group.index, size=axis_group.size, balanced=attention in _ATTENDING
         )
         tensor_hooks.on_hidden(
-            first_layer,
+            module.get_submodule(next(iter(table.layers))),
             _take_from_full_rows(module, axis_group.size, take_tokens),
             prepend=True,
             purpose="a rank's tokens",
@@ -296,7 +297,7 @@ def _apply(context: TransformContext) -> None:
     tensor_index_and_degree, splits = (tensor.index, tensor.size), tensor.size if layout.sequence else 1
     group = mesh.axis_groups[AXIS.name]
     for stage in context.stages:
-        wrap_model(stage.module, source.table, group, tensor_index_and_degree, source.attention, splits)
+        wrap_model(stage.module, source.table, group, tensor_index_and_degree, source.attention, splits, stage.is_first)
     context.view.tokens = (group.index, group.size, source.attention in _ATTENDING)
 
 

@@ -88,12 +88,18 @@ def build_stages(source: ModelSource, layout: Layout, mesh: Mesh) -> list[StageM
     modules = [*(copy_module(source.module) for _ in numbers[1:]), source.module]
     stages: list[StageModule] = []
     for number, module in zip(numbers, modules):
-        start_layer, stop_layer = division.bounds[number : number + 2]
-        cut = Stage(module, source.layer_graph, start_layer, stop_layer, division.weights_by_stage[number])
-        shards = _tied_shards(module, division, copies)
+        cut = Stage(module, source.layer_graph, division.bounds, number, division.weights_by_stage[number])
         stages.append(
             PipelineStageModule(
-                module, cut.layers, shards, stage_index=number, first_layer=start_layer, cut=cut, division=division
+                module,
+                cut.layers,
+                _tied_shards(module, division, copies),
+                stage_index=number,
+                first_layer=cut.first,
+                is_first=cut.is_first,
+                is_last=cut.is_last,
+                cut=cut,
+                division=division,
             )
         )
     return stages

@@ -4,6 +4,9 @@ Before the stage's first layer the forward runs on zeros that take no memory, an
 the first layer gets what the stage before sent. After the stage's last layer the forward is left by an exception that
 carries what the next stage gets. So masks, position tables and whatever else a model prepares for its layers are there
 in each stage, since each reads the same tokens.
+
+The first and the last stage may have no layer. The first one is left at the stub of the model's first layer; in the
+last one the stub of the model's last layer returns what the stage before sent.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from torch import nn
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.layer_graph import LayerGraph, Path
-from meshwright.torch_compat.tensors import is_view, tree_unflatten
+from meshwright.torch_compat.tensors import is_view, tree_flatten_with_path, tree_unflatten
 
 
 class _Boundary(BaseException):
@@ -44,37 +47,39 @@ class Stage:
     Args:
         module: on meta or real; it is changed for good. Use `copy_module` where it is needed again.
         layer_graph: of the model.
-        first: number of the stage's first layer.
-        stop: one more than that of its last.
+        bounds: first layer of each stage of the pipeline, and the number of layers.
+        number: of the stage.
         kept_names: names of the weights that it holds, `layer_graph.weights_by_stage`.
     """
 
     def __init__(
-        self, module: nn.Module, layer_graph: LayerGraph, first: int, stop: int, kept_names: Collection[str]
+        self,
+        module: nn.Module,
+        layer_graph: LayerGraph,
+        bounds: Sequence[int],
+        number: int,
+        kept_names: Collection[str],
     ) -> None:
-        self.module, self.layer_graph, self.first, self.stop = module, layer_graph, first, stop
-        self.layers: list[nn.Module] = [module.get_submodule(name) for name in layer_graph.layers[first:stop]]
+        self.module, self.layer_graph = module, layer_graph
+        self.first, self.stop = bounds[number : number + 2]
+        self.is_first, self.is_last = number == 0, number == len(bounds) - 2
+        """Whether the embedding is in it, and whether the head is."""
+        own_names = layer_graph.layers[self.first : self.stop]
+        self.layers: list[nn.Module] = [module.get_submodule(name) for name in own_names]
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop_other_stages(kept_names)
         # Layers before the stage pass their arguments on; the one behind it ends the forward, so later ones never run.
-        for number, name in enumerate(layer_graph.layers):
-            if number < first:
-                self._install_stub(name, functools.partial(_skip_layer, layer_graph, number))
-            elif number == stop:
-                self._install_stub(name, functools.partial(_leave_stage, layer_graph.boundary_tensors[stop]))
+        count = len(layer_graph.layers)
+        for layer_number, name in enumerate(layer_graph.layers):
+            if layer_number < self.first:
+                feeds_head = self.first == count and layer_number == count - 1
+                skip = functools.partial(_skip_layer, layer_graph, layer_number)
+                self._install_stub(name, self._return_received if feeds_head else skip)
+            elif layer_number == self.stop:
+                self._install_stub(name, functools.partial(_leave_stage, layer_graph.boundary_tensors[self.stop]))
         if not self.is_last:
             wrap_forward(module, ForwardLayer.STAGE, "ends at the stage's boundary", _catch_boundary)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether the model's first layer is in it."""
-        return self.first == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the model's last layer is in it, and with it the head."""
-        return self.stop == len(self.layer_graph.layers)
 
     def arm(self, dtype: torch.dtype, device: torch.device) -> None:
         """Makes the stage ready to run, once its weights are real and the data axes have wrapped it.
@@ -90,11 +95,14 @@ class Stage:
                 zero_by_dtype[fill_dtype] = torch.zeros((), dtype=fill_dtype, device=device)
             # Code that reads a dropped weight (its shape, its type) gets zeros that share one element.
             owner.__dict__[key] = zero_by_dtype[fill_dtype].expand(shape)
-        if not self.is_first:
+        if not self.is_first and self.layers:
             # Before the hooks of the data axes, which look for the tensors that gradients will flow back through.
             self.layers[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
         if not self.is_last:
             self.module.register_forward_hook(_leave_with_output)
+            if self.stop == len(self.layer_graph.layers):
+                # After the hooks of the data axes, which look for the tensors that gradients will come back through.
+                self.layers[-1].register_forward_hook(functools.partial(_leave_behind, self.layer_graph))
 
     def run(self, call: Callable[[], T], received: tuple[torch.Tensor, ...]) -> T | tuple[torch.Tensor, ...]:
         """Runs ``call``, which calls the module, with the boundary tensors, of any shape, that the stage before sent.
@@ -132,6 +140,14 @@ class Stage:
             # The runtime keeps a received tensor for backward: layers that write into their input get a copy.
             call = _replace_at_path(call, path, tensor.clone() if self.layer_graph.writes else tensor)
         return call
+
+    def _return_received(self, *_args: object, **_kwargs: object) -> object:
+        """Stands for the last layer in front of a stage with the head alone."""
+        returned = self.layer_graph.returns[-1]
+        leaves: list[object] = [self._received[0] if is_tensor else None for is_tensor in returned.tensors]
+        for (leaf_number,), tensor in zip(self.layer_graph.boundary_tensors[-1], self._received, strict=True):
+            leaves[leaf_number] = tensor.clone() if self.layer_graph.writes else tensor
+        return tree_unflatten(leaves, returned.nest)
 
     def _install_stub(self, name: str, forward: Callable[..., object]) -> None:
         layer = self.module.get_submodule(name)
@@ -231,6 +247,12 @@ def _first_tensor(args: Sequence[object], kwargs: Mapping[str, object]) -> torch
 def _leave_stage(paths: tuple[Path, ...], *args: object, **kwargs: object) -> object:
     """Stands for the first layer of the next stage."""
     raise _Boundary(tuple(_sendable(get_tensor((args, kwargs), path)) for path in paths))
+
+
+def _leave_behind(layer_graph: LayerGraph, _layer: nn.Module, _args: object, output: object) -> None:
+    """Leaves the forward behind the last layer, whose results go to a stage with the head alone."""
+    leaves = [leaf for _, leaf in tree_flatten_with_path(output)[0]]
+    raise _Boundary(tuple(_sendable(get_tensor(leaves, path)) for path in layer_graph.boundary_tensors[-1]))
 
 
 def _sendable(tensor: torch.Tensor) -> torch.Tensor:

@@ -84,6 +84,10 @@ class StageModule:
     """Its number among all stages."""
     first_layer: int = 0
     """Number of its first layer in the model."""
+    is_first: bool = True
+    """Whether it has the embedding, and gives the model's first layer its input."""
+    is_last: bool = True
+    """Whether it has the head, and takes what the model's last layer returns."""
 
 
 @dataclass(slots=True)

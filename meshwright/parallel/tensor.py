@@ -265,7 +265,12 @@ def _attach_vocabulary_lookup(module: nn.Module, start: int, stop: int, axis_gro
 
 
 def wrap_model(
-    module: nn.Module, table: ShardingTable, axis_group: AxisGroup, copies: int, sequence: bool = False
+    module: nn.Module,
+    table: ShardingTable,
+    axis_group: AxisGroup,
+    copies: int,
+    sequence: bool = False,
+    ends: tuple[bool, bool] = (True, True),
 ) -> ShardedLayer:
     """Splits every layer that a module has, and its embedding and head.
 
@@ -275,6 +280,7 @@ def wrap_model(
         axis_group: the axis.
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
+        ends: whether the embedding is in this stage, and whether the head is.
 
     Returns:
         What became of the parameters.
@@ -289,18 +295,18 @@ def wrap_model(
     if table.vocabulary:
         sharded.local_shards |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).local_shards
     if sequence:
-        # Embedding and head see all tokens: split in front of the first layer, gathered behind the last.
+        # Embedding and head see all tokens: split in front of the first layer, gathered behind the last. In a stage
+        # that has no layer beside one of them, that layer is a stub.
         names = list(table.layers)
-        first_layer, last_layer = (local_layer(module, name) for name in (names[0], names[-1]))
-        if first_layer is not None:
+        if ends[0]:
             tensor_hooks.on_hidden(
-                first_layer,
+                module.get_submodule(names[0]),
                 lambda x: collectives.reduce_scatter_tokens(x, axis_group, 1, False),
                 purpose="a rank's tokens",
             )
-        if last_layer is not None:
+        if ends[1]:
             tensor_hooks.on_output(
-                last_layer,
+                module.get_submodule(names[-1]),
                 lambda x: collectives.all_gather_tokens(x, axis_group, 1, False),
                 purpose="all-gather of tokens",
             )

@@ -43,7 +43,8 @@ def split(
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
     neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
-        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence)
+        ends = (stage.is_first, stage.is_last)
+        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence, ends)
         for name, shard in sharded.local_shards.items():
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.

@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +28,7 @@ from meshwright.schedules.spec import searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
+from meshwright.spec.layer_graph import even_bounds
 from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
 from meshwright.spec.layout_choices import Recompute
 from meshwright.units import format_seconds
@@ -294,18 +296,12 @@ def _megatron_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
         )
     flags = [f"--num-virtual-stages-per-pipeline-rank {stages}"] if stages > 1 else []
     if layout.split or layers % (batch.pp * stages):
-        parts = layout.split.layers or _even_split(layers, batch.pp * stages)
+        parts = layout.split.layers or [b - a for a, b in pairwise(even_bounds(layers, batch.pp * stages))]
         # E embedding, t decoder layers, L loss; | between stages.
         texts = ["t" * count for count in parts]
         texts[0], texts[-1] = "E" + texts[0], texts[-1] + "L"
         flags = [f"--pipeline-model-parallel-layout '{'|'.join(texts)}'"]
     return flags
-
-
-def _even_split(layers: int, stages: int) -> list[int]:
-    """Returns layers by stage, the first ones with one more."""
-    least, more = divmod(layers, stages)
-    return [least + (stage < more) for stage in range(stages)]
 
 
 def _megatron_data(layout: Layout, batch: _Batch) -> list[str]:

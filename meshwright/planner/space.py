@@ -28,6 +28,7 @@ from meshwright.planner.cost.axis_columns import (
 from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, schedule_names, splits_backward
 from meshwright.schedules.spec import known_schedules, searched_schedules
 from meshwright.spec.axes import known_axes
+from meshwright.spec.layer_graph import END_STAGES
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.layout_choices import Recompute
 
@@ -136,7 +137,7 @@ def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]
             if (tp * cp > 1 and job.sequence % chunks) or space.devices % (tp * cp):
                 continue
             for pp in _allowed_degrees("pp", all_sizes, space):
-                if pp <= len(shape.blocks) and space.devices % (tp * cp * pp) == 0:
+                if pp <= len(shape.blocks) + END_STAGES and space.devices % (tp * cp * pp) == 0:
                     yield pp, cp, tp
 
 
@@ -181,9 +182,10 @@ def _schedule_stages(job: PricedJob, space: Space, pp: int, microbatches: int) -
         spec = known_schedules()[name]
         max_stages = spec.most_stages or space.chunks
         for stages_per_rank in range(spec.least_stages, max_stages + 1):
-            if pp * stages_per_rank > len(job.shape.blocks) or (stages_per_rank > 1 and spec.least_stages == 1):
-                break
             layers, stages = len(job.shape.blocks), pp * stages_per_rank
+            # The first stage and the last one need no layer.
+            if stages > layers + END_STAGES or (stages_per_rank > 1 and spec.least_stages == 1):
+                break
             # With many small stages of unequal sizes the largest ones set the pace.
             if stages_per_rank > 2 and stages * math.ceil(layers / stages) > MOST_UNEVEN * layers:
                 continue

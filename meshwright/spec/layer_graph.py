@@ -1,4 +1,9 @@
-"""The layer graph of a model: its layers in the order of their calls, and what enters each. Stages are cut along it."""
+"""The layer graph of a model: its layers in the order of their calls, and what enters each. Stages are cut along it.
+
+A model of L layers can be cut in front of its first layer, between two layers, and behind its last one. The first stage
+has what comes before the layers, the embedding, and the last stage what follows them, the head: either may have no
+layer beside it.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +18,8 @@ from meshwright.spec.layout_choices import StageSplit
 
 Path = tuple[Any, ...]
 """Keys that lead from ``(args, kwargs)`` of a call to one of its tensors: ``(0, 0)``, ``(1, "hidden_states")``."""
+END_STAGES = 2
+"""Stages without a layer that a pipeline may have: the first, with the embedding, and the last, with the head."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,21 +36,23 @@ class LayerOutput:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerGraph:
-    """How a model's forward goes through its layers, as a probe saw it; L layers have L - 1 places to cut."""
+    """How a model's forward goes through its layers, as a probe saw it; L layers have L + 1 places to cut."""
 
     layers: tuple[str, ...]
     """Names of the layers, in the order of their calls; each is called once."""
     input_weights: tuple[frozenset[str], ...]
-    """For each layer, weights outside of the layers that reach it other than through the layer before it."""
+    """For each layer, weights outside of the layers that reach it other than through the tensors of a cut."""
     output_weights: tuple[frozenset[str], ...]
-    """For each layer, weights outside of the layers that what it takes from the layer before passes; at last the head's
-    and all others between the last layer and the output. L + 1 of them."""
+    """For each layer, weights outside of the layers that the tensors of a cut in front of it pass since the layer
+    before, for the first one since the tokens; at last the head's and all others behind the last layer. L + 1 of them.
+    """
     boundary_tensors: tuple[tuple[Path, ...], ...]
-    """For each layer, the tensors that it takes from the layer before: what crosses a cut in front of it."""
+    """For each layer, its arguments that cross a cut in front of it: all that are made of the layer before, and for the
+    first layer of weights. At last, of the last layer's results in order, those that the output is made of. L + 1."""
     returns: tuple[LayerOutput, ...]
     """For each layer, what it gives back."""
     blocked: Mapping[int, str] = field(default_factory=dict)
-    """Layers in front of which no cut can be, with the reason."""
+    """Layers in front of which no cut can be, with the reason; L stands for behind the last one."""
     writes: bool = False
     """Whether some layer writes into the tensors that it takes in."""
     whole_backward: str = ""
@@ -62,13 +71,16 @@ def weights_by_stage(
         bounds: first layer of each stage, and the number of layers: ``(0, 5, 12)`` are two stages.
         ties: names of one weight.
     """
-    owner = _layer_of_weight(layer_graph, names)
+    owner, count = _layer_of_weight(layer_graph, names), len(layer_graph.layers)
     stages = []
-    for start, stop in pairwise(bounds):
+    for number, (start, stop) in enumerate(pairwise(bounds)):
         # Weights outside of the layers that the stage's own forward passes: before, between and behind its layers.
         outer_weights = frozenset().union(
-            *layer_graph.input_weights[start:stop], *layer_graph.output_weights[start + 1 : stop + 1]
+            *layer_graph.input_weights[start:stop], *layer_graph.output_weights[start + 1 : min(stop + 1, count)]
         )
+        # The first stage has the embedding and the last one the head, whether or not they have layers.
+        outer_weights |= layer_graph.output_weights[0] if number == 0 else frozenset()
+        outer_weights |= layer_graph.output_weights[count] if number == len(bounds) - 2 else frozenset()
         stages.append({name for name in names if (start <= owner[name] < stop) or name in outer_weights})
     covered = set().union(*stages)
     for name in (name for name in names if name not in covered):
@@ -84,7 +96,8 @@ def divide(
 ) -> tuple[int, ...]:
     """Returns the bounds of the stages, every layer in exactly one: its first layer, and at last the number of layers.
 
-    A layer costs its weights, each once; what comes after the last layer is added to that one.
+    A layer costs its weights, each once; what comes after the last layer is added to that one. With more stages than
+    layers each layer is a stage, the head is the last one, and with one more the embedding the first one.
 
     Args:
         layer_graph: of the model.
@@ -98,11 +111,14 @@ def divide(
     """
     count = len(layer_graph.layers)
     check_split(split, stages, count)
-    if split:
-        for bound in split.bounds[1:-1]:
+    if split or stages > count:
+        bounds = split.bounds if split else bounds_of_single_layers(count, stages)
+        for bound in bounds[1:-1]:
             if bound in layer_graph.blocked:
-                raise PlanError(f"split={split} cuts in front of layer {bound}, but {layer_graph.blocked[bound]}")
-        return split.bounds
+                place = f"in front of layer {bound}" if bound < count else "behind the last layer"
+                asked = f"split={split}" if split else f"{stages} stages of {count} layers"
+                raise PlanError(f"{asked}: the model can't be cut {place}: {layer_graph.blocked[bound]}")
+        return bounds
     costs = _costs(layer_graph, sizes, ties)
     # The head runs with the last layer, on the last stage.
     costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
@@ -146,16 +162,34 @@ def check_split(split: StageSplit, stages: int, layers: int) -> None:
     Raises:
         PlanError: names the numbers and the nearest that works.
     """
-    if stages > layers:
-        cure = f"take {layers} stages or fewer" if layers > 1 else "nearest that works: tp, cp or shard in place of pp"
-        shared = ", of which all calls share the weights" if layers == 1 else ""
+    if stages > layers + END_STAGES or (stages > 1 and layers == 1):
+        most = layers + END_STAGES
+        cure = f"take {most} stages or fewer" if layers > 1 else "nearest that works: tp, cp or shard in place of pp"
+        shared = ", of which all calls share the weights" if layers == 1 else ", and the first and last need none"
         raise PlanError(f"{stages} stages need a layer each, but the model has {layers}{shared}; {cure}")
     if not split:
         return
     sizes = split.layers
-    even = [layers // stages + (stage < layers % stages) for stage in range(stages)]
-    cure = f"split={'-'.join(map(str, even))}"
+    even = StageSplit(tuple(stop - start for start, stop in pairwise(even_bounds(layers, stages))))
     if len(sizes) != stages:
-        raise PlanError(f"split={split} has {len(sizes)} stages, the schedule {stages}; for one, {cure}")
-    if sum(sizes) != layers or min(sizes) < 1:
-        raise PlanError(f"split={split} has {sum(sizes)} layers, the model {layers}; for one, {cure}")
+        raise PlanError(f"split={split} has {len(sizes)} stages, the schedule {stages}; for one, split={even}")
+    if sum(sizes) != layers:
+        raise PlanError(f"split={split} has {sum(sizes)} layers, the model {layers}; for one, split={even}")
+
+
+def even_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """Returns the bounds of stages of as many layers as can be, the first ones with one more."""
+    if stages > layers:
+        return bounds_of_single_layers(layers, stages)
+    return tuple(stage * (layers // stages) + min(stage, layers % stages) for stage in range(stages + 1))
+
+
+def bounds_of_single_layers(layers: int, stages: int) -> tuple[int, ...]:
+    """Returns the bounds of more stages than layers: the last one has the head alone, the first one maybe no layer.
+
+    Args:
+        layers: of the model.
+        stages: one or two more (`END_STAGES`).
+    """
+    without_first = stages - layers - 1
+    return (*[0] * without_first, *range(layers + 1), layers)

@@ -76,7 +76,10 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True)
 class StageSplit:
-    """Layers of each pipeline stage in order, as ``5-7-6-6``; without any, stages are balanced by cost."""
+    """Layers of each pipeline stage in order, as ``5-7-6-6``; without any, stages are balanced by cost.
+
+    The first and the last stage may have none: the first one has the embedding beside its layers, the last the head.
+    """
 
     layers: tuple[int, ...] = ()
 
@@ -85,11 +88,14 @@ class StageSplit:
         """Reads the text form.
 
         Raises:
-            PlanError: for a stage that is no whole number of at least 1.
+            PlanError: for a stage that is no whole number, or 0 between the first and the last stage.
         """
         sizes = text.split("-") if text else []
-        if not all(size.isdigit() and int(size) for size in sizes):
-            raise PlanError(f"split={text}: write the layers of each stage, each at least 1, as split=5-7-6-6")
+        if not all(map(str.isdigit, sizes)) or 0 in map(int, sizes[1:-1]):
+            raise PlanError(
+                f"split={text}: write the layers of each stage, as split=5-7-6-6; only the first stage, which has the "
+                "embedding, and the last one, which has the head, may have 0"
+            )
         return cls(tuple(map(int, sizes)))
 
     def __str__(self) -> str:

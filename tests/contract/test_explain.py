@@ -194,7 +194,11 @@ def test_cuts_and_recompute_of_a_layer() -> None:
     assert [(item["stage"], item["recomputes"]) for item in explanation["stages"]] == [(1, "none"), (0, "none")]
     first = explain("llama", "model.layers.0", "tp=2,recompute=full:1", layers=3, width=32)
     assert [item["recomputes"] for item in first["stages"]] == ["full"]
-    assert not first["pipeline"][0]["possible"]
+    in_front, behind = first["pipeline"]
+    assert in_front["possible"] and behind["possible"]
+    assert in_front["tensors"] == ["args[0] (2, 10, 32), made from model.embed_tokens.weight"]
+    last = explain("llama", "model.layers.2", "tp=2", layers=3, width=32)["pipeline"][1]
+    assert last["possible"] and last["tensors"] == ["result 0 of model.layers.2"]
 
 
 @pytest.mark.parametrize(

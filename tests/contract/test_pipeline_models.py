@@ -64,6 +64,31 @@ def test_uneven_stages_interleaved_train_as_one_rank_does() -> None:
     all_pass("gpt2", *(f"pp=2,{text}" for text in texts), layers=7)
 
 
+def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
+    """Named, and because there are more stages than layers; the head is tied to the embedding."""
+    all_pass(
+        "gpt2",
+        "pp=2,microbatches=2,split=0-4",
+        "pp=2,microbatches=2,split=4-0,loss_chunk=3",
+        "pp=2,microbatches=4,schedule=interleaved,stages=3",
+        "pp=2,microbatches=4,schedule=zbv,split=0-3-1-0",
+        "pp=3,microbatches=4,schedule=zerobubble,split=0-4-0",
+    )
+
+
+@pytest.mark.parametrize("zero", cases([3, 1]))
+def test_ends_without_a_layer_beside_other_axes(zero: int) -> None:
+    all_pass(
+        "llama",
+        "pp=2,tp=2,sequence=true,microbatches=2,split=0-4",
+        "pp=2,tp=2,sequence=true,microbatches=2,split=4-0",
+        "pp=2,cp=2,split=0-4",
+        "pp=2,cp=2,split=4-0",
+        f"pp=2,shard=2,zero={zero},microbatches=2,split=0-4",
+        f"pp=2,shard=2,zero={zero},microbatches=2,split=4-0,recompute=full",
+    )
+
+
 @pytest.mark.parametrize("zero", cases([3, 1, 2]))
 def test_stages_whose_state_is_sharded(zero: int) -> None:
     all_pass(
@@ -84,11 +109,16 @@ def test_copies_of_a_pipeline_and_more_stages() -> None:
 
 @pytest.mark.parametrize("name", cases(["gemma3_text", "marian"]))
 def test_families(name: str) -> None:
-    all_pass(name, "pp=2,microbatches=2,split=3-1", "pp=2,microbatches=4,schedule=zbv")
+    all_pass(
+        name,
+        "pp=2,microbatches=2,split=3-1",
+        "pp=2,microbatches=4,schedule=zbv",
+        "pp=2,microbatches=2,schedule=interleaved,split=0-3-1-0",
+    )
 
 
 def test_experts() -> None:
-    all_pass("mixtral", "pp=2,microbatches=2")
+    all_pass("mixtral", "pp=2,microbatches=2", "pp=2,ep=2,shard=2,zero=1,split=4-0")
 
 
 def test_a_model_that_is_not_from_transformers() -> None:
@@ -96,6 +126,7 @@ def test_a_model_that_is_not_from_transformers() -> None:
         "tests.plain_model:build",
         "pp=2,microbatches=4,split=1-2",
         "pp=2,microbatches=2,shard=2,zero=3,recompute=full",
+        "pp=2,microbatches=2,schedule=interleaved,split=0-2-1-0",
     )
 
 
@@ -192,7 +223,8 @@ def test_models_that_stages_would_change_are_refused(function: str, why: str) ->
     [
         ("pp=2,split=3-2", "split=3-2 has 5 layers, the model 4; for one, split=2-2"),
         ("pp=2,split=2-1-1", "has 3 stages, the schedule 2"),
-        ("pp=8", "take 4 stages or fewer"),
+        ("pp=8", "take 6 stages or fewer"),
+        ("pp=4,split=2-0-1-1", "only the first stage"),
         ("pp=2,schedule=zbv,compile=true,microbatches=4", "two halves"),
         ("pp=2,schedule=zbw", "no such schedule"),
     ],

@@ -200,8 +200,9 @@ def _schedules(pp: int, microbatches: int, layers: int, names: Sequence[str]) ->
     for name in names:
         spec = known_schedules()[name]
         for stages in range(spec.least_stages, 1 + (spec.most_stages or (8 if spec.least_stages > 1 else 1))):
-            # More than two stages a rank only where the layers divide.
-            if pp * stages > layers or (stages > 2 and layers % (pp * stages)):
+            # The first and the last stage need no layer; more than two stages a rank only where few places stay empty.
+            places = pp * stages * -(-layers // (pp * stages))
+            if pp * stages > layers + 2 or (stages > 2 and places > 1.25 * layers):
                 continue
             try:
                 spec.check(pp, stages, microbatches)

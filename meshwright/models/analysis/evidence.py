@@ -164,6 +164,8 @@ class StageTrial:
     """Largest relative error."""
     whole_backward: str
     """Why backward can't come in halves; "" where it can."""
+    refused_ends: Mapping[int, str] = field(default_factory=dict)
+    """Why the embedding (0) or the head (number of layers) can't be a stage without layers; by boundary."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

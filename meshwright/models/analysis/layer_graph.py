@@ -79,7 +79,11 @@ def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -
             f"pp: the model '{built.config.name}' can't be cut into stages: a trial gave {reason}"
         ) from error
     return LayerGraphAnalysis(
-        dataclasses.replace(layer_graph, whole_backward=trial.whole_backward),
+        dataclasses.replace(
+            layer_graph,
+            whole_backward=trial.whole_backward,
+            blocked=dict(sorted((layer_graph.blocked | trial.refused_ends).items())),
+        ),
         LayerGraphEvidence(inputs=tuple(probe.tensor_uses()), trial=trial),
     )
 
@@ -120,7 +124,10 @@ class _Probe:
         """Marks of layers' outputs without a gradient, by id."""
         self._alive: list[Any] = []
         self._input_markers: list[list[torch.Tensor]] = []
+        self._leaves_of_result: dict[int, int] = {}
+        """By id of a leaf, which of the last called layer's results it stands for."""
         self._output = _LayerInputs()
+        self._tail: tuple[Path, ...] = ()
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._marks_of_leaf.setdefault(id(parameter), set()).add(("weight", len(self._weight_names)))
             self._weight_names.append(name)
@@ -145,6 +152,8 @@ class _Probe:
                 raise PlanError(f"its forward changes the buffer '{name}', of which each stage would have its own")
         self._check_calls()
         self._output = _LayerInputs({("tail",): self._marks(output)}, {("tail",): tuple(output.shape)})
+        numbers = {self._leaves_of_result.get(id(leaf), -1) for leaf in _graph_leaves(output)}
+        self._tail = tuple((number,) for number in sorted(numbers) if number >= 0)
         return self._assemble()
 
     def tensor_uses(self) -> Iterator[tuple[TensorUse, ...]]:
@@ -207,8 +216,9 @@ class _Probe:
             self._writes |= any(item._version for item in self._input_markers[layer_index])
             pairs, nest = tree_flatten_with_path(output)
             leaves = []
+            self._leaves_of_result = {}
             prefix = f"{self._called_layers[layer_index]}."
-            for _, leaf in pairs:
+            for number, (_, leaf) in enumerate(pairs):
                 # A tensor without a gradient has no graph to search: its object is remembered instead.
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
                     # a source other than the layer's own arguments and weights reached its output past them
@@ -216,6 +226,7 @@ class _Probe:
                         if mark[0] == "layer" or not self._is_weight_below(mark[1], prefix):
                             self._inputs_by_call[layer_index].marks.setdefault(("side", *mark), set()).add(mark)
                     leaf = self._replace_by_marker(leaf, {("layer", layer_index)})
+                    self._leaves_of_result[id(self._alive[-2])] = number
                 elif isinstance(leaf, torch.Tensor):
                     self._marks_of_constant[id(leaf)] = {("layer", layer_index)}
                     # ids are unique only among living objects
@@ -260,14 +271,16 @@ class _Probe:
             for path, path_marks in entry.marks.items():
                 sources = {index for source_kind, index in path_marks if source_kind == "layer"}
                 weights = {self._weight_names[index] for source_kind, index in path_marks if source_kind == "weight"}
-                # made from a layer's output: that layer's stage computes it and sends the result
-                from_boundary = sources and path[0] not in ("side", "tail")
+                # made from a layer's output: that layer's stage computes it and sends the result; the first layer's
+                # arguments come from what is in front of the layers
+                from_boundary = (sources or layer_index == 0) and path[0] not in ("side", "tail")
                 paths += [path] if from_boundary else []
                 (used_between if from_boundary or layer_index == layer_count_ else used_inside).update(weights)
                 needed_until = layer_index if from_boundary else layer_index + 1
                 # a cut between a source and its reader would separate them, unless the tensor is passed on
                 for source in sources - {layer_index}:
-                    for boundary in range(source + 1, min(needed_until, layer_count_)):
+                    passed_on = layer_index == layer_count_ and source == layer_count_ - 1
+                    for boundary in range(source + 1, min(needed_until, layer_count_ + (not passed_on))):
                         blocked.setdefault(boundary, self._skip_reason(source, layer_index))
             # a weight of one layer that another layer's path uses: both must be in one stage
             foreign_weights = [name for name in used_inside | used_between if name.startswith(inside)]
@@ -275,12 +288,14 @@ class _Probe:
                 owner = next(
                     position for position, prefix in enumerate(inside) if foreign_weights[0].startswith(prefix)
                 )
-                for boundary in range(min(owner, layer_index) + 1, min(max(owner, layer_index) + 1, layer_count_)):
+                first, last = min(owner, layer_index), max(owner, layer_index)
+                # what comes before the first layer's arguments lies in front of the cut there
+                for boundary in range(first if layer_index == 0 else first + 1, min(last, layer_count_) + 1):
                     blocked.setdefault(boundary, f"'{foreign_weights[0]}' of one side is used on the other")
             input_weights.append(frozenset(used_inside))
             output_weights.append(frozenset(used_between))
-            boundary_tensors.append(tuple(paths))
-        for layer_index in range(1, layer_count_):
+            boundary_tensors.append(self._tail if layer_index == layer_count_ else tuple(paths))
+        for layer_index in range(layer_count_ + 1):
             # a boundary without a differentiable tensor has no backward
             if not boundary_tensors[layer_index]:
                 blocked.setdefault(layer_index, "nothing is handed on that a gradient flows through")
@@ -288,7 +303,7 @@ class _Probe:
             layers=tuple(self._called_layers),
             input_weights=tuple(input_weights[:layer_count_]),
             output_weights=tuple(output_weights),
-            boundary_tensors=tuple(boundary_tensors[:layer_count_]),
+            boundary_tensors=tuple(boundary_tensors),
             returns=tuple(self._match_outputs(layer_index) for layer_index in range(layer_count_)),
             blocked=dict(sorted(blocked.items())),
             writes=self._writes,

@@ -63,18 +63,32 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
         largest_error = comparison.error
     finally:
         module.zero_grad(set_to_none=True)
-    whole_backward = ""
-    try:
-        _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad[0], halves=True)
-        _compare_gradients(comparison, module, expected.grads)
+
+    def failure_of(bounds: tuple[int, ...], halves: bool) -> str:
+        """Returns why stages with these bounds compute something else, or nothing; "" where they don't."""
+        weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
+        try:
+            output = _run_stages(module, layer_graph, run_model, weights, bounds, output_grad[0], halves=halves)
+            _compare(comparison, "its output", output, expected.output)
+            _compare_gradients(comparison, module, expected.grads)
+        except (PlanError, RuntimeError, AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
+            # torch's message lists all tensors before the error itself
+            cause = error.__cause__ or error
+            return " ".join(str(cause).split())[:200] or type(cause).__name__
+        finally:
+            module.zero_grad(set_to_none=True)
+        return ""
+
     # a refusal of zero-bubble schedules alone, not of the pipeline
-    except (PlanError, RuntimeError, AssertionError) as error:
-        # torch's message lists all tensors before the error itself
-        cause = error.__cause__ or error
-        whole_backward = " ".join(str(cause).split())[:200] or type(cause).__name__
-    finally:
-        module.zero_grad(set_to_none=True)
-    return StageTrial(bounds=bounds, error=largest_error, whole_backward=whole_backward)
+    whole_backward = failure_of(bounds, halves=True)
+    layers = len(layer_graph.layers)
+    refused_ends = {
+        boundary: reason
+        for boundary in (0, layers)
+        if boundary not in layer_graph.blocked
+        and (reason := failure_of((0, boundary, layers), halves=not whole_backward))
+    }
+    return StageTrial(bounds=bounds, error=largest_error, whole_backward=whole_backward, refused_ends=refused_ends)
 
 
 def _spread_bounds(layer_graph: LayerGraph) -> tuple[int, ...]:
@@ -135,8 +149,8 @@ def _run_stages(
     """
     received: tuple[torch.Tensor, ...] = ()
     stage_calls: list[tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...], nn.Module]] = []
-    for weight_names, start, stop in zip(stage_weights, bounds, bounds[1:]):
-        stage = Stage(copy_module(module, share=True), layer_graph, start, stop, weight_names)
+    for number, weight_names in enumerate(stage_weights):
+        stage = Stage(copy_module(module, share=True), layer_graph, bounds, number, weight_names)
         stage.arm(torch.float64, torch.device("cpu"))
         sent = stage.run(functools.partial(run_model, stage.module), received)
         stage_calls.append((received, sent, stage.module))

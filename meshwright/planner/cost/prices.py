@@ -101,6 +101,17 @@ class StagePrice:
     """Bytes in host memory."""
 
 
+def layer_span(first: StagePrice, last: StagePrice) -> str:
+    """Returns the layers from one rank's to another's as ``0-3``; "none" where they have but the embedding or the head.
+
+    Args:
+        first: rank along pp.
+        last: the same rank, or a later one.
+    """
+    start, stop = first.layers[0], last.layers[1]
+    return f"{start}-{stop - 1}" if stop > start else "none"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
     """Time, memory and traffic of one layout."""

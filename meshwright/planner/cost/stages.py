@@ -12,6 +12,7 @@ import numpy as np
 from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.spec.balanced_cuts import Cuts
+from meshwright.spec.layer_graph import END_STAGES, bounds_of_single_layers
 from meshwright.spec.model_shape import LayerShape, ModelShape
 
 
@@ -122,8 +123,13 @@ def _cut_at_thresholds(costs: Sequence[float], tail: float, stages: int) -> tupl
 def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
     """Minimizes the most expensive stage; the last layer's cost includes the tail."""
     layers = len(costs)
+    if stages > layers + END_STAGES:
+        raise PlanError(
+            f"{stages} stages of {layers} layers: each but the first and the last needs a layer; nearest that works: "
+            f"{layers + END_STAGES}"
+        )
     if stages > layers:
-        raise PlanError(f"{stages} stages of {layers} layers: each stage needs a layer; nearest that works: {layers}")
+        return tuple(pairwise(bounds_of_single_layers(layers, stages)))
     # The head runs with the last layer, on the last stage.
     bounds, _ = _cached_cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
     return tuple(pairwise(bounds[0].tolist()))
