@@ -1,6 +1,6 @@
 """Fits how sure predictions are to rows that the constants haven't seen, and reports how far that holds.
 
-    python -m benchmarks.fit_uncertainty --errors benchmarks/truth/*.csv    # half an hour
+    python -m benchmarks.fit_uncertainty --errors benchmarks/truth/*.csv    # 3 minutes
     python -m benchmarks.fit_uncertainty
 
 The first command fits constants to other frameworks, devices or models (`published/held_out.py`) and writes each row's
@@ -207,9 +207,33 @@ def without(rows: Sequence[HeldOut], key: Callable[[HeldOut], str]) -> Iterable[
         yield name, [row for row in rows if key(row) == name], fit_time([row for row in rows if key(row) != name])
 
 
+def _sizes(rows: Sequence[HeldOut], population: str, what: str) -> list[tuple[float, float]]:
+    """Returns median and 90th percentile of abs(predicted / measured - 1) of each framework of a population."""
+    frameworks: dict[str, list[float]] = {}
+    for row in rows:
+        error = row.time_error if what == "time" else row.memory_error
+        if row.population == population and error is not None:
+            frameworks.setdefault(row.framework, []).append(abs(math.expm1(-error)))
+    return [(float(np.median(sizes)), float(np.percentile(sizes, 90))) for sizes in frameworks.values()]
+
+
+def headline(rows: Sequence[HeldOut]) -> list[str]:
+    """Returns the table of errors by what was unseen: means over frameworks of their medians and p90."""
+    lines = ["| unseen | frameworks | time: median, p90 | frameworks | memory: median, p90 |", "|---|---|---|---|---|"]
+    for population in SEEN:
+        cells = []
+        for what in ("time", "memory"):
+            sizes = _sizes(rows, population, what)
+            median, p90 = np.mean(sizes, axis=0)
+            cells.append(f"{len(sizes)} | {100 * median:.1f} %, {100 * p90:.1f} %")
+        lines.append(f"| {population} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
 def report(rows: Sequence[HeldOut], time: TimeSpread, memory: MemorySpread) -> list[str]:
-    """Returns the lines of the table: coverage of rows that neither the constants nor the spread were fitted to."""
-    lines = ["| left out | rows | within 80 % interval, framework unseen | framework and device unseen | half width |"]
+    """Returns the lines of the tables: coverage of rows that neither the constants nor the spread were fitted to."""
+    lines = headline(rows)
+    lines += ["| left out | rows | within 80 % interval, framework unseen | framework and device unseen | half width |"]
     lines.append("|---|---|---|---|---|")
     chances: list[float] = []
     names: list[str] = []
