@@ -47,8 +47,7 @@ PRIORS: dict[str, float] = {
     "ep_overlap": 0.3,
     "logits": 10.0,
     "gathered": 6.0,
-    "kept_gather": 2.0,
-    "kept_gather_piped": 1.0,
+    "late_layers": 22.0,
     "fresh_gradient": 4.0,
     "allocator": 1.1,
     "allocator_bytes": 0.25 * GIB,
@@ -114,8 +113,8 @@ COMPOSER = _named("fsdp-composer/runtime", "attention pass_width interference") 
     "fsdp-composer-hopper/runtime", "attention pass_width interference"
 )
 MEGATRON = _named("megatron-2020/runtime", "pass_width score_passes") + _named("megatron-2022/runtime", "pass_width")
-NANOTRON_MEMORY = (*_named("nanotron/saved", "kept_gather_piped gathered logits"), "nanotron/allocator")
-BEFORE_MEMORY = (*_named("nanotron-before/saved", "kept_gather gathered logits"), "nanotron-before/allocator")
+NANOTRON_MEMORY = (*_named("nanotron/saved", "late_layers gathered logits"), "nanotron/allocator")
+BEFORE_MEMORY = (*_named("nanotron-before/saved", "late_layers gathered logits"), "nanotron-before/allocator")
 
 
 @dataclass(frozen=True, kw_only=True)

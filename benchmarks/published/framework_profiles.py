@@ -10,7 +10,7 @@ __all__ = ["MESHWRIGHT"]
 NANOTRON = OtherProfile(
     name="nanotron",
     states=OtherStates(working_gradient=2.0, whole_when_accumulating=False, update=(2.0, 4.0)),
-    saved=OtherActivations(gate_extra=2.0, kept_gather_piped=1.6, gathered=7.5, logits=9.5),
+    saved=OtherActivations(gate_extra=2.0, late_layers=20.0, late_work=1.8e10, gathered=6.0, logits=9.0),
     runtime=OtherRuntime(
         attention=0.89,
         pass_width=96.0,
@@ -31,11 +31,11 @@ NANOTRON = OtherProfile(
         interference=0.05,
     ),
     split="compute",
-    allocator=1.18,
-    context_bytes=8.5 * GIB,
+    allocator=1.15,
+    context_bytes=9.5 * GIB,
     source="huggingface/nanotron of winter 2024: models/llama.py, parallel/, optim/",
 )
-NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__kept_gather=2.5, saved__kept_gather_piped=0.0)
+NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__late_work=0.0, saved__sends_stop_host=True)
 NANOTRON_AFAB = NANOTRON.with_options(name="nanotron-afab")
 MEGATRON_2020 = OtherProfile(
     name="megatron-2020",

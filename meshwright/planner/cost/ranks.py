@@ -427,7 +427,7 @@ class RankTimes(LayerSums):
         layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
         elements = self.model.tokens * self.job.shape.width
-        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.in_flight)
+        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.job.shape.width, self.layers, self.in_flight)
         activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + late_bytes + working[:, None]
         measured = self.job.activations
         # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
