@@ -33,7 +33,7 @@ NANOTRON = OtherProfile(
     ),
     split="compute",
     allocator=1.15,
-    context_bytes=9.5 * GIB,
+    context_bytes=10.5 * GIB,
     source="huggingface/nanotron of winter 2024: models/llama.py, parallel/, optim/",
 )
 NANOTRON_BEFORE = NANOTRON.with_options(name="nanotron-before", saved__late_work=0.0, saved__sends_stop_host=True)

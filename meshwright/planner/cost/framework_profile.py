@@ -113,7 +113,9 @@ class ActivationModel:
         return 0.0
 
     def late_bytes(self, layouts: LayoutBatch, elements: Array, width: int, layers: Array, in_flight: Array) -> Values:
-        """Returns bytes of activations that are freed late where the host is ahead of the device, (N, P) or a scalar.
+        """Returns bytes that the allocator gets back late where the host is ahead of the device, (N, P) or a scalar.
+
+        They are reserved beside all that is allocated; where memory is short, the allocator waits for them.
 
         Args:
             layouts: N layouts.
