@@ -34,11 +34,18 @@ def engine_of(row: Row) -> FrameworkProfile:
         return framework_profiles.BRIDGE_GRAPHS if row.get("date", "") >= "26.06" else framework_profiles.BRIDGE
     if "TE" in name:
         return framework_profiles.MEGATRON_PLAIN
+    if "Megatron" in name and _is_of_transformer_engine(row):
+        return framework_profiles.MEGATRON_CORE
     if "Megatron" in name:
         return framework_profiles.MEGATRON_2020 if row.get("date", "") < "2022" else framework_profiles.MEGATRON_2022
     if "meshwright" in name:
         return framework_profiles.MESHWRIGHT
     raise Unpriced(f"no engine for the framework {name}")
+
+
+def _is_of_transformer_engine(row: Row) -> bool:
+    """Whether a run of Megatron-LM used Transformer Engine's kernels: all in 8 or 4 bits, and later ones in 16."""
+    return any(word in row.get("precision", "").lower() for word in ("fp8", "fp4")) or row.get("date", "") >= "2023-07"
 
 
 def _titan(row: Row, notes: str) -> FrameworkProfile:

@@ -141,7 +141,7 @@ class HeldOut:
 
 
 def compute(cases: Sequence[Case], word: str = "") -> Iterator[HeldOut]:
-    """Yields the rows of all populations; takes a quarter of an hour, and leaves the constants as they were.
+    """Yields the rows of all populations; takes two minutes, and leaves the constants as they were.
 
     Args:
         cases: of all files.

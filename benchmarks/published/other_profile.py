@@ -57,11 +57,15 @@ class OtherActivations(ActivationModel):
     """Fused attention: scores are never held."""
     score_bytes: float = 2.0
     """Per score where attention isn't fused; 5 with dropout (softmax, mask, dropped). Source: Korthikanti (2022)."""
-    kept_gather: float = 0.0
-    """Bytes per element of D of each layer that tp doesn't divide, though the tokens are: gathered inputs that the
-    communication stream hasn't given back when the next micro-batch starts."""
-    kept_gather_piped: float = 0.0
-    """The same in a pipeline, where a rank runs more than two forwards ahead."""
+    late_layers: float = 0.0
+    """Layers whose row products' results the communication stream still has when the host is as far ahead of the device
+    as it can be: CUDA queues 1,024 launches, about 45 a layer. The allocator gives a block that another stream used
+    back when the device has passed it, not when the host freed it (`Tensor.record_stream`)."""
+    late_work: float = 0.0
+    """Tokens x D^2 of a rank of tp, over the root of tp, from which the device takes longer than its host, so that the
+    host gets ahead; 0 where it always does."""
+    sends_stop_host: bool = False
+    """Whether a send between stages waits on the host, which then never gets ahead."""
     gathered: float = 0.0
     """Bytes per element of D, not divided by tp, of what one layer gathers and gives back: inputs and gradients."""
     fresh_gradient: float = 0.0
@@ -77,13 +81,21 @@ class OtherActivations(ActivationModel):
         gathered_bytes = self.gathered * elements * _gathers_sequence(layouts)
         return gathered_bytes + self.fresh_gradient * largest_product / layouts.tp
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, in_flight: Array) -> Values:
-        """Returns bytes of gathered inputs that are freed late when another micro-batch follows."""
-        gather_bytes = np.where(layouts.pp > 1, self.kept_gather_piped, self.kept_gather)
-        another_follows = layouts.microbatches[:, None] > in_flight
-        another_follows &= (layouts.pp[:, None] == 1) | (in_flight > 2)
-        freed_late = elements * _gathers_sequence(layouts) * gather_bytes
-        return freed_late[:, None] * layers * np.where(another_follows, in_flight, 0.0)
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, width: int, layers: Array, in_flight: Array) -> Values:
+        """Returns bytes of results that were scattered and are freed late, where the host is ahead of the device."""
+        if not self.late_layers:
+            return 0.0
+        several = layouts.microbatches[:, None] > in_flight
+        work = elements * width / layouts.tp**1.5
+        slow_device = (work >= self.late_work)[:, None]
+        # Without a pipeline the backward before counts too; a step's only forward leaves half of its layers at its end.
+        alone = slow_device * np.where(several, self.late_layers, 0.5 * layers)
+        # The first rank of two stages alternates; of more, it launches forwards while it waits for the first gradient.
+        of_two = slow_device * several * 2.0 * layers
+        piped = np.where(in_flight > 2, (in_flight - 2.0) * layers, of_two) * (not self.sends_stop_host)
+        ahead = np.minimum(np.where(layouts.pp[:, None] > 1, piped, alone), self.late_layers)
+        # Of a layer two products, 2 bytes per element of D each, that tp doesn't divide.
+        return 4.0 * (elements * _gathers_sequence(layouts))[:, None] * ahead
 
 
 def _gathers_sequence(layouts: LayoutBatch) -> Array:

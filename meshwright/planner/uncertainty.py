@@ -164,19 +164,24 @@ class MemorySpread:
             seen: what the constants were fitted to.
             counted: whether bytes are counted rather than estimated.
         """
-        middle, scale = self._error(seen, counted)
-        return self.shape.cdf((room - middle) / scale)
+        middle, scale, shape = self._error(seen, counted)
+        return shape.cdf((room - middle) / scale)
 
     def share(self, chance: float, seen: Seen, counted: bool) -> float:
         """Returns the share of a device's memory up to which a prediction fits with a ``chance``; see `chance`."""
-        middle, scale = self._error(seen, counted)
-        return math.exp(-middle - scale * self.shape.quantile(chance))
+        middle, scale, shape = self._error(seen, counted)
+        return math.exp(-middle - scale * shape.quantile(chance))
 
-    def _error(self, seen: Seen, counted: bool) -> tuple[float, float]:
-        """Returns middle and scale of the error."""
+    def _error(self, seen: Seen, counted: bool) -> tuple[float, float, Shape]:
+        """Returns middle, scale and shape of the error."""
         if counted:
-            return 0.0, self.counted
-        return (self.job_missing, self.job) if seen.framework else (self.missing, math.hypot(self.framework, self.job))
+            return 0.0, self.counted, self.shape
+        if seen.framework:
+            return self.job_missing, self.job, self.shape
+        # A framework's own part is normal, and added to that of the job, of which a share is wider.
+        scale = math.hypot(self.framework, self.job)
+        wide_scale = math.hypot(self.framework, self.shape.wide_factor * self.job)
+        return self.missing, scale, replace(self.shape, wide_factor=wide_scale / scale)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

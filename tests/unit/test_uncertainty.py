@@ -20,7 +20,7 @@ from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.choose import Question
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.uncertainty import Seen, Shape, TimeSpread, fitted_spreads
+from meshwright.planner.uncertainty import MemorySpread, Seen, Shape, TimeSpread, fitted_spreads
 from meshwright.spec.plan import Prediction
 
 NORMAL = Shape(wide_share=0.0, wide_factor=3.0)
@@ -174,3 +174,13 @@ def test_a_plan_says_its_chances() -> None:
     assert f"of the {chances['of']} best it is the fastest with" in answer["reason"]
     kept = dataclasses.replace(Prediction(memory={}), step_range_s=(1.0, 2.0), fits=0.99)
     assert kept.step_range_s == (1.0, 2.0)
+
+
+def test_an_unseen_framework_adds_its_own_part_to_the_tails_of_a_job() -> None:
+    shape = Shape(wide_share=0.2, wide_factor=3.0)
+    spread = MemorySpread(framework=0.09, missing=0.02, job=0.06, job_missing=0.0, counted=0.01, shape=shape)
+    generator = np.random.default_rng(3)
+    errors = 0.02 + 0.09 * generator.standard_normal(400_000) + 0.06 * shape.draw(generator, (400_000,))
+    for room in (0.0, 0.1, 0.3, 0.5):
+        chance = spread.chance(room, Seen(framework=False, device=True), counted=False)
+        assert chance == pytest.approx(float((errors < room).mean()), abs=0.003)

@@ -112,12 +112,15 @@ class ActivationModel:
         """
         return 0.0
 
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, layers: Array, in_flight: Array) -> Values:
-        """Returns bytes of activations that are freed late when another micro-batch follows, (N, P) or a scalar.
+    def late_bytes(self, layouts: LayoutBatch, elements: Array, width: int, layers: Array, in_flight: Array) -> Values:
+        """Returns bytes that the allocator gets back late where the host is ahead of the device, (N, P) or a scalar.
+
+        They are reserved beside all that is allocated; where memory is short, the allocator waits for them.
 
         Args:
             layouts: N layouts.
             elements: of a micro-batch's hidden state on a rank of cp, (N,).
+            width: D, of the hidden state.
             layers: number of layers of each rank, (N or 1, P).
             in_flight: micro-batches micro-batches of each rank, (N, P).
         """

@@ -367,8 +367,11 @@ class RankTimes(LayerSums):
         update = memory.pop("update")
         memory["allocated"] = resident + np.maximum(forward, update)
         reserved = resident + np.maximum(forward * engine.allocator, update) + engine.allocator_bytes
-        memory["reserved"] = reserved
         memory["reserve"] = reserved - resident - forward + engine.context_bytes
+        # Where memory is short the allocator waits for what is freed late, so that only what is reserved counts it.
+        elements = self.model.tokens * self.job.shape.width
+        late_bytes = engine.saved.late_bytes(layouts, elements, self.job.shape.width, self.layers, self.in_flight)
+        memory["reserved"] = reserved + engine.allocator * late_bytes
         memory["peak"] = np.asarray(sum(memory[name] for name in MEMORY))
         if offloads:
             memory["unoffloaded_peak"] = memory["peak"] + state_before - sum(memory[name] for name in OFFLOADABLE)
@@ -426,9 +429,7 @@ class RankTimes(LayerSums):
         """Returns bytes of activations at the peak of each rank, (N, P)."""
         layouts = self.layouts
         working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
-        elements = self.model.tokens * self.job.shape.width
-        late_bytes = self.engine.saved.late_bytes(layouts, elements, self.layers, self.in_flight)
-        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + late_bytes + working[:, None]
+        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + working[:, None]
         measured = self.job.activations
         # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
         if measured is None:
