@@ -149,6 +149,16 @@ def test_planted_faults_are_noticed(
     assert "rounded numbers are off" in verdict.wrong
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("plant", "choice"), [(_nothing_is_owed, "powersgd:2"), (_one_value_fewer, "topk:30")])
+def test_faults_of_shards_are_noticed(
+    plant: Callable[[pytest.MonkeyPatch], None], choice: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant(monkeypatch)
+    (verdict,) = verify(CASE, [Layout.parse(f"replicate=2,shard=2,zero=2,compress={choice},precision=float64")])
+    assert not verdict.passed and not verdict.refused and verdict.method_error > 1e-3
+
+
 @pytest.mark.parametrize("choice", ["powersgd:2", "topk:30"])
 def test_a_program_that_sums_exactly_is_noticed(choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FeedbackCompressor, "is_exact", True)
