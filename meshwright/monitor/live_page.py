@@ -74,9 +74,7 @@ class LivePage:
         """Returns the whole page as it was rendered last: it asks at once for what has changed since."""
         with self._lock:
             run = self._run or self._refresh()
-            return page(
-                f"{run.path.resolve().name} · meshwright", self._sections, self._buttons, version=self._version
-            )
+            return page(f"{run.path.resolve().name} · meshwright", self._sections, self._buttons, version=self._version)
 
     def sections_since(self, version: int) -> JsonObject:
         """Returns the sections that changed after a version, the present version, and when to ask again.
