@@ -12,11 +12,13 @@ import torch
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
+from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.spec.end_units import EndUnits
 
 ROWS = 4
 """Rows of a trial; means are tested on its first row and the others."""
@@ -47,6 +49,8 @@ class ForwardTrial:
     moving: tuple[MovingBuffer, ...] = ()
     head: HeadTrial = HeadTrial()  # noqa: RUF009 - frozen
     """How its logits come about."""
+    ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
+    """Modules outside its layers that ZeRO may gather by themselves."""
 
 
 @computed_by_helper
@@ -74,7 +78,8 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
                     child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
-        return ForwardTrial(objective=objective, moving=moving, head=trial.head(built, objective))
+        head, ends = trial.head(built, objective), trial.ends(objective)
+        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -155,6 +160,10 @@ class _Trial:
     def head(self, built: BuiltModel, objective: Objective) -> HeadTrial:
         """Returns how the model's logits come about."""
         return try_head(built, self._clone, objective, self._length)
+
+    def ends(self, objective: Objective) -> EndUnits:
+        """Returns the modules outside the layers that nothing but their own forward reads."""
+        return find_end_units(dataclasses.replace(self._clone, objective=objective), self._length)
 
     def _fitting_length(self) -> int:
         """Returns the first row length, in tokens, on which the model runs."""
