@@ -1,21 +1,24 @@
 """Finds by trial whether a model's embedding and head can be gathered by themselves, as ZeRO gathers its layers.
 
 The trial does to a clone what ZeRO does: outside of a module's own forward its weights are something else, of another
-type and without numbers. Code that reads them there computes something else, or fails.
+type and without numbers. Code that reads them there computes something else, or fails; code that asks for their type is
+seen to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from meshwright.models.analysis.clone import Clone, duplicate_module
 from meshwright.models.analysis.objective import nothing_dropped
 from meshwright.spec.end_units import EndUnits
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 ROWS = 2
 """Rows of a trial's batch."""
@@ -69,7 +72,8 @@ def _is_head(clone: Clone, names: Sequence[str], length: int, expected: _Pass | 
     actual = _run(clone, length, names)
     if expected is None or actual is None or not actual.equals(expected):
         return False
-    return [name for name in actual.calls if name] == list(names) and actual.calls[-len(names) - 1] == _LAYER
+    earlier, last = actual.calls[: -len(names)], actual.calls[-len(names) :]
+    return set(earlier) == {_LAYER} and last == list(names)
 
 
 def _is_embedding(clone: Clone, name: str, length: int, expected: _Pass | None) -> bool:
@@ -97,7 +101,10 @@ def _run(clone: Clone, length: int, names: Sequence[str], frees_before_backward:
     try:
         with nothing_dropped(), _watch_calls(watched, calls), _without_weights_outside(module, names) as own_weights:
             torch.manual_seed(0)
-            output = clone.run(ROWS, module, tokens=length)
+            with _TypeReads() as type_reads:
+                output = clone.run(ROWS, module, tokens=length)
+            if any(type_reads.reads(module.get_submodule(name)) for name in names):
+                return None
             for weight in own_weights if frees_before_backward else ():
                 weight.data.fill_(torch.nan)
             upstream = torch.randn(output.shape, generator=torch.Generator().manual_seed(6), dtype=output.dtype)
@@ -106,6 +113,27 @@ def _run(clone: Clone, length: int, names: Sequence[str], frees_before_backward:
         # Whatever the code did with the stand-ins, it reads weights outside of their modules.
         return None
     return _Pass(output.detach(), list(grads), calls)
+
+
+class _TypeReads(TorchFunctionMode):
+    """Keeps of which tensors code reads the type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tensors: list[object] = []
+
+    def __torch_function__(
+        self, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
+    ) -> object:
+        """Notes a read; torch calls this for each function."""
+        if getattr(func, "__self__", None) is torch.Tensor.dtype:
+            self._tensors.append(args[0])
+        return func(*args, **(kwargs or {}))
+
+    def reads(self, module: nn.Module) -> bool:
+        """Whether a type was read of what now stands for a weight of a module."""
+        stand_ins = list(module.parameters())
+        return any(tensor is stand_in for tensor in self._tensors for stand_in in stand_ins)
 
 
 @contextmanager
