@@ -236,20 +236,7 @@ def wrap(
     }
     hold_as_rows(module)
     expert_modules: Sequence[nn.Module] = expert_group.modules if expert_group else ()
-    # Innermost first: fully_shard leaves out what a unit inside has already taken.
-    for expert_module in expert_modules:
-        assert expert_group is not None
-        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
-    for layer in layers:
-        fully_shard(layer, **settings)
-    if ends.embedding is not None:
-        fully_shard(ends.embedding, **settings)
-        ends.embedding.set_unshard_in_backward(False)
-    if ends.head:
-        # Its backward follows its forward at once.
-        fully_shard(list(ends.head), **{**settings, "reshard_after_forward": False})
-    # The root unit, of all that is in no other (position tables, tied weights), stays gathered through the forward.
-    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    root = _shard_units(module, layers, ends, expert_group, settings)
     if options.secondary is not None:
         options.secondary.share(layers)
     if mesh.device_type == "cpu":
@@ -269,6 +256,31 @@ def wrap(
         ]
         replica_all_reduces += attach(expert_modules, expert_names, expert_group.axis_groups, expert_group.compressors)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
+
+
+def _shard_units(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    ends: EndModules,
+    expert_group: ExpertFsdpGroup | None,
+    settings: Mapping[str, Any],
+) -> nn.Module:
+    """Makes the FSDP units of a model; returns its root. ``settings`` are of `fully_shard`; the others as `wrap`."""
+    # Innermost first: fully_shard leaves out what a unit inside has already taken.
+    for expert_module in expert_group.modules if expert_group else ():
+        assert expert_group is not None
+        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
+    for layer in layers:
+        fully_shard(layer, **settings)
+    if ends.embedding is not None:
+        unit: Any = fully_shard(ends.embedding, **settings)
+        unit.set_unshard_in_backward(False)
+    if ends.head:
+        # Its backward follows its forward at once.
+        fully_shard(list(ends.head), **{**settings, "reshard_after_forward": False})
+    # The root unit, of all that is in no other (position tables, tied weights), stays gathered through the forward.
+    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    return root
 
 
 def fsdp_units(module: nn.Module) -> list[nn.Module]:

@@ -137,7 +137,12 @@ def test_a_model_equals_one_device_whatever_reads_its_ends(name: str) -> None:
 
 
 def test_gathered_bytes_are_of_two_neighbours_and_the_rest() -> None:
-    shapes = {"table.weight": (50, 2), "positions": (3, 2), "h.0.weight": (10, 2), "h.1.weight": (20, 2)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "table.weight": (50, 2),
+        "positions": (3, 2),
+        "h.0.weight": (10, 2),
+        "h.1.weight": (20, 2),
+    }
     shapes |= {"norm.weight": (2,), "head.weight": (30, 2)}
     apart = EndUnits(embedding="table", head=("norm", "head"))
     sizes = {}
@@ -152,18 +157,17 @@ def test_gathered_bytes_are_of_two_neighbours_and_the_rest() -> None:
 
 @pytest.mark.slow
 def test_a_freed_embedding_isnt_gathered_for_backward_and_the_head_stays_for_it() -> None:
-    def work(_: int) -> list[tuple[str, bool, bool]]:
+    def work(_: int) -> list[tuple[Any, ...]]:
         layout, built = Layout.parse("shard=2,zero=3"), build("plain")
         plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=2, reason="")
         program = build_program(built, plan, torch.device("cpu"), facts=analyse_model(build("plain"), layout))
-        module, seen = program.module, []
+        module: Any = program.module
+        seen: list[tuple[Any, ...]] = []
 
         def note(event: str) -> None:
-            whole = [not isinstance(item, DTensor) for item in weights()]
+            weights = (module.embedding.weight, module.head.weight)
+            whole = [not isinstance(item, DTensor) for item in weights]
             seen.append((event, *whole))
-
-        def weights() -> list[torch.Tensor]:
-            return [module.embedding.weight, module.head.weight]
 
         def behind_layers(_layer: nn.Module, _args: object, output: torch.Tensor) -> None:
             note("forward")

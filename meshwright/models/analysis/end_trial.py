@@ -7,6 +7,7 @@ seen to.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -173,7 +174,7 @@ def _without_weights_outside(module: nn.Module, names: Sequence[str]) -> Iterato
             put(stand_ins)
             handles.append(submodule.register_forward_pre_hook(lambda *_, put=put, weights=weights: put(weights)))
             handles.append(submodule.register_forward_hook(lambda *_, put=put, stand_ins=stand_ins: put(stand_ins)))
-            restore.append(lambda put=put, weights=weights: put(weights))
+            restore.append(functools.partial(put, weights))
     try:
         yield own_weights
     finally:
