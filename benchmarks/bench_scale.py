@@ -32,6 +32,7 @@ from meshwright.parallel.step_timer import StepTimer
 from meshwright.planner.choose import Question, choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.units import format_bytes, format_count
@@ -120,7 +121,7 @@ def measure(case: str, text: str, ranks: list[int], cluster: str = "", rows: int
     laps.lap("layer graph and experts")
     parts = ModelParts.of(
         built.module.named_parameters(remove_duplicate=False), built.structure.layers, built.structure.ties,
-        facts.table, facts.layer_graph, facts.experts,
+        facts.table, facts.layer_graph, facts.experts, ends=facts.trial.ends if facts.trial else EndUnits(),
     )  # fmt: skip
     positions = position_memory(layout, parts)
     priced = {rank: rest_bytes(layout, parts, rank) for rank in ranks}

@@ -390,7 +390,9 @@ def _planner_plans(
         memory = device_memory_bytes(devices, ranks)
         plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
         say(f"plan: by state alone, since time can't be priced here: {error}")
-        return [(plan, analyse_layout(config, model, plan.layout, devices))]
+        analysis = analyse_layout(config, model, plan.layout, devices)
+        prediction = state_rule.predict(plan.layout, model_parts(model.built, analysis))
+        return [(dataclasses.replace(plan, prediction=prediction), analysis)]
     return _allowed_plans(config, model, devices, question, choice, count)
 
 

@@ -16,6 +16,7 @@ from meshwright.parallel.transform import DTYPES
 from meshwright.planner.measured_price import Measure
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork
 from meshwright.spec.sharding_table import ShardingTable
@@ -74,6 +75,7 @@ def model_parts(built: BuiltModel, analysis: ModelAnalysis) -> ModelParts:
         analysis.experts,
         analysis.attention,
         wide_routing=routes_wide(built.module),
+        ends=analysis.trial.ends if analysis.trial is not None else EndUnits(),
     )
 
 

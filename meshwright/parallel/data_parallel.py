@@ -24,6 +24,7 @@ from meshwright.parallel.transform import DTYPES, Transform, TransformContext
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axes import shard as shard_axis
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.groups import gradient_axes
 
 
@@ -45,6 +46,8 @@ def _apply(context: TransformContext) -> None:
             copies = mesh.combined_group(gradient_axes(layout.state_axes))
             axis_groups = _groups_in_use(shard_group, copies)
             expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
+            # A schedule gathers and frees a stage as a whole.
+            ends = EndUnits() if layout.degree(Mechanics.STAGES) > 1 else context.source.ends
             stage.gradient_syncs.insert(
                 0,
                 fsdp.wrap(
@@ -53,6 +56,7 @@ def _apply(context: TransformContext) -> None:
                     mesh.axis_device_mesh(shard_group),
                     options,
                     axis_groups,
+                    fsdp.EndModules.of(stage.module, ends),
                     expert_group,
                     _compressors(shard_group, copies, mesh, context.rounding_key, stage.stage_index),
                 ),

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from meshwright.parallel.fsdp_collectives import (
 from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
 from meshwright.parallel.secondary_shards import SecondaryAllGather, SecondaryShards
+from meshwright.spec.end_units import EndUnits
 from meshwright.torch_compat.fsdp2 import (
     accumulate_unsharded_gradients,
     clear_unsharded_gradients,
@@ -83,6 +84,22 @@ class ExpertFsdpGroup:
     """As `wrap` takes them."""
     compressors: Compressors
     """As `wrap` takes them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EndModules:
+    """Modules outside the layers that are units of gathering of their own."""
+
+    embedding: nn.Module | None
+    """Freed behind its forward under ZeRO-3, and not gathered for backward, which doesn't read it; None for none."""
+    head: Sequence[nn.Module]
+    """One unit, gathered from the first one's forward to its backward, whose gradients are reduced there."""
+
+    @classmethod
+    def of(cls, module: nn.Module, ends: EndUnits) -> Self:
+        """Returns the modules that ``ends`` names in a model."""
+        embedding = module.get_submodule(ends.embedding) if ends.embedding else None
+        return cls(embedding=embedding, head=[module.get_submodule(name) for name in ends.head])
 
 
 class FsdpSync:
@@ -187,6 +204,7 @@ def wrap(
     mesh: DeviceMesh,
     options: ShardOptions,
     axis_groups: Sequence[AxisGroup],
+    ends: EndModules,
     expert_group: ExpertFsdpGroup | None = None,
     compressors: Compressors = NO_COMPRESSION,
 ) -> FsdpSync:
@@ -195,10 +213,11 @@ def wrap(
     Args:
         module: the model, on the meta device or materialised; parameters become DTensors, sharded on dim 0 (a number
             as one row, by `hold_as_rows`).
-        layers: its repeated blocks, each a unit of gathering; the rest is one unit that stays gathered in the step.
+        layers: its repeated blocks, each a unit of gathering.
         mesh: of one dimension: the ranks that share the state.
         options: how.
         axis_groups: collectives of these ranks and, where the shards have copies, of the ranks of the copies.
+        ends: units beside the layers; the rest is one unit that stays gathered in the step.
         expert_group: modules that are sharded over other ranks; None for none.
         compressors: send in rounded numbers.
 
@@ -217,23 +236,19 @@ def wrap(
     }
     hold_as_rows(module)
     expert_modules: Sequence[nn.Module] = expert_group.modules if expert_group else ()
-    # Innermost first: fully_shard leaves out what a unit inside has already taken.
-    for expert_module in expert_modules:
-        assert expert_group is not None
-        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
-    for layer in layers:
-        fully_shard(layer, **settings)
-    # The root unit, of all that is in no layer (embedding, head, final norm), stays gathered through the forward.
-    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    root = _shard_units(module, layers, ends, expert_group, settings)
     if options.secondary is not None:
         options.secondary.share(layers)
     if mesh.device_type == "cpu":
-        _set_prefetch_order(layers, expert_modules, options.prefetch)
+        _set_prefetch_order(layers, ends, expert_modules, options.prefetch)
     deferred = DeferredReductions()
     layer_names = [format_layers([options.first_layer + index]) for index in range(len(layers))]
     prefixes = {submodule: prefix for prefix, submodule in module.named_modules()}
     attach = functools.partial(_attach_collectives, deferred=deferred, prefixes=prefixes)
-    replica_all_reduces = attach([root], [format_layers([REST])], axis_groups, compressors)
+    outer_units = {root: format_layers([REST])} | dict.fromkeys(ends.head[:1], "the head")
+    if ends.embedding is not None:
+        outer_units[ends.embedding] = "the embedding"
+    replica_all_reduces = attach(list(outer_units), list(outer_units.values()), axis_groups, compressors)
     replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=options.secondary)
     if expert_group is not None:
         expert_names = [
@@ -241,6 +256,31 @@ def wrap(
         ]
         replica_all_reduces += attach(expert_modules, expert_names, expert_group.axis_groups, expert_group.compressors)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
+
+
+def _shard_units(
+    module: nn.Module,
+    layers: Sequence[nn.Module],
+    ends: EndModules,
+    expert_group: ExpertFsdpGroup | None,
+    settings: Mapping[str, Any],
+) -> nn.Module:
+    """Makes the FSDP units of a model; returns its root. ``settings`` are of `fully_shard`; the others as `wrap`."""
+    # Innermost first: fully_shard leaves out what a unit inside has already taken.
+    for expert_module in expert_group.modules if expert_group else ():
+        assert expert_group is not None
+        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
+    for layer in layers:
+        fully_shard(layer, **settings)
+    if ends.embedding is not None:
+        unit: Any = fully_shard(ends.embedding, **settings)
+        unit.set_unshard_in_backward(False)
+    if ends.head:
+        # Its backward follows its forward at once.
+        fully_shard(list(ends.head), **{**settings, "reshard_after_forward": False})
+    # The root unit, of all that is in no other (position tables, tied weights), stays gathered through the forward.
+    root: nn.Module = fully_shard(module, **{**settings, "reshard_after_forward": False})
+    return root
 
 
 def fsdp_units(module: nn.Module) -> list[nn.Module]:
@@ -298,18 +338,22 @@ def _attach_collectives(
     return replica_all_reduces
 
 
-def _set_prefetch_order(layers: Sequence[nn.Module], expert_modules: Sequence[nn.Module], prefetch: int) -> None:
+def _set_prefetch_order(
+    layers: Sequence[nn.Module], ends: EndModules, expert_modules: Sequence[nn.Module], prefetch: int
+) -> None:
     """Gathers ahead of compute, forward in order and backward in reverse, by asynchronous collectives.
 
-    A layer is needed before what is inside it, either way. On CUDA FSDP2 does so by itself, with streams of its own;
-    the CPU has none.
+    A layer is needed before what is inside it, either way. Backward gathers no embedding, and finds the head gathered.
+    On CUDA FSDP2 does so by itself, with streams of its own; the CPU has none.
     """
     experts_of_layer = [
         [expert_module for expert_module in expert_modules if expert_module in set(layer.modules())] for layer in layers
     ]
     units = [[layer, *experts] for layer, experts in zip(layers, experts_of_layer)]
+    backward = [*ends.head[:1], *(unit for group in reversed(units) for unit in group)]
+    units = [[ends.embedding] if ends.embedding is not None else [], *units, list(ends.head[:1])]
+    units = [group for group in units if group]
     forward = [unit for group in units for unit in group]
-    backward = [unit for group in reversed(units) for unit in group]
     for unit in forward:
         set_async_unshard(unit)
     for unit_index, group in enumerate(units):

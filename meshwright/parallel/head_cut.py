@@ -2,7 +2,7 @@
 
 While a `HeadCut` is on, the head computes the loss in place of its product, and the model's own forward ends there: its
 code behind the head doesn't run, and what that does to logits is read by `models.analysis.head_trial`. All hooks of the
-model run as behind any forward, with the loss for its output.
+head and of the model run as behind any forward, with the loss for its output.
 """
 
 from __future__ import annotations
@@ -67,10 +67,13 @@ class HeadCut:
             RuntimeError: the forward didn't reach its head.
         """
         self._loss = loss
+        # The last of the head's hooks: FSDP2's run before it.
+        leaving = self._head.register_forward_hook(_leave)
         try:
             call()
             result = self._result
         finally:
+            leaving.remove()
             self._loss = self._result = None
         if result is None:
             raise RuntimeError("the model's forward ended without calling its head, which its trial did")
@@ -84,9 +87,14 @@ class HeadCut:
                 return logits
             head = self._head
             self._result = self._loss(HeadInput(hidden, head.weight, head.bias))  # type: ignore[arg-type]
-            raise _HeadReached(self._result[0])
+            return self._result[0]
 
         return forward
+
+
+def _leave(_head: nn.Module, _args: object, output: torch.Tensor) -> None:
+    """Leaves the model's forward with the loss, which the head returned in place of its product."""
+    raise _HeadReached(output)
 
 
 def _catch(plain: Forward) -> Forward:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.stage_module import Compute, RowBatch
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph
 from meshwright.spec.placement import Box
@@ -50,5 +51,7 @@ class ModelSource:
     """Names of the terms that ``compute`` reports beside the cross-entropy."""
     head: str = ""
     """Name of the linear head in front of which ``compute`` may end the forward (`parallel.head_cut`)."""
+    ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
+    """Modules outside the layers that ZeRO may gather by themselves."""
     moving: Sequence[str] = ()
     """Names of the buffers that forward changes while it trains."""

@@ -186,14 +186,14 @@ class StateTraffic:
     def gradient_messages(self, names: Sequence[str]) -> list[list[str]]:
         """Returns the names of a stage's weights by message of their sum, in the order of the runtime."""
         if self.is_sharded:
-            # Of FSDP units, which are summed as backward ends them: the layers, and last what is outside of them.
+            # Of FSDP units, which are summed as backward ends them: head, layers, and last the other ends.
             return list(reversed(self._weights_by_rank.units(names)))
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
         sizes = [math.prod(shapes[name]) * self._width.master for name in names]
         return [[names[position] for position in bucket] for bucket in assign_buckets(sizes)]
 
     def _add_fsdp_units(self, collectives: Collectives, stage: StageWeights, stage_index: int) -> None:
-        """Adds those of a stage's FSDP units: the weights outside layers, every layer, every module of experts."""
+        """Adds those of a stage's FSDP units, the first summed last: ends, layers, modules of experts, the head."""
         layout, groups = self._layout, self._groups
         shards, copies = groups.across(layout.state_axes), groups.across(gradient_axes(layout.state_axes))
         expert_copies, expert_shards = groups.carved(f"{self._ep_axis}_copies"), groups.carved(f"{self._ep_axis}_shard")
@@ -202,13 +202,15 @@ class StateTraffic:
         else:
             expert_shards = CollectiveGroup(f"{self._ep_axis}_shard", (self._rank,))
         gathers = self._gather_counts(stage_index)
-        self._add_fsdp_unit(collectives, stage.outside_layers, shards, copies, gathers[0])
+        for tensors in (stage.embedding, stage.outside_layers):
+            self._add_fsdp_unit(collectives, tensors, shards, copies, gathers[0])
         # Backward's half of the gathers is of the secondary copy, where there is one.
         layer_gathers = gathers[1] // 2 if layout.secondary else gathers[1]
         for layer in stage.layers:
             self._add_fsdp_unit(collectives, layer.own, shards, copies, layer_gathers)
             self._add_secondary_gathers(collectives, layer.own, shards, gathers[1] - layer_gathers)
             self._add_fsdp_unit(collectives, layer.experts, expert_shards, expert_copies, gathers[1])
+        self._add_fsdp_unit(collectives, stage.head, shards, copies, gathers[0])
 
     def _add_fsdp_unit(
         self, collectives: Collectives, tensors: Tensors, shards: CollectiveGroup, copies: CollectiveGroup, gathers: int
@@ -249,7 +251,8 @@ class StateTraffic:
         if layout.degree(Mechanics.STAGES) > 1:
             count = list(self._gathered_stages()).count(stage_index)
             return count, count
-        # ZeRO-3: weights outside layers stay gathered from forward to backward, layers are gathered for each.
+        # ZeRO-3: layers are gathered for forward and for backward. The embedding's backward reads no weights, and what
+        # else is outside of the layers stays gathered in between.
         return (microbatches, 2 * microbatches) if layout.zero == 3 else (1, 1)
 
     def _gathered_stages(self) -> Iterator[int]:
@@ -268,7 +271,7 @@ class StateTraffic:
 
     def _add_replica_gradients(self, collectives: Collectives, stage: StageWeights) -> None:
         """Adds the gradients of weights that every reader holds in full."""
-        dense_elements = elements(stage.outside_layers) + sum(elements(layer.own) for layer in stage.layers)
+        dense_elements = elements(stage.ends) + sum(elements(layer.own) for layer in stage.layers)
         expert_elements = sum(elements(layer.experts) for layer in stage.layers)
         collectives.add(self._groups.across(gradient_axes(())), "all_reduce", dense_elements * self._width.master)
         collectives.add(

@@ -95,7 +95,7 @@ def _rank_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
         gradients = sum(_feedback_bytes(layout, traffic, names) for names in traffic.stages)
     for recorded in traffic.stage_collectives(_RecordedMessages):
         if traffic.is_sharded:
-            # Backward ends with the weights outside layers. All units wait for each other: one order.
+            # Backward begins with the head and ends with the embedding. All units wait for each other: one order.
             messages = [message for group in recorded.sums.values() for message in reversed(group)]
             peak = _steered_peak_bytes(layout, True, messages)
         else:

@@ -72,8 +72,9 @@ def state_memory(layout: Layout, sizes: StateSizes | ModelParts) -> tuple[dict[s
     most one row a weight, which the bytes count and the formula doesn't.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 3.1 (K = 12 bytes of optimizer state with float32 masters) and
-    figure 1; that FSDP2 keeps no low-precision shard at rest, and that level 3 holds the layer at work, the one
-    gathered ahead and the rest outside the layers, is the runtime's own property, checked by its tests.
+    figure 1; that FSDP2 keeps no low-precision shard at rest, and that level 3 holds the unit at work, the one
+    gathered ahead and what is in neither layers, embedding nor head, is the runtime's own property, checked by its
+    tests.
     """
     fullest = max(position_memory(layout, sizes), key=lambda position: position.total_bytes)
     return dict(fullest.memory), dict(fullest.formula)
@@ -133,36 +134,39 @@ def _peak_gathered_elements(layout: Layout, weights: RankWeights) -> tuple[int, 
     (stage,) = weights.stages
     if layout.zero < 3:
         return _gathered_stage_elements(stage, weights), "c n"
-    layer_sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
-    if layout.secondary:
-        return _peak_with_secondary(stage, weights, layout.secondary), "c (rest + 2 largest layers + others / s)"
-    # ZeRO-3 gathers a layer and prefetches its neighbour: the next one in forward, the previous one in backward.
-    next_layers = [layer.own for layer in stage.layers[1:]]
-    previous_layers = [layer.own for layer in stage.layers[:-1]]
-    layer_pairs = [
-        size + max(_gathered_elements(own, weights.shards) for own in neighbours)
-        for size, *neighbours in zip(layer_sizes, [*next_layers, ()], [(), *previous_layers])
-    ]
-    outside = _gathered_elements(stage.outside_layers, weights.shards)
-    return outside + max(layer_pairs, default=0), "c (rest + 2 largest neighbouring layers)"
+    kinds = "embedding, layers, head" if stage.embedding or stage.head else "layers"
+    formula = f"c (rest + 2 largest layers{' + others / s' if layout.secondary else ''})"
+    return _peak_of_neighbours(stage, weights, layout.secondary), formula.replace("layers", f"of {kinds}", 1)
 
 
-def _peak_with_secondary(stage: StageWeights, weights: RankWeights, secondary: int) -> int:
-    """Returns the most elements gathered at once where neighbours share each layer from its forward to its backward."""
-    own = [_gathered_elements(layer.own, weights.shards) for layer in stage.layers]
-    sizes = [_gathered_layer_elements(layer, weights) for layer in stage.layers]
-    parts = [size // secondary for size in own]
+def _peak_of_neighbours(stage: StageWeights, weights: RankWeights, secondary: int) -> int:
+    """Returns the most elements that ZeRO-3 gathers at once: the unit at work, the one gathered ahead, and the rest.
+
+    Args:
+        stage: the only one of the rank.
+        weights: of the rank.
+        secondary: neighbours that share each layer from its forward to its backward; 0 where layers are freed.
+    """
+    embedding, outside, head = (
+        _gathered_elements(tensors, weights.shards) for tensors in (stage.embedding, stage.outside_layers, stage.head)
+    )
+    layers = [_gathered_elements(layer.own, weights.shards) for layer in stage.layers]
+    # What is gathered ahead of each unit, and how large it is at work.
+    own, sizes = [embedding, *layers, head], [_gathered_layer_elements(layer, weights) for layer in stage.layers]
+    sizes = [embedding, *sizes, head]
+    parts = [0, *(size // secondary if secondary else 0 for size in layers), 0]
     peaks = [sum(parts)]
     for index, size in enumerate(sizes):
-        # Forward prefetches the next layer; backward the previous one, from its part, which stays until it is there.
-        neighbours = own[index + 1 : index + 2] + own[max(0, index - 1) : index]
+        # Forward gathers the next unit; backward the previous one, from its part, which stays until it is there. It
+        # gathers no embedding.
+        neighbours = own[index + 1 : index + 2] + own[1:][max(0, index - 2) : max(0, index - 1)]
         peaks.append(sum(parts[:index]) + size + max(neighbours, default=0))
-    return _gathered_elements(stage.outside_layers, weights.shards) + max(peaks)
+    return outside + max(peaks)
 
 
 def _gathered_stage_elements(stage: StageWeights, weights: RankWeights) -> int:
     layers = sum(_gathered_layer_elements(layer, weights) for layer in stage.layers)
-    return _gathered_elements(stage.outside_layers, weights.shards) + layers
+    return _gathered_elements(stage.ends, weights.shards) + layers
 
 
 def _gathered_layer_elements(layer: LayerWeights, weights: RankWeights) -> int:

@@ -11,6 +11,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeights
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import carved_index, carved_shards, coordinates, state_index
 from meshwright.spec.layer_graph import LayerGraph, divide, weights_by_stage
@@ -63,6 +64,8 @@ class ModelParts:
     """How ``cp`` computes attention where the layout doesn't say."""
     wide_routing: bool = False
     """Whether the weights of tokens' experts stay in float32 where the model computes in fewer bits."""
+    ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
+    """Modules outside the layers that are FSDP units of their own where no pipeline cuts the model."""
 
     @classmethod
     def of(
@@ -75,6 +78,7 @@ class ModelParts:
         experts: Sequence[ExpertRows] = (),
         attention: str = "",
         wide_routing: bool = False,
+        ends: EndUnits = EndUnits(),  # noqa: B008 - frozen
     ) -> Self:
         """Reads names and shapes off a module.
 
@@ -87,6 +91,7 @@ class ModelParts:
             experts: the rows of routed experts, for ``ep``.
             attention: how ``cp`` computes attention by default; empty for by heads.
             wide_routing: whether the routing weights stay in float32.
+            ends: modules outside the layers that can be FSDP units of their own.
         """
         parameters_by_name = dict(parameters)
         return cls(
@@ -99,6 +104,7 @@ class ModelParts:
             experts=tuple(experts),
             attention=attention or "heads",
             wide_routing=wide_routing,
+            ends=ends,
         )
 
     @property
@@ -202,11 +208,17 @@ class WeightPlacement:
         return self._stage_weights(names, self._local_shapes(tp, ep))
 
     def units(self, names: Sequence[str]) -> list[list[str]]:
-        """Returns the names of the weights outside a stage's layers, and of each of its layers."""
+        """Returns the names of a stage's weights by FSDP unit, the first summed last: ends, then layers, then head."""
         by_layer: dict[str | None, list[str]] = {None: []} | {layer: [] for layer in self._model.layers}
         for name in names:
             by_layer[_layer_of(name, by_layer)].append(name)
-        return [unit for unit in by_layer.values() if unit]
+        ends = self._ends.by_unit(by_layer.pop(None))
+        return [unit for unit in (ends["embedding"], ends["rest"], *by_layer.values(), ends["head"]) if unit]
+
+    @property
+    def _ends(self) -> EndUnits:
+        """The units beside the layers: of a pipeline none, whose schedule gathers and frees a stage as a whole."""
+        return self._model.ends if self._layout.degree(Mechanics.STAGES) == 1 else EndUnits()
 
     def _names_by_stage(self) -> list[list[list[str]]]:
         """Returns the trained names of each stage, by index along ``pp``."""
@@ -231,12 +243,18 @@ class WeightPlacement:
         for name in names:
             layer = _layer_of(name, layers)
             if layer is None:
-                outside_layers.append(_rows_and_columns(local_shapes[name]))
+                outside_layers.append(name)
             else:
                 layers[layer][name in self.expert_parameters].append(_rows_and_columns(local_shapes[name]))
         nonempty_layers = [(own, experts) for own, experts in layers.values() if own or experts]
+        ends = {
+            unit: tuple(_rows_and_columns(local_shapes[name]) for name in unit_names)
+            for unit, unit_names in self._ends.by_unit(outside_layers).items()
+        }
         return StageWeights(
-            outside_layers=tuple(outside_layers),
+            outside_layers=ends["rest"],
+            embedding=ends["embedding"],
+            head=ends["head"],
             layers=tuple(LayerWeights(own=tuple(own), experts=tuple(experts)) for own, experts in nonempty_layers),
         )
 

@@ -47,8 +47,17 @@ class StageWeights:
     """Weights of one stage that a rank holds."""
 
     outside_layers: Tensors
-    """Weights outside of the layers: embedding, last norm, head."""
+    """Weights outside of the layers, but for those of `embedding` and `head`."""
     layers: tuple[LayerWeights, ...]
+    embedding: Tensors = ()
+    """Of an embedding that is an FSDP unit of its own."""
+    head: Tensors = ()
+    """Of a head that is one, with the last norm where that belongs to it."""
+
+    @property
+    def ends(self) -> Tensors:
+        """All weights outside of the layers."""
+        return self.embedding + self.outside_layers + self.head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +76,7 @@ class RankWeights:
     @property
     def own(self) -> Tensors:
         """All weights but the experts that ``ep`` spreads."""
-        tensors_by_stage = ((stage.outside_layers, *(layer.own for layer in stage.layers)) for stage in self.stages)
+        tensors_by_stage = ((stage.ends, *(layer.own for layer in stage.layers)) for stage in self.stages)
         return tuple(tensor for stage in tensors_by_stage for tensors in stage for tensor in tensors)
 
     @property

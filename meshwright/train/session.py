@@ -189,6 +189,7 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         layers=model.structure.layers,
         compute=model_compute(model, trial, layout.loss_chunk),
         head=trial.head.name,
+        ends=trial.ends,
         weigh=None if trial.objective.plain else partial(_weights, trial.objective),
         terms=tuple(term.name for term in trial.objective.reported),
         moving=tuple(buffer.name for buffer in trial.moving),

@@ -70,7 +70,8 @@ def model(name: str) -> BuiltModel:
 def collect_local_shards(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
     named = built.module.named_parameters(remove_duplicate=False)
     structure = built.structure
-    return ModelParts.of(named, structure.layers, structure.ties, facts.table, facts.layer_graph, facts.experts)
+    found = (structure.layers, structure.ties, facts.table, facts.layer_graph, facts.experts)
+    return ModelParts.of(named, *found, ends=facts.trial.ends)
 
 
 def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) -> dict[str, int]:

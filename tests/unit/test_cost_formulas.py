@@ -16,11 +16,12 @@ from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import MEMORY
 from meshwright.planner.cost.stages import _balanced, divide_blocks
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
-from meshwright.planner.memory import StateSizes, state_memory
+from meshwright.planner.memory import ModelParts, state_memory
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import find_schedule
 from meshwright.spec import layer_graph
+from meshwright.spec.end_units import EndUnits
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
 
@@ -115,6 +116,15 @@ def test_saved_bytes_are_those_of_the_paper(recompute, tp, sequence, factor):
     assert saved_bytes(recompute, tp, sequence) == pytest.approx(factor * 2048 * 12288, rel=1e-12)
 
 
+def parts_of(shape: ModelShape) -> ModelParts:
+    """The weights of a model whose embedding and head aren't tied, a layer's as one."""
+    shapes = {"embed.weight": (shape.vocab, shape.width), "norm.weight": (shape.width,)}
+    shapes |= {f"h.{at}.weight": (shape.width, size // shape.width) for at, size in enumerate(shape.layer_parameters)}
+    ends = EndUnits(embedding="embed", head=("norm", "head"))
+    layers = tuple(f"h.{at}" for at in range(shape.layers))
+    return ModelParts(shapes=shapes | {"head.weight": (shape.vocab, shape.width)}, layers=layers, ends=ends)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -132,7 +142,7 @@ def test_state_bytes_are_those_that_the_runtime_holds(text):
     layout, shape = Layout.parse(text), shape_from_sizes(LLAMA)
     job = PricedJob(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.is_mixed_precision else "float32")
     ours = price(job, layout, Cluster.parse("8xh100")).memory
-    theirs, _ = state_memory(layout, StateSizes(total=shape.parameters, layers=shape.layer_parameters))
+    theirs, _ = state_memory(layout, parts_of(shape))
     for part, size in theirs.items():
         assert ours[part] == pytest.approx(size, rel=1e-6)
 

@@ -12,11 +12,13 @@ import torch
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
+from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.spec.end_units import EndUnits
 
 ROWS = 4
 """Rows of a trial; means are tested on its first row and the others."""
@@ -47,6 +49,8 @@ class ForwardTrial:
     moving: tuple[MovingBuffer, ...] = ()
     head: HeadTrial = HeadTrial()  # noqa: RUF009 - frozen
     """How its logits come about."""
+    ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
+    """Modules outside its layers that ZeRO may gather by themselves."""
 
 
 @computed_by_helper
@@ -74,7 +78,9 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
                     child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
-        return ForwardTrial(objective=objective, moving=moving, head=trial.head(built, objective))
+        ends = find_end_units(dataclasses.replace(trial.clone, objective=objective), trial.length)
+        head = try_head(built, trial.clone, objective, trial.length)
+        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends)
     except MeshwrightError:
         raise
     except Exception as error:
@@ -100,12 +106,12 @@ class _Trial:
     """A clone under trial; its buffers are restored after each call."""
 
     def __init__(self, clone: Clone) -> None:
-        self._clone = clone
-        self._length = self._fitting_length()
+        self.clone = clone
+        self.length = self._fitting_length()
 
     def objective(self) -> Objective:
         """Returns the terms of the model's loss."""
-        structure = self._clone.structure
+        structure = self.clone.structure
         if structure.target_argument is None:
             self._refuse_trained_scalars()
             return Objective()
@@ -135,15 +141,15 @@ class _Trial:
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
-        buffers_before = _copy_buffers(self._clone.module)
+        buffers_before = _copy_buffers(self.clone.module)
         if not buffers_before:
             return ()
         buffers_after = []
         # two batches from the same start: a buffer that ends equal doesn't depend on the tokens
         for seed in (0, 1):
-            self._run_forward(self._sample(seed), "aligned" if self._clone.structure.target_argument else "", keep=True)
-            buffers_after.append(_copy_buffers(self._clone.module))
-            _restore_buffers(self._clone.module, buffers_before)
+            self._run_forward(self._sample(seed), "aligned" if self.clone.structure.target_argument else "", keep=True)
+            buffers_after.append(_copy_buffers(self.clone.module))
+            _restore_buffers(self.clone.module, buffers_before)
         changed_names = [
             name for name in buffers_after[0] if not _equal_tensors(buffers_after[0][name], buffers_before.get(name))
         ]
@@ -152,21 +158,17 @@ class _Trial:
             for name in changed_names
         )
 
-    def head(self, built: BuiltModel, objective: Objective) -> HeadTrial:
-        """Returns how the model's logits come about."""
-        return try_head(built, self._clone, objective, self._length)
-
     def _fitting_length(self) -> int:
         """Returns the first row length, in tokens, on which the model runs."""
-        structure = self._clone.structure
+        structure = self.clone.structure
         # some configs say -1 where there is no limit
         limit = max(0, structure.positions or structure.context or 0)
         lengths = [length for length in LENGTHS if not limit or length <= limit] or [limit or LENGTHS[0]]
         first_error: Exception | None = None
-        for self._length in dict.fromkeys([*lengths, *([limit] if limit and limit <= 256 else [])]):
+        for self.length in dict.fromkeys([*lengths, *([limit] if limit and limit <= 256 else [])]):
             try:
                 self._run_forward(self._sample(0), "aligned" if structure.target_argument else "")
-                return self._length
+                return self.length
             except MeshwrightError:
                 raise
             except Exception as failure:
@@ -177,10 +179,10 @@ class _Trial:
     def _sample(self, seed: int) -> _Sample:
         """Draws random rows; each has another number of targets."""
         generator = torch.Generator().manual_seed(20 + seed)
-        shape = (ROWS, self._length)
-        tokens, targets = (torch.randint(self._clone.vocab, shape, generator=generator) for _ in range(2))
+        shape = (ROWS, self.length)
+        tokens, targets = (torch.randint(self.clone.vocab, shape, generator=generator) for _ in range(2))
         # the first and the last token always have a target
-        inner_tokens = max(0, self._length - 2)
+        inner_tokens = max(0, self.length - 2)
         for row in range(1, ROWS):
             ignored_tokens = torch.randperm(inner_tokens, generator=generator)[: row * inner_tokens // (ROWS + 1)]
             targets[row, 1 + ignored_tokens] = IGNORED
@@ -188,13 +190,13 @@ class _Trial:
 
     def _run_forward(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
         """Runs forward in float64, with nothing dropped."""
-        buffers_before = {} if keep else _copy_buffers(self._clone.module)
+        buffers_before = {} if keep else _copy_buffers(self.clone.module)
         # the same draws at each call, so that two calls differ by their arguments alone
         torch.manual_seed(0)
         with Float64Ops(), nothing_dropped():
-            output = author_output(self._clone.module, self._clone.structure, sample.tokens, sample.targets, labels)
+            output = author_output(self.clone.module, self.clone.structure, sample.tokens, sample.targets, labels)
         if not keep:
-            _restore_buffers(self._clone.module, buffers_before)
+            _restore_buffers(self.clone.module, buffers_before)
         return output
 
     def _refuse_trained_scalars(self) -> None:
@@ -216,11 +218,11 @@ class _Trial:
         sample = self._sample(0)
         first_target_changed, other_targets_changed = sample.targets.clone(), sample.targets.clone()
         # another valid target id for the first token of each row
-        first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % self._clone.vocab
+        first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % self.clone.vocab
         other_targets_changed[:, 1:] = torch.where(
-            other_targets_changed[:, 1:] == IGNORED, IGNORED, (other_targets_changed[:, 1:] + 1) % self._clone.vocab
+            other_targets_changed[:, 1:] == IGNORED, IGNORED, (other_targets_changed[:, 1:] + 1) % self.clone.vocab
         )
-        label_conventions = ("shift_labels", "aligned") if self._clone.structure.transformers else ("aligned",)
+        label_conventions = ("shift_labels", "aligned") if self.clone.structure.transformers else ("aligned",)
         depends_on_targets = False
         for labels in label_conventions:
             try:
@@ -240,14 +242,14 @@ class _Trial:
         if not depends_on_targets:
             raise ConfigError(
                 f"the loss that the model's forward gives doesn't depend on its argument "
-                f"'{self._clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
+                f"'{self.clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
             )
         return "shifted"
 
     def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
         """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
         assert output.logits is not None and output.loss is not None
-        trained = [parameter for parameter in self._clone.module.parameters() if parameter.requires_grad]
+        trained = [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
         if abs(_float(output.loss) - _float(entropy)) > TOLERANCE * abs(_float(entropy)):
@@ -316,7 +318,7 @@ class _Trial:
     @contextlib.contextmanager
     def _scale_matrices(self, factor: float) -> Iterator[None]:
         """Scales the clone's matrices while it is entered."""
-        matrices = [parameter for parameter in self._clone.module.parameters() if parameter.dim() > 1]
+        matrices = [parameter for parameter in self.clone.module.parameters() if parameter.dim() > 1]
         for item in matrices:
             item.data.mul_(factor)
         try:

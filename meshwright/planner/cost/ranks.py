@@ -437,12 +437,18 @@ class RankTimes(LayerSums):
         return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])
 
     def _gathered_parameters(self, dense: Array) -> Array:
-        """Returns the parameters that ZeRO-3 has gathered at once, (N, P): the ends, and the two largest layers."""
+        """Returns the parameters that ZeRO-3 has gathered at once, (N, P): two neighbours, and tied or other ends."""
         largest = fold(np.maximum, [cost.parameters + cost.experts for cost in self.costs.layers])
         all_layers = self.sum_layers_and_ends(lambda cost: cost.parameters + cost.experts)
         end_parameters = dense - self.sum_layers(lambda cost: cost.parameters)
         largest = np.broadcast_to(largest, self.count)[:, None]
         gathered = 2 * largest + np.maximum(end_parameters, 0)
+        if not self.job.shape.tied:
+            # Embedding and head are units of their own, each gathered beside its neighbour alone.
+            embedding = (self.job.shape.vocab * self.job.shape.width / self.layouts.tp)[:, None]
+            head = np.broadcast_to(self.costs.head.parameters, self.count)[:, None]
+            rest = np.maximum(end_parameters - embedding - head, 0.0)
+            gathered = largest + np.maximum(np.maximum(embedding, head), largest) + rest
         if self.layouts.secondary.any():
             # A rank has a part of every layer but the one at work; experts over ep have none.
             over_ep, secondary = self.layouts.ep > 1, self.layouts.secondary[:, None]
