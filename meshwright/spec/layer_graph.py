@@ -122,14 +122,15 @@ def divide(
     costs = _costs(layer_graph, sizes, ties)
     # The head runs with the last layer, on the last stage.
     costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
-    bounds, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
+    cuts, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
     if not possible[0]:
-        bound, reason = next(iter(layer_graph.blocked.items()))
+        blocked = {bound: reason for bound, reason in layer_graph.blocked.items() if 0 < bound < count}
+        bound, reason = next(iter(blocked.items()))
         raise PlanError(
             f"the model can't be cut into {stages} stages: in front of layer {bound}, {reason}; nearest that works: "
-            f"{count - len(layer_graph.blocked)} stages at most"
+            f"{count - len(blocked)} stages at most"
         )
-    return tuple(int(bound) for bound in bounds[0])
+    return tuple(int(bound) for bound in cuts[0])
 
 
 def _costs(layer_graph: LayerGraph, sizes: Mapping[str, int], ties: Sequence[Sequence[str]]) -> list[int]:

@@ -147,7 +147,7 @@ def every_layout(question: Question) -> Iterator[Layout]:
         token_parts = tp * cp * (2 if cp > 1 else 1)
         if heads % tp or tp > question.cluster.domain or job.rows % readers:
             continue
-        if pp > len(job.shape.blocks) or (tp * cp > 1 and job.sequence % token_parts):
+        if pp > len(job.shape.blocks) + 2 or (tp * cp > 1 and job.sequence % token_parts):
             continue
         for ep in _expert_degrees(experts, shard, cp * tp):
             degrees = {"pp": pp, "replicate": replicate, "shard": shard, "cp": cp, "tp": tp, "ep": ep}

@@ -82,7 +82,7 @@ def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -
         dataclasses.replace(
             layer_graph,
             whole_backward=trial.whole_backward,
-            blocked=dict(sorted((layer_graph.blocked | trial.refused_ends).items())),
+            blocked=dict(sorted({**layer_graph.blocked, **trial.refused_ends}.items())),
         ),
         LayerGraphEvidence(inputs=tuple(probe.tensor_uses()), trial=trial),
     )

@@ -33,8 +33,7 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
         arguments: tokens and targets.
 
     Returns:
-        The trial; it names the reason for which backward can't be split into input and weight gradients, as some
-        schedules need.
+        The trial, with the reasons for which backward can't come in halves, or an end be a stage without layers.
 
     Raises:
         PlanError: it can't be cut anywhere, or stages compute something else than the full model.
@@ -51,42 +50,37 @@ def rehearse_stages(clone: Clone, layer_graph: LayerGraph, arguments: Tokens) ->
     # a copy of the modules that shares the weights: forward may store tensors of its graph in a module
     shared_copy = copy_module(module, share=True)
     expected = run_passes(lambda: clone.output_of(shared_copy, *arguments), module, draw_output_grad)
-    names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    names, layers = [name for name, _ in module.named_parameters(remove_duplicate=False)], len(layer_graph.layers)
     bounds = _spread_bounds(layer_graph)
-    stage_weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
     run_model = functools.partial(_boundary_output, clone=clone, arguments=arguments)
     comparison = PassComparison(_BOUND)
-    try:
-        output = _run_stages(module, layer_graph, run_model, stage_weights, bounds, output_grad[0])
-        _compare(comparison, "its output", output, expected.output)
-        _compare_gradients(comparison, module, expected.grads)
-        largest_error = comparison.error
-    finally:
-        module.zero_grad(set_to_none=True)
 
-    def failure_of(bounds: tuple[int, ...], halves: bool) -> str:
-        """Returns why stages with these bounds compute something else, or nothing; "" where they don't."""
+    def compare_stages(bounds: tuple[int, ...], halves: bool) -> None:
         weights = weights_by_stage(layer_graph, names, bounds, clone.structure.ties)
         try:
             output = _run_stages(module, layer_graph, run_model, weights, bounds, output_grad[0], halves=halves)
             _compare(comparison, "its output", output, expected.output)
             _compare_gradients(comparison, module, expected.grads)
+        finally:
+            module.zero_grad(set_to_none=True)
+
+    def failure_of(bounds: tuple[int, ...], halves: bool) -> str:
+        try:
+            compare_stages(bounds, halves)
         except (PlanError, RuntimeError, AssertionError, LookupError, TypeError, ValueError, AttributeError) as error:
             # torch's message lists all tensors before the error itself
             cause = error.__cause__ or error
             return " ".join(str(cause).split())[:200] or type(cause).__name__
-        finally:
-            module.zero_grad(set_to_none=True)
         return ""
 
+    compare_stages(bounds, False)
+    largest_error = comparison.error
     # a refusal of zero-bubble schedules alone, not of the pipeline
     whole_backward = failure_of(bounds, halves=True)
-    layers = len(layer_graph.layers)
     refused_ends = {
         boundary: reason
-        for boundary in (0, layers)
-        if boundary not in layer_graph.blocked
-        and (reason := failure_of((0, boundary, layers), halves=not whole_backward))
+        for boundary in {0, layers} - set(layer_graph.blocked)
+        if (reason := failure_of((0, boundary, layers), halves=not whole_backward))
     }
     return StageTrial(bounds=bounds, error=largest_error, whole_backward=whole_backward, refused_ends=refused_ends)
 
@@ -100,7 +94,7 @@ def _spread_bounds(layer_graph: LayerGraph) -> tuple[int, ...]:
     layer_count = len(layer_graph.layers)
     open_boundaries = [boundary for boundary in range(1, layer_count) if boundary not in layer_graph.blocked]
     if not open_boundaries:
-        boundary, reason = next(iter(layer_graph.blocked.items()))
+        boundary, reason = next((bound, why) for bound, why in layer_graph.blocked.items() if 0 < bound < layer_count)
         raise PlanError(f"in front of layer {boundary}, {reason}")
     if len(open_boundaries) >= _STAGES:
         # spread evenly

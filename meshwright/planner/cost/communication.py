@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,10 @@ class CommunicationTimes:
 
     def stage_sends_s(self) -> tuple[Array, Array]:
         """Returns seconds of one send of an activation (inside a node, between nodes), (N,) each."""
+        return self._stage_sends
+
+    @cached_property
+    def _stage_sends(self) -> tuple[Array, Array]:
         groups, size = self._model.groups, self.send_bytes()
         return groups.local_send(size), groups.crossing_send(size)
 

@@ -8,7 +8,7 @@ bytes one after the other. For equal stages and free sends the bound of 1F1B, in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -130,15 +130,17 @@ class PipelineFloor:
 
     # ---------------------------------------------------------------- ranks
 
+    @cached_property
     def _hop_s(self) -> Array:
-        """Returns the seconds of the sends between the first stages of neighbouring ranks, (N, P - 1)."""
+        """Seconds of the sends between the first stages of neighbouring ranks, (N, P - 1)."""
         crosses = np.array([sends.crosses[: self._ranks.ranks - 1] for sends in self._sends])[self._of_layout]
         inside_s, outside_s = self._ranks.hops_s()
         return np.where(crosses, outside_s[:, None], inside_s[:, None]) * self._in_order
 
+    @cached_property
     def _heads_and_tails_s(self) -> tuple[Array, Array]:
-        """Returns the least seconds before each rank's first forward, and after its last input gradient, (N, P)."""
-        hop_s = self._hop_s()
+        """The least seconds before each rank's first forward, and after its last input gradient, (N, P) each."""
+        hop_s = self._hop_s
         head, tail = self._first_gather.copy(), self._last_reduce.copy()
         for rank in range(1, self._ranks.ranks):
             before = slice(rank - 1, rank)
@@ -150,7 +152,7 @@ class PipelineFloor:
 
     def serial_s(self) -> Array:
         """Returns what the busiest rank computes between the others' first forwards and last backwards, (N,)."""
-        head, tail = self._heads_and_tails_s()
+        head, tail = self._heads_and_tails_s
         # Where weights' gradients come later, so may the sums of the rank's other stages.
         earlier_reduce = (np.asarray(self._reduce.seconds) - self._last_reduce) * ~self._splits
         passes = self._microbatches * (self._forward + self._input) + earlier_reduce + tail
@@ -177,10 +179,10 @@ class PipelineFloor:
 
     def _single_stage_s(self) -> Array:
         """Returns the bound by micro-batches in flight of pipelines with a stage a rank, (N,)."""
-        head, tail = self._heads_and_tails_s()
+        head, tail = self._heads_and_tails_s
         forward, both, held = self._forward, self._forward + self._input, np.maximum(self._ranks.in_flight, 1.0)
         held = np.minimum(np.ceil(held), self._microbatches)
-        hop_s = np.concatenate([2.0 * self._hop_s(), np.zeros((self._ranks.count, 1))], axis=1)
+        hop_s = np.concatenate([2.0 * self._hop_s, np.zeros((self._ranks.count, 1))], axis=1)
 
         def from_here(values: Array) -> Array:
             return np.cumsum(values[:, ::-1], axis=1)[:, ::-1]
@@ -214,9 +216,9 @@ class PipelineFloor:
         )
         # As many receives as sends.
         carried_s = 2.0 * self._microbatches * (inside * inside_s[:, None] + outside * outside_s[:, None])
-        head, tail = self._heads_and_tails_s()
+        head, tail = self._heads_and_tails_s
         around_s = head + tail
-        around_s[:, 1:] -= 2.0 * self._hop_s()
+        around_s[:, 1:] -= 2.0 * self._hop_s
         around_s[:, 0] += self._first_forward[:, 0] + self._first_backward[:, 0]
         return np.asarray((carried_s + np.where(self._in_order, around_s, 0.0)).max(axis=1))
 
