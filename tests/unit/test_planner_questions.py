@@ -166,7 +166,7 @@ def test_the_largest_number_with_a_property() -> None:
 
 
 def test_the_largest_model_fits_and_the_next_does_not() -> None:
-    config = asked(cluster="1xa100-40", batch=4, fix="offload=none")
+    config = asked(cluster="1xa100-40", batch=4, fix="offload=none", usable=0.73)
     (largest,) = plan_largest(config, MODEL).largest
     shape = largest.question.job.shape
     assert largest.best is not None and shape.parameters > 4 * MODEL.shape.parameters
