@@ -27,7 +27,7 @@ from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import bound_step_s, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants
+from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants_of_cores
 
 FEASIBILITY_BATCH = 4000
 """Cores whose feasibility is checked at once."""
@@ -197,7 +197,7 @@ class _SearchPass:
         batch = expand(job, space, core_rows, self._offloads)
         if self._offloads == ("none",):
             return batch
-        variant_counts = [len(variants(job, space, core)) for core in core_rows]
+        variant_counts = [len(core_variants) for core_variants in variants_of_cores(job, space, core_rows)]
         # The bounds hold the update of parameters that all devices share; fewer ranks may share those of a variant.
         bounds = bounds - self._host_update_s(space.devices)
         core_bounds_s = np.tile(np.repeat(bounds, variant_counts), len(self._offloads))

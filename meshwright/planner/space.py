@@ -8,6 +8,7 @@ scheduled, its *variants* how the data ranks share the state and what is recompu
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -203,6 +204,20 @@ def variants(job: PricedJob, space: Space, core: Sequence[float]) -> tuple[tuple
     return _data_variants(job, space, readers, cp * tp, ep, space.recomputes_under(schedule_names()[int(core[5])]))
 
 
+def variants_of_cores(
+    job: PricedJob, space: Space, core_rows: np.ndarray
+) -> list[tuple[tuple[int, int, int, int], ...]]:
+    """Returns `variants` of each of some cores, (n, 7); those with the same degrees and schedule have the same ones."""
+    known: dict[tuple[float, ...], tuple[tuple[int, int, int, int], ...]] = {}
+    of_cores = []
+    for core in core_rows.tolist():
+        key = (*core[:4], core[5])
+        if key not in known:
+            known[key] = variants(job, space, core)
+        of_cores.append(known[key])
+    return of_cores
+
+
 def _data_variants(
     job: PricedJob, space: Space, readers: int, block: int, ep: int, modes: Sequence[str]
 ) -> tuple[tuple[int, int, int, int], ...]:
@@ -301,13 +316,9 @@ def expand(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Sequen
         core_rows: (n, 7) float64, rows of `cores`.
         offloads: offload modes; the batch holds all variants of the first, then of the second, ...
     """
-    repeated_cores: list[np.ndarray] = []
-    variant_rows: list[tuple[int, int, int, int]] = []
-    for core in core_rows:
-        core_variants = variants(job, space, core)
-        repeated_cores.append(np.repeat(core[None, :], len(core_variants), axis=0))
-        variant_rows += core_variants
-    all_rows = np.concatenate(repeated_cores) if repeated_cores else np.zeros((0, len(CORE)))
+    of_cores = variants_of_cores(job, space, core_rows)
+    variant_rows = list(itertools.chain.from_iterable(of_cores))
+    all_rows = np.repeat(core_rows, [len(core_variants) for core_variants in of_cores], axis=0)
     columns = dict(zip(CORE, all_rows.T)) | dict(zip(VARIANT, np.array(variant_rows, dtype=float).reshape(-1, 4).T))
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns = {name: np.tile(values, len(offloads)) for name, values in columns.items()}
@@ -334,8 +345,11 @@ def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Seque
     forms = [(OFFLOADS.index(mode), level) for mode in offloads for level in (*ends, *((0,) * (mode == "parameters")))]
     columns = {name: np.tile(values, len(forms)) for name, values in zip(CORE, core_rows.T)}
     readers = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
-    family_cores, lengths = families(core_rows)
-    shard = np.tile(np.repeat([_largest_shard_degree(job, space, core) for core in family_cores], lengths), len(forms))
+    # Variants come by rising degrees of shard.
+    largest = [
+        core_variants[-1][1] if core_variants else 1 for core_variants in variants_of_cores(job, space, core_rows)
+    ]
+    shard = np.tile(np.array(largest, float), len(forms))
     level = np.repeat([level for _, level in forms], len(core_rows))
     is_unsharded = (shard == 1) | (level == 0)
     columns[SHARDS] = np.where(is_unsharded, 1, shard)
@@ -346,12 +360,6 @@ def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Seque
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
     columns["offload"] = np.repeat([float(mode) for mode, _ in forms], len(core_rows))
     return LayoutBatch.of(columns)
-
-
-def _largest_shard_degree(job: PricedJob, space: Space, core: Sequence[float]) -> int:
-    """Returns the largest number of ranks that may shard a core's state."""
-    core_variants = variants(job, space, core)  # by rising degrees of shard
-    return core_variants[-1][1] if core_variants else 1
 
 
 def layout_of(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -156,25 +157,69 @@ class CollectiveTimes:
 
     def __init__(self, layouts: LayoutBatch, machine: Machine) -> None:
         self._layouts, self._machine = layouts, machine
-        devices, world = machine.fabric.devices, layouts.world
-        tp_cp = layouts.tp * layouts.cp
-        self.tp = span(1, layouts.tp, devices, world)
-        self.cp = span(layouts.tp, layouts.cp, devices, world)
-        self.ep = span(1, layouts.ep, devices, world)
-        self.shard = span(tp_cp, layouts.shard, devices, world)
-        self.shard_cp = span(layouts.tp, layouts.shard * layouts.cp, devices, world)
-        self.secondary = span(layouts.tp, np.maximum(1.0, layouts.secondary), devices, world)
-        self.replicate = span(tp_cp * layouts.shard, layouts.replicate, devices, world)
-        self.readers = span(layouts.tp, layouts.readers, devices, world)
-        # With ep, the ranks that shard one expert are every ep-th of shard x cp x tp; without, as for any weight.
+
+    def _span(self, rank_stride: Values, degree: Values) -> GroupSpan:
+        return span(rank_stride, degree, self._machine.fabric.devices, self._layouts.world)
+
+    @cached_property
+    def tp(self) -> GroupSpan:
+        """Groups along tp."""
+        return self._span(1, self._layouts.tp)
+
+    @cached_property
+    def cp(self) -> GroupSpan:
+        """Groups along cp."""
+        return self._span(self._layouts.tp, self._layouts.cp)
+
+    @cached_property
+    def ep(self) -> GroupSpan:
+        """Groups along ep."""
+        return self._span(1, self._layouts.ep)
+
+    @cached_property
+    def shard_cp(self) -> GroupSpan:
+        """Groups that share the state."""
+        return self._span(self._layouts.tp, self._layouts.shard * self._layouts.cp)
+
+    @cached_property
+    def secondary(self) -> GroupSpan:
+        """Neighbours that share gathered weights."""
+        return self._span(self._layouts.tp, np.maximum(1.0, self._layouts.secondary))
+
+    @cached_property
+    def replicate(self) -> GroupSpan:
+        """Copies of one part of the state."""
+        return self._span(self._layouts.tp * self._layouts.cp * self._layouts.shard, self._layouts.replicate)
+
+    @cached_property
+    def readers(self) -> GroupSpan:
+        """Groups that hold the same weights."""
+        return self._span(self._layouts.tp, self._layouts.readers)
+
+    @cached_property
+    def expert_shard(self) -> GroupSpan:
+        """Groups that share the state of one expert."""
+        return self._span(*self._experts())
+
+    @cached_property
+    def expert_readers(self) -> GroupSpan:
+        """Groups that hold the same experts."""
+        stride, ranks = self._experts()
+        return self._span(stride, ranks * self._layouts.replicate)
+
+    def _experts(self) -> tuple[Array, Array]:
+        """Returns stride and number of the ranks that shard one expert.
+
+        With ep they are every ep-th of shard x cp x tp; without, as for any weight.
+        """
+        layouts = self._layouts
         has_ep, carved_degree = layouts.ep > 1, layouts.shard * layouts.cp * layouts.tp / layouts.ep
-        expert_stride, expert_ranks = (
-            np.where(has_ep, layouts.ep, layouts.tp),
-            np.where(has_ep, carved_degree, layouts.shard * layouts.cp),
-        )
-        self.expert_shard = span(expert_stride, expert_ranks, devices, world)
-        self.expert_readers = span(expert_stride, expert_ranks * layouts.replicate, devices, world)
-        self.pp = span(tp_cp * layouts.data, layouts.pp, devices, world)
+        return np.where(has_ep, layouts.ep, layouts.tp), np.where(has_ep, carved_degree, layouts.shard * layouts.cp)
+
+    @cached_property
+    def pp(self) -> GroupSpan:
+        """Groups along pp."""
+        return self._span(self._layouts.tp * self._layouts.cp * self._layouts.data, self._layouts.pp)
 
     def take(self, index: Index, layouts: LayoutBatch) -> CollectiveTimes:
         """Returns the groups of the layouts at an index, slice or mask, which are ``layouts``."""

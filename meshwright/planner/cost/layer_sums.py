@@ -48,9 +48,15 @@ class LayerCosts:
             timed: price time and traffic too; else they are 0.
         """
         model = PricedModel(job, layouts, machine, engine)
-        price_layer = model.price_layer if timed else model.price_bytes
-        layers = tuple(price_layer(job.shape.blocks[block]) for block in block_kinds(job.shape)[1])
-        return cls(model=model, layers=layers, embedding=price_embedding(model, timed), head=price_head(model, timed))
+        first, kind_of = layouts.layer_kinds()
+        of_kinds = model.take(first) if len(first) < layouts.count else model
+        price_layer = of_kinds.price_layer if timed else of_kinds.price_bytes
+        costs = [price_layer(job.shape.blocks[block]) for block in block_kinds(job.shape)[1]]
+        costs += [price_embedding(of_kinds, timed), price_head(of_kinds, timed)]
+        if of_kinds is not model:
+            costs = [_take_layouts(cost, kind_of, len(first)) for cost in costs]
+        *layers, embedding, head = costs
+        return cls(model=model, layers=tuple(layers), embedding=embedding, head=head)
 
     def take(self, index: Index) -> LayerCosts:
         """Returns the costs of the layouts at an index, slice or mask."""

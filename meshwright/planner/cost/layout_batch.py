@@ -26,9 +26,13 @@ Array = NDArray[Any]
 RECOMPUTES = ("none", "selective", "full", "block")
 """Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
 
-
 COMPRESSIONS = ("none", *METHODS)
 """Numbers and methods of compressed collectives by code."""
+LAYER_COLUMNS = (
+    *("cp", "tp", "ep", "recompute", "recompute_share", "sequence", "rows", "loss_chunk"),
+    *("inside_scale", "outside_scale"),
+)
+"""Columns of `LayoutBatch` by which a layer's cost differs, beside its rows, the ranks, and whether it is piped."""
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -213,6 +217,23 @@ class LayoutBatch:
     def world(self) -> Array:
         """Ranks of each layout."""
         return self.pp * self.replicate * self.shard * self.cp * self.tp
+
+    def layer_kinds(self) -> tuple[Array, Array]:
+        """Returns the first layout of each kind, and the kind of each layout, (N,): layers of a kind cost the same.
+
+        A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
+        """
+        columns = [getattr(self, name) for name in LAYER_COLUMNS]
+        columns += [self.data * self.microbatches, self.world, self.pp > 1]
+        varied = [column for column in columns if (column != column[0]).any()]
+        if not varied:
+            return np.zeros(1, int), np.zeros(self.count, int)
+        order = np.lexsort(varied)
+        is_new = np.ones(self.count, bool)
+        is_new[1:] = np.any([np.diff(column[order]) for column in varied], axis=0)
+        kind_of = np.empty(self.count, int)
+        kind_of[order] = np.cumsum(is_new) - 1
+        return order[is_new], kind_of
 
     def take(self, index: Index) -> LayoutBatch:
         """Returns the layouts at an index or mask."""
