@@ -73,7 +73,7 @@ class Departure:
             raise self._left(f"gave its open round up after launch.stop_s = {self._stop_s:g} s")
 
     def end_run_instead(self) -> None:
-        """Ends the run on all nodes at a SIGTERM that asked this one alone to leave: the others can't go on without it."""
+        """Ends the run on all nodes at a SIGTERM that asked this one to leave, whom the others can't do without."""
         if self._interrupts.leaving_since is not None:
             self.withdraw()
             self._interrupts.end_run_instead()
