@@ -197,6 +197,7 @@ class Agent(Supervisor):
                     f"who leads, at {self._hub.mismatch}, doesn't have this node's key of the run; "
                     "give both the same --key-file, or neither where they share the run directory"
                 )
+            self._local.departure.end_in_time()
             # Also paces this loop, and serves nodes that connect to this one as the next leader.
             self._hub.pump(0.05)
 
@@ -280,6 +281,7 @@ class Agent(Supervisor):
                 self._backoff.mark_stable()
             if self._order is not None:
                 self._local.departure.end_without_ranks(self._order)
+            self._local.departure.end_in_time()
             if self._local.interrupts.count and self._local.end.outcome is None:
                 raise LaunchError("ended while waiting for the node that leads")
 

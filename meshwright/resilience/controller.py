@@ -142,6 +142,11 @@ class Controller:
         if self._local.interrupts.count:
             raise self._save_newest_state(LaunchError(f"ended while waiting for {self._members.awaited}"))
 
+    def _pump_waiting(self, seconds: float) -> None:
+        """As `_pump_idle`, where the run can't go on: then a SIGTERM that asks this node alone to leave ends it too."""
+        self._local.departure.end_run_instead()
+        self._pump_idle(seconds)
+
     def _usable_devices(self) -> list[Device]:
         """Returns the connected devices that are neither left out nor asked to leave, ordered by node."""
         connected = self._members.connected_devices()
@@ -195,7 +200,7 @@ class Controller:
             pump_until(
                 lambda present=present: bool(self._readmissible_devices()) or len(self._usable_devices()) > present,  # type: ignore[misc]
                 math.inf,
-                self._pump_idle,
+                self._pump_waiting,
             )
             self._backoff.readmit(self._readmissible_devices())
 

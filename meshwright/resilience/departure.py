@@ -55,13 +55,28 @@ class Departure:
         if self._asked_at is None:
             self._asked_at = time.time()
             write_request(self._run_dir, self._request)
-        elif now_s - since_s > self._stop_s:
-            raise self._left(f"gave its open round up after launch.stop_s = {self._stop_s:g} s")
-        elif now_s - self._read_at > _READ_EVERY_S:
+            return
+        self.end_in_time()
+        if now_s - self._read_at > _READ_EVERY_S:
             self._read_at = now_s
             if self._is_refused(self._asked_at):
-                self.withdraw()
-                self._interrupts.end_run_instead()
+                self.end_run_instead()
+
+    def end_in_time(self) -> None:
+        """Ends the node's part in the run when its time is over, also while it has no ranks and waits for others.
+
+        Raises:
+            LeftRun: then.
+        """
+        since_s = self._interrupts.leaving_since
+        if since_s is not None and time.monotonic() - since_s > self._stop_s:
+            raise self._left(f"gave its open round up after launch.stop_s = {self._stop_s:g} s")
+
+    def end_run_instead(self) -> None:
+        """Ends the run on all nodes at a SIGTERM that asked this one to leave, whom the others can't do without."""
+        if self._interrupts.leaving_since is not None:
+            self.withdraw()
+            self._interrupts.end_run_instead()
 
     def end_without_ranks(self, order: Order) -> None:
         """Ends the node's part in the run once it has no rank, and the others have read what it holds of their state.

@@ -89,6 +89,28 @@ class Outside(Plain):
         return nn.functional.linear(self.norm(x), self.head.weight)
 
 
+class Asked(Plain):
+    """Moves activations to the device of its head, and scales logits by the number of its head's rows."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x).to(self.head.weight.device)) / self.head.weight.shape[0]
+
+
+class Backward(Plain):
+    """Has a hook on its head that takes logits, and makes a tensor like its weight in backward."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.head.register_forward_hook(self.watch)
+
+    def watch(self, head: nn.Linear, _args: object, logits: torch.Tensor) -> None:
+        if logits.requires_grad:
+            logits.register_hook(lambda grad: grad + head.weight.new_zeros(grad.shape[-1]))
+
+
 def plain(vocab: int) -> nn.Module:
     return Plain(vocab)
 
@@ -109,12 +131,22 @@ def outside(vocab: int) -> nn.Module:
     return Outside(vocab)
 
 
+def asked(vocab: int) -> nn.Module:
+    return Asked(vocab)
+
+
+def backward(vocab: int) -> nn.Module:
+    return Backward(vocab)
+
+
 EXPECTED = {
     "plain": EndUnits(embedding="embedding", head=("norm", "head")),
     "cast": EndUnits(head=("norm", "head")),
     "squared": EndUnits(head=("norm", "head")),
     "early": EndUnits(embedding="embedding", head=("head",)),
     "outside": EndUnits(embedding="embedding"),
+    "asked": EndUnits(embedding="embedding"),
+    "backward": EndUnits(embedding="embedding", head=("norm", "head")),
 }
 
 
@@ -124,11 +156,14 @@ def build(name: str) -> Any:
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_units_are_what_nothing_else_reads(name: str) -> None:
-    assert try_forward(build(name)).ends == EXPECTED[name]
+    trial = try_forward(build(name))
+    assert trial.ends == EXPECTED[name]
+    # A hook of the head takes logits: it can't be given the loss of a head that computes no whole ones.
+    assert ("forward hook" in trial.head.refused) == (name == "backward")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "cast", "squared", "outside"])
+@pytest.mark.parametrize("name", ["plain", "cast", "squared", "outside", "backward"])
 def test_a_model_equals_one_device_whatever_reads_its_ends(name: str) -> None:
     batches = random_batches(1, 8, CONTEXT, VOCAB, documents=False)
     case = Case(build=lambda: build(name), batches=batches, recipe=OptimizerRecipe(), timeout_s=200)
@@ -175,10 +210,15 @@ def test_a_freed_embedding_isnt_gathered_for_backward_and_the_head_stays_for_it(
 
         assert isinstance(module.embedding, FSDPModule) and isinstance(module.head, FSDPModule)
         module.layers[0].register_forward_hook(behind_layers)
+        # Behind FSDP2's own hooks, which would gather it.
+        module.embedding.register_forward_hook(
+            lambda _module, _args, output: output.register_hook(lambda _: note("lookup")) and None
+        )
         module.head.register_forward_hook(lambda *_: note("head"))
         tokens = torch.randint(VOCAB, (2, CONTEXT))
         module(tokens).sum().backward()
         return seen
 
     for seen in run_ranks(2, work, timeout=100):
-        assert seen == [("forward", False, False), ("head", False, True), ("backward", False, False)]
+        assert seen[:2] == [("forward", False, False), ("head", False, True)]
+        assert seen[2:] == [("backward", False, False), ("lookup", False, False)]

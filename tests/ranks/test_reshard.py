@@ -92,6 +92,8 @@ def assembled(ranks: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]
             ("llama", "tp=4,sequence=true", ["tp=3", "cp=2,shard=2,zero=1", "pp=2,tp=2,microbatches=2"]),
             ("mixtral", "shard=2,ep=2,tp=2,zero=3", ["tp=2", "shard=2,ep=2,zero=1", "replicate=1"]),
             ("gpt2", "pp=2,shard=2,zero=2,microbatches=2", ["tp=2", "replicate=1"]),
+            # Embedding and head, one weight, in stages without a layer.
+            ("gpt2", "pp=3,microbatches=4,split=0-2-0", ["pp=2,microbatches=2,split=2-0", "shard=2,zero=3"]),
         ],
         (1, 3),
     ),

@@ -76,6 +76,16 @@ def test_a_round_that_takes_too_long_is_given_up(tmp_path: Path) -> None:
         departure.poll()
 
 
+def test_a_node_that_waits_for_others_ends_in_time_too(tmp_path: Path) -> None:
+    """No rank runs: it searches for who leads, or hears nothing from that."""
+    _, departure = leaving(tmp_path)
+    departure.end_in_time()
+    departure._interrupts.leaving_since = time.monotonic() - 61
+    with pytest.raises(LeftRun, match="gave its open round up") as left:
+        departure.end_in_time()
+    assert left.value.exit_status == 143
+
+
 def test_a_refused_leave_ends_the_run_on_all_nodes(tmp_path: Path) -> None:
     interrupts, departure = leaving(tmp_path)
     told(tmp_path, "drain_refused", node=0, device=None, why="another node's")

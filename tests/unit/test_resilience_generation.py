@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import signal
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from meshwright.launch.signals import InterruptCounter
 from meshwright.records import RecordError
 from meshwright.resilience import device_backoff as backoff_module
 from meshwright.resilience.controller import Controller
+from meshwright.resilience.departure import Departure
 from meshwright.resilience.generation import (
     Ending,
     FailureDecision,
@@ -348,6 +350,7 @@ class Script:
         self.job = SimpleNamespace(plan=plan_of(3), analysis=None, config=config, run_dir=run_dir)
         self.ends, self.orders, self.end, self._remembers = ends, [], GenerationEnd(), remembers
         self.storage = SimpleNamespace(settle=self.settle, finish=lambda: None)
+        self.departure = Departure(run_dir, self.node, self.interrupts, 60.0)
 
     @staticmethod
     def settle(rewinds: bool = False) -> None:
@@ -455,6 +458,17 @@ def test_a_minimum_is_waited_for_and_one_beyond_all_devices_is_not(tmp_path: Pat
         led(tmp_path, [lost, over], False, on_death="shrink", minimum=2, back_s=60.0)
     _, told, _ = led(tmp_path, [lost, over], on_death="shrink", back_s=0.05, minimum=9)
     assert told[3][0] == "waiting" and told[3][1]["minimum"] == 3, "what is waited for, not what is configured"
+
+
+def test_sigterm_of_one_node_ends_a_run_that_waits_for_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asked the node alone to leave, but nobody trains that could go on."""
+    interrupts = InterruptCounter()
+    interrupts.leaves_at_sigterm = True
+    interrupts.record(signal.SIGTERM)
+    monkeypatch.setattr(Script, "interrupts", interrupts)
+    with pytest.raises(LaunchError, match="ended while waiting for"):
+        led(tmp_path, [end(failed=failure())], False, on_death="shrink", back_s=60.0, minimum=3)
+    assert interrupts.leaving_since is None
 
 
 def test_failures_without_progress_end_the_run_with_the_last_one(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Finds by trial whether a model's embedding and head can be gathered by themselves, as ZeRO gathers its layers.
 
 The trial does to a clone what ZeRO does: outside of a module's own forward its weights are something else, of another
-type and without numbers. Code that reads them there computes something else, or fails; code that asks for their type is
-seen to.
+type and without numbers. Code that reads them there computes something else, or fails; code that only asks something of
+them, their type or their shape, is seen to.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from meshwright.models.analysis.clone import Clone, duplicate_module
 from meshwright.models.analysis.objective import nothing_dropped
 from meshwright.spec.end_units import EndUnits
-from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
+from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, tree_leaves
 
 ROWS = 2
 """Rows of a trial's batch."""
@@ -102,9 +102,10 @@ def _run(clone: Clone, length: int, names: Sequence[str], frees_before_backward:
     try:
         with nothing_dropped(), _watch_calls(watched, calls), _without_weights_outside(module, names) as own_weights:
             torch.manual_seed(0)
-            with _TypeReads() as type_reads:
+            stand_ins = [item for name in names for item in module.get_submodule(name).parameters()]
+            with _Uses(stand_ins) as uses:
                 output = clone.run(ROWS, module, tokens=length)
-            if any(type_reads.reads(module.get_submodule(name)) for name in names):
+            if uses.found:
                 return None
             for weight in own_weights if frees_before_backward else ():
                 weight.data.fill_(torch.nan)
@@ -116,25 +117,25 @@ def _run(clone: Clone, length: int, names: Sequence[str], frees_before_backward:
     return _Pass(output.detach(), list(grads), calls)
 
 
-class _TypeReads(TorchFunctionMode):
-    """Keeps of which tensors code reads the type."""
+class _Uses(TorchFunctionMode):
+    """Finds out whether code calls a function of torch with one of some tensors, or asks for its type or shape.
 
-    def __init__(self) -> None:
+    Args:
+        tensors: to look for.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self._tensors: list[object] = []
+        self._ids = {id(tensor) for tensor in tensors}
+        self.found = False
+        """Whether it does."""
 
     def __torch_function__(
         self, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
     ) -> object:
-        """Notes a read; torch calls this for each function."""
-        if getattr(func, "__self__", None) is torch.Tensor.dtype:
-            self._tensors.append(args[0])
+        """Notes a use; torch calls this for each function."""
+        self.found |= any(id(leaf) in self._ids for leaf in tree_leaves((args, kwargs)))
         return func(*args, **(kwargs or {}))
-
-    def reads(self, module: nn.Module) -> bool:
-        """Whether a type was read of what now stands for a weight of a module."""
-        stand_ins = list(module.parameters())
-        return any(tensor is stand_in for tensor in self._tensors for stand_in in stand_ins)
 
 
 @contextmanager

@@ -59,6 +59,8 @@ def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int)
     head = clone.module.get_submodule(name)
     if type(head).forward is not nn.Linear.forward:
         return HeadTrial(refused=f"its head {name} is a {type(head).__name__}, and no plain nn.Linear")
+    if head._forward_hooks:
+        return HeadTrial(refused=f"its head {name} has a forward hook of its own, which takes whole logits")
     try:
         clone_map = _read_logit_map(duplicate_module(clone.module), structure, length)
         logit_map = clone_map
