@@ -275,6 +275,9 @@ def _shard_units(
     if ends.embedding is not None:
         unit: Any = fully_shard(ends.embedding, **settings)
         unit.set_unshard_in_backward(False)
+        # Named nothing, FSDP2 gathers what the micro-batch before ran last, the head, which is read no more; itself is
+        # nothing, since backward doesn't gather it.
+        unit.set_modules_to_backward_prefetch([unit])
     if ends.head:
         # Its backward follows its forward at once.
         fully_shard(list(ends.head), **{**settings, "reshard_after_forward": False})
