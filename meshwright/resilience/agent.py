@@ -187,7 +187,8 @@ class Agent(Supervisor):
                 )  # fmt: skip
                 if self._claims.try_claim(claim):
                     return claim
-            if self._local.interrupts.count:
+            # The last of nodes that all were asked to leave leads next, since the run's state is with it alone.
+            if self._local.interrupts.count and not self._local.departure.saves_alone:
                 raise LaunchError("ended while looking for the node that leads")
             # Errors only for a node that never joined: one that had an order waits for its run to go on.
             if self._order is None and newest is None and time.monotonic() > deadline:

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
+from meshwright.resilience.departure import TERMINATED_STATUS
 from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import save_newest_state
 from meshwright.resilience.drain_requests import DrainWatch
@@ -140,7 +141,10 @@ class Controller:
         """Processes messages while no ranks run, and stops the run when the user interrupts."""
         self._members.pump(seconds)
         if self._local.interrupts.count:
-            raise self._save_newest_state(LaunchError(f"ended while waiting for {self._members.awaited}"))
+            ended = LaunchError(f"ended while waiting for {self._members.awaited}")
+            if self._local.interrupts.terminated:
+                ended.exit_status = TERMINATED_STATUS
+            raise self._save_newest_state(ended)
 
     def _pump_waiting(self, seconds: float) -> None:
         """As `_pump_idle`, where the run can't go on: then a SIGTERM that asks this node alone to leave ends it too."""

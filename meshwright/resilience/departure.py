@@ -20,7 +20,7 @@ from meshwright.resilience.messages import Order
 
 REASON = "SIGTERM"
 """Reason of the requests: a node that starts again withdraws its own."""
-_STATUS = 143
+TERMINATED_STATUS = 143
 """Exit status after SIGTERM. Source: POSIX shells, 128 + SIGTERM."""
 _READ_EVERY_S = 1.0
 
@@ -41,6 +41,13 @@ class Departure:
         self._asked_at: float | None = None
         """time.time() of the request; None without one."""
         self._read_at = 0.0
+        self._refused_at: float | None = None
+        """time.monotonic() at which the run refused; None before."""
+
+    @property
+    def saves_alone(self) -> bool:
+        """Whether this node is to end the run, by itself where the node that led has left meanwhile."""
+        return self._refused_at is not None and time.monotonic() - self._refused_at < self._stop_s
 
     def poll(self) -> None:
         """Asks for leave, or hears that the run refuses; called some times a second while ranks run.
@@ -77,6 +84,7 @@ class Departure:
         if self._interrupts.leaving_since is not None:
             self.withdraw()
             self._interrupts.end_run_instead()
+            self._refused_at = time.monotonic()
 
     def end_without_ranks(self, order: Order) -> None:
         """Ends the node's part in the run once it has no rank, and the others have read what it holds of their state.
@@ -104,7 +112,7 @@ class Departure:
     def _left(self, how: str) -> LeftRun:
         """Returns the error with which the node's command ends."""
         error = LeftRun(f"node {self._request.node} left the run at SIGTERM and {how}; the others go on")
-        error.exit_status = _STATUS
+        error.exit_status = TERMINATED_STATUS
         return error
 
     def withdraw(self) -> None:

@@ -103,3 +103,19 @@ def test_a_node_of_islands_that_cannot_end_its_round_in_time_gives_it_up(nodes: 
     wait_until(lambda: len(rows(run.run)) > left + 3)
     assert 3 <= waited_s < 8 and not run.told("rank_lost")
     assert main(["cancel", str(run.run)]) == 0
+
+
+def test_sigterm_to_all_nodes_of_islands_ends_the_run_with_a_checkpoint(nodes: Callable[..., Nodes]) -> None:  # noqa: F811
+    """The one that led may leave first: the other, whose leave was refused, then leads to save what it holds."""
+    run = nodes("both", 2, "islands=2", *ISLANDS).start()
+    run.reaches(7)
+    for node in (0, 1):
+        run.nodes[node].kill(signal.SIGTERM)
+    statuses = [run.nodes[node].wait() for node in (0, 1)]
+    assert statuses == [143, 143], run.nodes[1].text()
+    for node in (0, 1):
+        run.nodes[node].no_orphans()
+    steps = [row["step"] for row in rows(run.run)]
+    assert steps == list(range(1, len(steps) + 1)) and (run.run / "checkpoints" / f"step-{steps[-1]:08d}").is_dir()
+    assert not (run.run / "drain" / "node-0.json").exists() and not (run.run / "drain" / "node-1.json").exists()
+    assert not run.told("rank_lost")

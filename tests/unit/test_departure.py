@@ -95,7 +95,7 @@ def test_a_refused_leave_ends_the_run_on_all_nodes(tmp_path: Path) -> None:
     told(tmp_path, "drain_refused", node=1, device=None, why="too few")
     departure._read_at = 0.0
     departure.poll()
-    assert interrupts.count == 1 and not read_requests(tmp_path)
+    assert interrupts.count == 1 and not read_requests(tmp_path) and departure.saves_alone
 
 
 def test_what_a_person_drained_stays_drained(tmp_path: Path) -> None:

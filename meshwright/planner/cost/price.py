@@ -20,6 +20,8 @@ from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout
 
+BOUND_BATCH = 8000
+"""Layouts that are bounded at once: their arrays stay in a core's cache."""
 FeasibilityRule = Callable[[LayoutBatch, Mapping[str, Array]], Array]
 """Maps (N layouts, bytes of their fullest ranks by part, (N,) each, as `Prices` names them) to (N,) bool."""
 
@@ -130,16 +132,19 @@ def bound_step_s(
     engine = engine.with_options(runtime__accumulate_bytes=0.0)
     order = np.argsort(layouts.pp, kind="stable")
     step_s = np.empty(layouts.count)
-    for run, ranks in _by_pipeline_length(LayerCosts.of(job, layouts.take(order), machine, engine)):
+    costs = LayerCosts.of(job, layouts.take(order), machine, engine)
+    for run, ranks in _by_pipeline_length(costs, BOUND_BATCH):
         step_s[order[run]] = ranks.bound_s()
     nodes = np.maximum(layouts.world / machine.node_devices, 1.0)
     return (step_s + engine.runtime.host_step_s) * (1.0 + engine.runtime.straggler_share(nodes))
 
 
-def _by_pipeline_length(costs: LayerCosts) -> Iterator[tuple[slice, RankTimes]]:
-    """Yields (slice, ranks) of each run of layouts with equal pp; the layouts are sorted by pp."""
+def _by_pipeline_length(costs: LayerCosts, most: int = 0) -> Iterator[tuple[slice, RankTimes]]:
+    """Yields (slice, ranks) of each run of layouts with equal pp, in parts of ``most``; they are sorted by pp."""
     pp = costs.model.layouts.pp
-    starts = [0, *(np.flatnonzero(np.diff(pp)) + 1), len(pp)]
+    starts = [0, *(np.flatnonzero(np.diff(pp)) + 1).tolist(), len(pp)]
+    if most:
+        starts = [part for run in pairwise(starts) for part in range(*run, most)] + [len(pp)]
     if len(starts) == 2:
         yield slice(0, len(pp)), RankTimes(costs)
         return
