@@ -89,6 +89,16 @@ class Outside(Plain):
         return nn.functional.linear(self.norm(x), self.head.weight)
 
 
+class Twice(Plain):
+    """Looks its rows up in front of the layers and behind them."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x + self.embedding(tokens)))
+
+
 class Asked(Plain):
     """Moves activations to the device of its head, and scales logits by the number of its head's rows."""
 
@@ -131,6 +141,10 @@ def outside(vocab: int) -> nn.Module:
     return Outside(vocab)
 
 
+def twice(vocab: int) -> nn.Module:
+    return Twice(vocab)
+
+
 def asked(vocab: int) -> nn.Module:
     return Asked(vocab)
 
@@ -145,6 +159,7 @@ EXPECTED = {
     "squared": EndUnits(head=("norm", "head")),
     "early": EndUnits(embedding="embedding", head=("head",)),
     "outside": EndUnits(embedding="embedding"),
+    "twice": EndUnits(head=("norm", "head")),
     "asked": EndUnits(embedding="embedding"),
     "backward": EndUnits(embedding="embedding", head=("norm", "head")),
 }
