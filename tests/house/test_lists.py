@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.planner.cost.prices import PARTS
+from meshwright.planner.cost.prices import PARTS, TRAFFIC_WORK
 from meshwright.planner.explain import NAMES
 from meshwright.planner.rounds import JOIN
 from meshwright.schedules.spec import known_schedules
@@ -85,7 +85,7 @@ def test_nothing_lists_axes_or_schedules_by_hand() -> None:
 
 
 def test_words_for_parts_of_a_price_are_all_there() -> None:
-    assert set(NAMES) == {*PARTS, JOIN}
+    assert set(NAMES) == {*PARTS, TRAFFIC_WORK, JOIN}
 
 
 LISTED = """
