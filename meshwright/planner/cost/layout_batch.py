@@ -28,11 +28,6 @@ RECOMPUTES = ("none", "selective", "full", "block")
 
 COMPRESSIONS = ("none", *METHODS)
 """Numbers and methods of compressed collectives by code."""
-LAYER_COLUMNS = (
-    *("cp", "tp", "ep", "recompute", "recompute_share", "sequence", "rows", "loss_chunk"),
-    *("inside_scale", "outside_scale"),
-)
-"""Columns of `LayoutBatch` by which a layer's cost differs, beside its rows, the ranks, and whether it is piped."""
 
 
 def schedule_names() -> tuple[str, ...]:
@@ -223,8 +218,9 @@ class LayoutBatch:
 
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
-        columns = [getattr(self, name) for name in LAYER_COLUMNS]
-        columns += [self.data * self.microbatches, self.world, self.pp > 1]
+        columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
+        columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1]
+        columns += [self.rows, self.data * self.microbatches]
         varied = [column for column in columns if (column != column[0]).any()]
         if not varied:
             return np.zeros(1, int), np.zeros(self.count, int)
