@@ -31,6 +31,7 @@ def test_a_rounds_mean_holds_its_own_join_alone(bench: ModuleType, tmp_path: Pat
         {
             "step": step,
             "step_s": 0.5,
+            "processor_s": {"thread": 0.3, "rank": 0.4},
             "outer": {"version": 1} if step % EVERY == 0 else {},
             "comm": [{"bytes": JOIN_BYTES if step % EVERY == 0 else 0, "exposed_s": 0.0}],
         }
