@@ -56,7 +56,9 @@ def test_a_loss_is_told_once_until_a_connection_has_stood() -> None:
 def follower(path: Path, key: RunKey) -> Agent:
     """Returns node 1 of two, which has one device."""
     config = SimpleNamespace(
-        recovery=RecoveryConfig(), launch=SimpleNamespace(group_s=60.0, stop_s=60.0), monitor=SimpleNamespace(display="none")
+        recovery=RecoveryConfig(),
+        launch=SimpleNamespace(group_s=60.0, stop_s=60.0),
+        monitor=SimpleNamespace(display="none"),
     )
     job = SimpleNamespace(run_dir=path, config=config, plan=SimpleNamespace(layout=Layout.parse("replicate=2")))
     devices = SimpleNamespace(count=1, kind="cpu", slot=lambda at: at)
