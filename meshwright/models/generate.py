@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -64,10 +65,7 @@ def generate_tokens(
             if cache_name is not None and (limit is None or len(tokens) <= limit):
                 # the cache has what all earlier tokens left: read only the newest
                 new = torch.tensor([tokens if step == 0 else tokens[-1:]], device=device)
-                # a hybrid without an attention layer can't count the tokens in its cache
-                with contextlib.suppress(ValueError):
-                    output = module(input_ids=new, use_cache=True, **{cache_name: cache})
-                    cache, logits = output.get(cache_name), output.logits
+                cache, logits = _read_cached(module, new, cache_name, cache)
                 cache_name = cache_name if cache is not None else None
             if logits is None:
                 window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
@@ -114,6 +112,23 @@ def _cache_name(structure: ModelStructure) -> str | None:
         return None
     # the second name is that of transformers before 5.24
     return next((name for name in ("cache", "past_key_values") if name in structure.arguments), None)
+
+
+def _read_cached(module: nn.Module, new: torch.Tensor, cache_name: str, cache: Any) -> tuple[Any, torch.Tensor | None]:
+    """Reads the tokens behind a cache; returns the cache with them, and logits (1, T, V); None for what can't be had.
+
+    Args:
+        module: of transformers.
+        new: (1, T) int64, tokens that the cache doesn't have.
+        cache_name: of the cache, as an argument and as an output.
+        cache: of all tokens before; None in front of the first.
+    """
+    try:
+        output = module(input_ids=new, use_cache=True, **{cache_name: cache})
+    except ValueError:
+        # a hybrid without an attention layer can't count the tokens in its cache
+        return None, None
+    return output.get(cache_name), output.logits
 
 
 def _pick(logits: torch.Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

@@ -1,5 +1,6 @@
 """Structure, calling, sampling, counting, reading and writing, on users' modules and damaged directories."""
 
+import functools
 import sys
 import textwrap
 from pathlib import Path
@@ -152,6 +153,26 @@ def test_a_small_model_generates_in_one_thread_with_its_cache_up_to_its_context(
     assert [count for _, count in calls] == [1] * 10 + [2]
     monkeypatch.setattr("meshwright.models.generate._cache_name", lambda _: None)
     assert tokens == generate_tokens(module, built.structure, [1, 2, 3], max_tokens=10, temperature=0)
+
+
+def test_a_cache_that_is_refused_midway_is_not_used_again(monkeypatch):
+    """The tokens of a refused call aren't in it: going on with it would leave them out."""
+    built = build_meta(ModelConfig(name="llama", layers=2, width=32, heads=2), 60, 32)
+    module = materialise(built.module, built.recipe, 1)
+    forward, calls = type(module).forward, []
+
+    def refusing(self, *args, **kwargs):
+        calls.append(kwargs["use_cache"])
+        if kwargs["use_cache"] and len(calls) == 4:
+            raise ValueError("no more")
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(module), "forward", functools.wraps(forward)(refusing))
+    tokens = generate_tokens(module, built.structure, [1, 2, 3], max_tokens=8, temperature=0)
+    assert calls == [True] * 4 + [False] * 5
+    monkeypatch.setattr("meshwright.models.generate._cache_name", lambda _: None)
+    assert tokens == generate_tokens(module, built.structure, [1, 2, 3], max_tokens=8, temperature=0)
+    assert len(set(tokens)) > 2
 
 
 def test_a_users_module_is_exported_as_safetensors(own, tmp_path):
