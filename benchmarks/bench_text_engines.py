@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +267,7 @@ class Killed:
     def __init__(self, corpus: Corpus, name: str, settings: Sequence[str], folder: Path) -> None:
         filters = corpus.config().filters
         self.out, self._log = folder / f"set-{name}", folder / f"{name}.log"
+        self._started: list[subprocess.Popen[bytes]] = []
         self._argv = [
             *(sys.executable, "-m", "meshwright", "prepare", str(corpus.folder), "--to", str(self.out)),
             *("--engine", name, *settings, "--validation-share", "0.01", "--filters.languages", "en"),
@@ -277,7 +278,8 @@ class Killed:
     def start(self) -> subprocess.Popen[bytes]:
         """Starts the command."""
         with self._log.open("ab") as log:
-            return subprocess.Popen(self._argv, stdout=log, stderr=log)
+            self._started.append(subprocess.Popen(self._argv, stdout=log, stderr=log))
+        return self._started[-1]
 
     def count(self, pattern: str) -> int:
         """Returns how many files of a stage are finished."""
@@ -297,24 +299,38 @@ class Killed:
         """Kills the command in the middle of a stage; returns how many files that has finished."""
         count = self.wait(process, pattern, least)
         process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.wait(30.0)
         return count
 
     def finish(self, process: subprocess.Popen[bytes]) -> None:
-        """Waits for the command's end."""
-        assert process.wait() == 0, self._log.read_text()[-3000:]
+        """Waits for the command's end, no longer than `STALL_S` behind the last file that was finished."""
+        end, last = time.monotonic() + STALL_S, -1
+        while process.poll() is None:
+            if (count := self.count("*")) != last:
+                end, last = time.monotonic() + STALL_S, count
+            assert time.monotonic() < end, self._log.read_text()[-3000:]
+            time.sleep(0.2)
+        assert process.returncode == 0, self._log.read_text()[-3000:]
+
+    def stop(self) -> None:
+        """Kills what still runs of the commands that were started."""
+        for process in self._started:
+            if process.poll() is None:
+                process.kill()
+                process.wait(30.0)
 
 
 def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
     """Prepares by an engine, with two kills of the command and one of a node; returns what came of it."""
     ground: AbstractContextManager[Any] = ENGINES[name][0](folder / name)
-    with ground as cluster:
+    with ground as cluster, ExitStack() as cleanup:
         if name == "slurm":
             os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]
             settings = ("--slurm.jobs", "3", "--slurm.time", "60")
         else:
             settings = ("--ray.address", cluster.address)
         run, begun = Killed(corpus, name, settings, folder), time.monotonic()
+        cleanup.callback(run.stop)
         reading = run.kill_at(run.start(), "read-*.index", max(2, int(0.3 * corpus.files)))
         process = run.start()
         signatures = run.wait(process, "minhash-signature-*.done", max(2, int(0.3 * corpus.files)))
