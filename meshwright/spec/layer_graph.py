@@ -166,8 +166,10 @@ def check_split(split: StageSplit, stages: int, layers: int) -> None:
     if stages > layers + END_STAGES or (stages > 1 and layers == 1):
         most = layers + END_STAGES
         cure = f"take {most} stages or fewer" if layers > 1 else "nearest that works: tp, cp or shard in place of pp"
-        shared = ", of which all calls share the weights" if layers == 1 else ", and the first and last need none"
-        raise PlanError(f"{stages} stages need a layer each, but the model has {layers}{shared}; {cure}")
+        but_ends, shared = (", but for the first and the last,", "")
+        if layers == 1:
+            but_ends, shared = ",", ", of which all calls share the weights"
+        raise PlanError(f"{stages} stages need a layer each{but_ends} and the model has {layers}{shared}; {cure}")
     if not split:
         return
     sizes = split.layers

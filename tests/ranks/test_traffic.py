@@ -38,7 +38,7 @@ CASES = {
         "replicate=2,shard=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3", "pp=2,shard=2,zero=1,microbatches=2",
         "tp=2,cp=2",
         # Stages with the embedding or the head alone send a rank's tokens, as all others do.
-        "pp=2,tp=2,sequence=true,microbatches=2,split=0-4", "pp=2,cp=2,split=4-0",
+        "pp=2,tp=2,sequence=true,microbatches=2,split=0-4", "pp=2,cp=2,split=4-0", "pp=2,cp=2,split=0-4",
         # Rounded numbers: messages of several sizes, shards, nodes of two copies, and what tp and pp leave a rank.
         "replicate=2,microbatches=2,compress=int8", "replicate=2,compress=bf16,precision=bf16",
         "shard=2,zero=3,compress_weights=int8,microbatches=2", "shard=2,zero=1,compress_weights=fp8",
