@@ -12,6 +12,7 @@ from meshwright.errors import CheckpointError
 from meshwright.launch.devices import Devices
 from meshwright.resilience import local_node
 from meshwright.resilience.messages import Order
+from meshwright.spec.layout import Layout
 from meshwright.train.session import TrainJob
 
 
@@ -27,9 +28,10 @@ def test_ranks_are_closed_when_their_storage_fails(monkeypatch: pytest.MonkeyPat
         storage.start.side_effect = RuntimeError("no room for the keeper")
     monkeypatch.setattr(local_node.dataclasses, "replace", lambda value, **_: value)
     monkeypatch.setattr(local_node, "retain_snapshots", lambda *_: ["newest"])
-    order = SimpleNamespace(generation=0, plan=None, state=None, share=lambda node: SimpleNamespace(slots=()))
+    plan, share = SimpleNamespace(layout=Layout.parse("replicate=2")), SimpleNamespace(slots=())
+    order = SimpleNamespace(generation=0, plan=plan, nodes=(0,), state=None, share=lambda node: share)
     node = local_node.LocalNode(
-        cast(TrainJob, None), cast(Devices, MagicMock()), lambda *_: cast(TrainJob, MagicMock()), MagicMock(), storage
+        cast(TrainJob, MagicMock()), cast(Devices, MagicMock()), lambda *_: cast(TrainJob, MagicMock()), MagicMock(), storage
     )
     order.lost_for_s = None
     with pytest.raises(CheckpointError, match="full"):
