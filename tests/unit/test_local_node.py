@@ -31,7 +31,11 @@ def test_ranks_are_closed_when_their_storage_fails(monkeypatch: pytest.MonkeyPat
     plan, share = SimpleNamespace(layout=Layout.parse("replicate=2")), SimpleNamespace(slots=())
     order = SimpleNamespace(generation=0, plan=plan, nodes=(0,), state=None, share=lambda node: share)
     node = local_node.LocalNode(
-        cast(TrainJob, MagicMock()), cast(Devices, MagicMock()), lambda *_: cast(TrainJob, MagicMock()), MagicMock(), storage
+        cast(TrainJob, MagicMock()),
+        cast(Devices, MagicMock()),
+        lambda *_: cast(TrainJob, MagicMock()),
+        MagicMock(),
+        storage,
     )
     order.lost_for_s = None
     with pytest.raises(CheckpointError, match="full"):
