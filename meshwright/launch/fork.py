@@ -146,8 +146,7 @@ class ForkLauncher(Launcher):
         # Frozen objects are ignored by collections in the ranks, which would otherwise touch, and so copy, every page.
         release_threads()
         gc.collect()
-        if not gc.get_freeze_count():
-            gc.freeze()
+        gc.freeze()
         try:
             # Bound before any rank exists, and inherited by rank 0 alone: no other process can take the port.
             with self._store_socket() as listener:

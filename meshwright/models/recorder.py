@@ -183,26 +183,25 @@ def record(seed: int) -> Iterator[Recording]:
 def _stand_ins(recording: Recording) -> Iterator[None]:
     """Replaces the `SILENT_ON_META` functions in every module that imported them, and restores them."""
     originals = {name: getattr(nn.init, name) for name in SILENT_ON_META}
-    pairs = {name: (original, _stand_in(recording, original)) for name, original in originals.items()}
-    for name, (original, stand_in) in pairs.items():
-        _replace_everywhere(name, original, stand_in)
+    stand_ins = {name: _stand_in(recording, original) for name, original in originals.items()}
+    _replace_everywhere(originals, stand_ins)
     try:
         yield
     finally:
         # Also where a module took one that was imported meanwhile: it would write into this recording for ever.
-        for name, (original, stand_in) in pairs.items():
-            _replace_everywhere(name, stand_in, original)
+        _replace_everywhere(stand_ins, originals)
 
 
-def _replace_everywhere(name: str, old: Callable[..., Any], new: Callable[..., Any]) -> None:
-    """Replaces one function by another in every module that has it, and in transformers' table of them."""
-    # modules that imported the function by name have their own reference to it
+def _replace_everywhere(old: Mapping[str, Callable[..., Any]], new: Mapping[str, Callable[..., Any]]) -> None:
+    """Replaces functions, by name, in every module that has them, and in transformers' table of them."""
+    # modules that imported a function by name have their own reference to it
     for module in list(sys.modules.values()):
         space = getattr(module, "__dict__", {})
         table = space.get("TORCH_INIT_FUNCTIONS")
         for target in (space, table) if isinstance(table, dict) else (space,):
-            if target.get(name) is old:
-                target[name] = new
+            for name in old.keys() & target.keys():
+                if target[name] is old[name]:
+                    target[name] = new[name]
 
 
 def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:

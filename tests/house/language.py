@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.house.source import inner_imports, modules, place
+from tests.house.source import inner_imports, modules, nodes, place
 
 _STRICT = (
     "found held kept told one asked given taken made left seen said got done gone known thing things at most way ways"
@@ -34,7 +34,7 @@ WIDE = STRICT | frozenset(_WIDE.split())
 
 def defined_names(module: ast.Module) -> Iterator[str]:
     """Names that a module gives to functions, classes, arguments, variables and fields, each once for each place."""
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
         elif isinstance(node, ast.arg):
@@ -49,7 +49,7 @@ def shared_type_names() -> list[str]:
     """Types of different modules that go by one name: ``Name: places``."""
     places: defaultdict[str, list[str]] = defaultdict(list)
     for path, module in modules().items():
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.ClassDef):
                 places[node.name].append(place(path, node))
     return [f"{name}: {', '.join(found)}" for name, found in sorted(places.items()) if len(found) > 1]
@@ -64,7 +64,7 @@ def figures() -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         lines += text.count("\n")
         comments += _comment_lines(path)
-        any_types += sum(isinstance(node, ast.Name) and node.id == "Any" for node in ast.walk(module))
+        any_types += sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes(module))
     everyday = [name for name in names if name in WIDE]
     return {
         "files": len(modules()),

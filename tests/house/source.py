@@ -74,6 +74,12 @@ def modules() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
+@cache
+def nodes(module: ast.Module) -> tuple[ast.AST, ...]:
+    """All nodes of a module, which each rule reads anew."""
+    return tuple(ast.walk(module))
+
+
 def place(path: Path, node: ast.AST | None = None) -> str:
     """``meshwright/x.py:12``."""
     line = getattr(node, "lineno", 1)
@@ -120,7 +126,7 @@ def _undocumented_fields(path: Path, config: ast.ClassDef) -> Iterator[str]:
 def prints() -> Iterator[str]:
     """Calls of print: output belongs to cli and monitor, through rich."""
     for path, module in modules().items():
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
                 yield f"{place(path, node)} calls print"
 
@@ -131,7 +137,7 @@ def environment_reads() -> Iterator[str]:
     for path, module in modules().items():
         if path.is_relative_to(PACKAGE / "launch"):
             continue
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
                 yield f"{place(path, node)} uses os.{node.attr}"
             if isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -141,7 +147,7 @@ def environment_reads() -> Iterator[str]:
 def inner_imports() -> Iterator[str]:
     """Imports inside functions, where they hide what a module needs: who starts a job loads it by name."""
     for path, module in modules().items():
-        functions = [node for node in ast.walk(module) if isinstance(node, Function)]
+        functions = [node for node in nodes(module) if isinstance(node, Function)]
         inside = {id(node): node for function in functions for node in ast.walk(function)}.values()
         for node in inside:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
@@ -155,7 +161,7 @@ def inner_imports() -> Iterator[str]:
 def type_only_imports() -> Iterator[str]:
     """Imports under TYPE_CHECKING, which hide circles."""
     for path, module in modules().items():
-        for node in ast.walk(module) if path.relative_to(PACKAGE).parts[0] in TYPED_ROOMS else ():
+        for node in nodes(module) if path.relative_to(PACKAGE).parts[0] in TYPED_ROOMS else ():
             if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
                 yield f"{place(path, node)} imports for types alone"
 
@@ -166,7 +172,7 @@ def lazy_tables() -> Iterator[str]:
         relative = path.relative_to(PACKAGE)
         if relative.parts[0] not in ("jobs", "cli") or relative.as_posix() == "cli/main.py":
             continue
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.Name | ast.Attribute) and ast.unparse(node).endswith("import_module"):
                 yield f"{place(path, node)} imports by name"
 
@@ -179,7 +185,7 @@ def oversized() -> Iterator[str]:
             continue
         if len(lines) > FILE_LINES:
             yield f"{place(path)} has {len(lines)} lines, over {FILE_LINES}"
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, Function):
                 size = (node.end_lineno or node.lineno) - node.lineno + 1
                 if size > FUNCTION_LINES:
@@ -192,7 +198,7 @@ def forward_assignments() -> Iterator[str]:
         # In the planner a layer's cost has a forward too, which is a number.
         if path.is_relative_to(PACKAGE / "planner") or path.name == "forward_stack.py":
             continue
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, ast.Attribute) and node.attr == "forward" and isinstance(node.ctx, ast.Store):
                 yield f"{place(path, node)} replaces {ast.unparse(node)}; use wrap_forward"
 
@@ -201,7 +207,7 @@ def torch_below() -> Iterator[str]:
     """Imports of torch in the rooms that are read without it."""
     for path, module in modules().items():
         if path.relative_to(PACKAGE).parts[0] in TORCH_FREE_ROOMS:
-            for node in ast.walk(module):
+            for node in nodes(module):
                 if any(name.split(".")[0] == "torch" for name in _imported(node)):
                     yield f"{place(path, node)} imports torch"
 
@@ -213,7 +219,7 @@ def private_torch() -> Iterator[str]:
         if path.is_relative_to(COMPAT):
             continue
         own_names = _own_names(module)
-        for node in ast.walk(module):
+        for node in nodes(module):
             for name in _names_of_torch(node):
                 if any(_is_private(part) for part in name.split(".")):
                     yield f"{place(path, node)} uses {name}; torch_compat is where private names stand"
@@ -228,7 +234,7 @@ def unstated_private_names() -> Iterator[str]:
         if not path.is_relative_to(COMPAT) or path.name == "__init__.py":
             continue
         stated, own_names = _stated_names(path) | _stated_names(USED_IN_PLACE), _own_names(module)
-        for node in ast.walk(module):
+        for node in nodes(module):
             names = [name.split(".")[-1] for name in _names_of_torch(node) if any(map(_is_private, name.split(".")))]
             names += [name for name in _private_attributes(node) if name not in own_names]
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and _is_private(node.value):
@@ -254,7 +260,7 @@ def _stated_names(path: Path) -> set[str]:
 def _own_names(module: ast.Module) -> set[str]:
     """Names that a file defines: functions, classes, variables, attributes of its own objects."""
     names = set()
-    for node in ast.walk(module):
+    for node in nodes(module):
         if isinstance(node, (ast.ClassDef, *Function.__args__)):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
@@ -299,7 +305,7 @@ def import_circles() -> Iterator[str]:
     known = set(names.values())
     graph: dict[str, set[str]] = {}
     for path, module in modules().items():
-        imported = {name for node in ast.walk(module) for name in _imported(node)}
+        imported = {name for node in nodes(module) for name in _imported(node)}
         graph[names[path]] = {name for name in imported if name in known} - {names[path]}
     reached = {name: _reachable(graph, name) for name in graph}
     seen: set[str] = set()
@@ -315,7 +321,7 @@ def two_way_rooms() -> Iterator[str]:
     imports: dict[tuple[str, str], list[str]] = {}
     for path, module in modules().items():
         room = path.parent.relative_to(PACKAGE).as_posix()
-        for node in ast.walk(module):
+        for node in nodes(module):
             for name in _imported(node):
                 target = ROOT / name.replace(".", "/")
                 if name.startswith("meshwright.") and target.with_suffix(".py").exists():
@@ -351,7 +357,7 @@ def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
 def stale_arguments() -> Iterator[str]:
     """Names under ``Args:`` of a docstring that the function, or the class's ``__init__``, has no parameter of."""
     for path, module in modules().items():
-        for node in ast.walk(module):
+        for node in nodes(module):
             if isinstance(node, Function):
                 yield from _stale_names(path, node, ast.get_docstring(node) or "")
             elif isinstance(node, ast.ClassDef):

@@ -72,7 +72,7 @@ def degrees() -> Iterator[str]:
         inside = path.relative_to(source.PACKAGE).as_posix()
         if inside.startswith((*FOLDERS, "parallel")):  # the mechanics of an axis know its name
             continue
-        for node in ast.walk(module):
+        for node in source.nodes(module):
             match node:
                 case ast.Call(func=ast.Attribute(attr="degree"), args=[ast.Constant(), *_]):
                     yield source.place(path, node)
