@@ -192,8 +192,14 @@ def looped() -> nn.Module:
 
 def test_a_weight_that_many_stages_read_is_one_weight() -> None:
     name = f"{__name__}:fed"
-    all_pass(name, "pp=2,microbatches=4,schedule=zbv", "pp=2,shard=2,zero=2,microbatches=4,schedule=interleaved")
-    all_pass(name, "pp=4,microbatches=2")
+    all_pass(
+        name,
+        "pp=2,microbatches=4,schedule=zbv",
+        "pp=2,shard=2,zero=2,microbatches=4,schedule=interleaved",
+        "pp=4,microbatches=2",
+        # What comes between layers must not meet what stands for the last one in a stage with the head alone.
+        "pp=2,microbatches=2,split=4-0",
+    )
 
 
 def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:

@@ -74,6 +74,10 @@ def test_evaluation_takes_any_shape_and_follows_weights(layout: str) -> None:
     for place, sums in enumerate(wanted):
         assert torch.allclose(summed([rank[place] for rank in ranks]), sums, rtol=1e-5)
     assert all(len(rank[3]) == len(set(rank[3])) for rank in ranks)
+    # The first stage alone has the embedding of positions; that of tokens is the head too, which a V has on rank 0.
+    embeddings = {f"transformer.{name}.weight" for name in ("wte", "wpe")}
+    head = set() if "zbv" in layout else {"transformer.wte.weight"}
+    assert [embeddings.intersection(rank[3]) for rank in ranks] == [embeddings, head]
 
 
 def test_bf16_stages_send_bf16_and_keep_wide_gradients() -> None:
