@@ -8,8 +8,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check --no-input
 READY := $(VENV)/.ready
-# Whole files side by side: tests start few ranks and wait for processes much of their time.
-TWO := -n 2 --dist loadfile
+# Whole files side by side, in the order of tests/conftest.py: tests start few ranks and wait for processes much of their time.
+TWO := -n 2 --dist loadfile --no-loadscope-reorder
 RECIPE ?= recipes/first.toml
 BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 

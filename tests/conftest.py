@@ -8,6 +8,11 @@ import os
 import shutil
 import sys
 import tempfile
+from pathlib import Path
+
+import pytest
+
+QUICK_FOLDERS = ("unit", "house")
 
 
 def _own_folder(name: str) -> str:
@@ -28,6 +33,22 @@ if sys.dont_write_bytecode:
     sys.dont_write_bytecode = False
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = _own_folder("bytecode")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts files of a folder between those of others, and quick ones last.
+
+    Tests of faults wait where others compute, and two processes that take file after file end at about the same time.
+    """
+    files_by_folder: dict[str, dict[Path, None]] = {}
+    for item in items:
+        files_by_folder.setdefault(item.path.parent.name, {})[item.path] = None
+    turns = {
+        path: (folder in QUICK_FOLDERS, place / len(files))
+        for folder, files in files_by_folder.items()
+        for place, path in enumerate(files)
+    }
+    items.sort(key=lambda item: turns[item.path])
 
 
 def pytest_collection_finish() -> None:
