@@ -22,7 +22,9 @@ from tests.own_models import VOCAB, Batch, mean_loss, rows
 from tests.plain_model import PlainModel
 
 COPIES, SHARDS, SPLIT = "replicate=2", "shard=2", "tp=2"
+EVERY = (COPIES, SHARDS, SPLIT)
 AdamW, SGD = torch.optim.AdamW, torch.optim.SGD
+Losses = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,12 @@ class Careless:
     """A habit."""
 
     name: str
-    loop: Callable[[Any], list[torch.Tensor]]
+    loop: Callable[[Any], Losses]
     refused: dict[str, str] = field(default_factory=dict)
     """Words of the refusal, by the first axis of a layout; equal to one device under the others."""
 
 
 LOOPS: list[Careless] = []
-EVERY = (COPIES, SHARDS, SPLIT)
 
 
 def careless(refused: str = "", under: tuple[str, ...] = EVERY) -> Callable[[Any], Any]:
@@ -45,6 +46,20 @@ def careless(refused: str = "", under: tuple[str, ...] = EVERY) -> Callable[[Any
     def listed(loop: Any) -> Any:
         LOOPS.append(Careless(loop.__name__, loop, dict.fromkeys(under, refused) if refused else {}))
         return loop
+
+    return listed
+
+
+def between(kind: Any, lr: float, own: bool = False, refused: str = "", under: tuple[str, ...] = EVERY, **options: Any):  # type: ignore[no-untyped-def]
+    """Lists the usual loop, in which a function of module and optimizer is called between backward and step."""
+
+    def listed(act: Callable[[Any, Any], Any]) -> Any:
+        def loop(strategy: Any) -> Losses:
+            module, optimizer = sharded(strategy, kind, lr, own, **options)
+            return steps(strategy, module, optimizer, lambda: act(module, optimizer))
+
+        loop.__name__ = act.__name__
+        return careless(refused, under)(loop)
 
     return listed
 
@@ -59,33 +74,60 @@ def model() -> nn.Module:
     return PlainModel(VOCAB, 12, 2).double()
 
 
+def sharded(strategy: Any, kind: Any = AdamW, lr: float = 1e-2, own: bool = False, **options: Any) -> tuple[Any, Any]:
+    """The model, sharded, and an optimizer of torch, or with ``own`` the strategy's."""
+    module = strategy.shard(model())
+    return module, strategy.optimizer(kind, lr=lr, **options) if own else kind(module.parameters(), lr=lr, **options)
+
+
+def by_rank(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The matrices, and the vectors."""
+    items = list(module.parameters())
+    return [item for item in items if item.dim() > 1], [item for item in items if item.dim() < 2]
+
+
 def shares(strategy: Any) -> list[Batch]:
     """This rank's rows of each batch."""
     index, count = strategy.reader
     return [(x.chunk(count)[index], y.chunk(count)[index]) for x, y in rows()]
 
 
-def steps(strategy: Any, module: Any, optimizer: Any, between: Callable[[], Any] = lambda: None) -> list[torch.Tensor]:
+def updates(batches: list[Batch], loss_of: Callable[[Any, Any], Any], update: Callable[[], Any]) -> Losses:
+    """A backward and an update for each batch; nothing clears a gradient."""
     losses = []
-    for x, y in shares(strategy):
-        optimizer.zero_grad()
-        loss = mean_loss(module(x), y)
+    for x, y in batches:
+        loss = loss_of(x, y)
         loss.backward()
-        between()
-        optimizer.step()
+        update()
         losses.append(loss.detach())
     return losses
 
 
+def steps(strategy: Any, module: Any, optimizer: Any, act: Callable[[], Any] = lambda: None) -> Losses:
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        return mean_loss(module(x), y)
+
+    return updates(shares(strategy), loss_of, lambda: (act(), optimizer.step()))
+
+
+def trained(strategy: Any, module: Any) -> Losses:
+    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+
+
+def step_and_clear(optimizer: Any) -> Callable[[], Any]:
+    return lambda: (optimizer.step(), optimizer.zero_grad())
+
+
 @careless("made before shard(model)")
-def optimizer_before_shard(strategy: Any) -> list[torch.Tensor]:
+def optimizer_before_shard(strategy: Any) -> Losses:
     module = model()
     optimizer = AdamW(module.parameters(), lr=1e-2)
     return steps(strategy, strategy.shard(module), optimizer)
 
 
 @careless()
-def optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
+def optimizer_handed_in(strategy: Any) -> Losses:
     module = model()
     optimizer = AdamW(module.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
@@ -94,10 +136,9 @@ def optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless()
-def trained_optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
+def trained_optimizer_handed_in(strategy: Any) -> Losses:
     module = model()
-    decayed = [item for item in module.parameters() if item.dim() > 1]
-    others = [item for item in module.parameters() if item.dim() < 2]
+    decayed, others = by_rank(module)
     optimizer = AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0, "lr": 3e-3}], lr=1e-2)
     x, y = rows()[0]
     mean_loss(module(x), y).backward()
@@ -105,83 +146,62 @@ def trained_optimizer_handed_in(strategy: Any) -> list[torch.Tensor]:
     return steps(strategy, *strategy.shard(module, optimizer))
 
 
-@careless()
-def torch_optimizer_after_shard(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+@between(AdamW, 1e-2)
+def torch_optimizer_after_shard(_module: Any, _optimizer: Any) -> None:
+    pass
 
 
-@careless()
-def torch_clipping(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5, momentum=0.9)
-    return steps(strategy, module, optimizer, lambda: clip_grad_norm_(module.parameters(), 0.1))
+@between(SGD, 0.5, momentum=0.9)
+def torch_clipping(module: Any, _optimizer: Any) -> None:
+    clip_grad_norm_(module.parameters(), 0.1)
 
 
-@careless()
-def torch_clipping_of_a_strategy_optimizer(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(SGD, lr=0.5)
-    return steps(strategy, module, optimizer, lambda: clip_grad_norm_(module.parameters(), 0.1))
+@between(SGD, 0.5, own=True)
+def torch_clipping_of_a_strategy_optimizer(module: Any, _optimizer: Any) -> None:
+    clip_grad_norm_(module.parameters(), 0.1)
 
 
-@careless()
-def torch_clipping_of_groups(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(SGD, lr=0.5)
-    return steps(
-        strategy, module, optimizer, lambda: [clip_grad_norm_(g["params"], 0.1) for g in optimizer.param_groups]
-    )
+@between(SGD, 0.5, own=True)
+def torch_clipping_of_groups(_module: Any, optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        clip_grad_norm_(group["params"], 0.1)
 
 
-@careless()
-def clipping_by_other_norms(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5)
-
-    def clip() -> None:
-        clip_grad_norm_(module.parameters(), 0.5, norm_type=1.0)
-        clip_grad_norm_(module.parameters(), 0.01, norm_type=float("inf"), foreach=False)
-
-    return steps(strategy, module, optimizer, clip)
+@between(SGD, 0.5)
+def clipping_by_other_norms(module: Any, _optimizer: Any) -> None:
+    clip_grad_norm_(module.parameters(), 0.5, norm_type=1.0)
+    clip_grad_norm_(module.parameters(), 0.01, norm_type=float("inf"), foreach=False)
 
 
-@careless()
-def clipping_of_values(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5)
-    return steps(strategy, module, optimizer, lambda: nn.utils.clip_grad_value_(module.parameters(), 1e-3))
+@between(SGD, 0.5)
+def clipping_of_values(module: Any, _optimizer: Any) -> None:
+    nn.utils.clip_grad_value_(module.parameters(), 1e-3)
 
 
-@careless()
-def clipping_by_hand(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5)
-
-    def clip() -> None:
-        grads = [item.grad for item in module.parameters()]
-        total = sum(float(grad.norm()) ** 2 for grad in grads) ** 0.5
-        for grad in grads:
-            grad.mul_(min(1.0, 0.1 / total))
-
-    return steps(strategy, module, optimizer, clip)
+@between(SGD, 0.5)
+def clipping_by_hand(module: Any, _optimizer: Any) -> None:
+    grads = [item.grad for item in module.parameters()]
+    total = sum(float(grad.norm()) ** 2 for grad in grads) ** 0.5
+    for grad in grads:
+        grad.mul_(min(1.0, 0.1 / total))
 
 
-@careless("part", (SPLIT,))
-def largest_gradient_by_hand(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5)
-
-    def scale() -> None:
-        for item in module.parameters():
-            item.grad.div_(float(whole(item.grad.abs().max())))
-
-    return steps(strategy, module, optimizer, scale)
+@between(SGD, 0.5)
+def clipping_twice(module: Any, _optimizer: Any) -> None:
+    clip_grad_norm_(module.parameters(), 0.5)
+    for item in module.parameters():
+        item.grad.mul_(3.0)
+    clip_grad_norm_(module.parameters(), 0.1)
 
 
-def accumulated(strategy: Any, around: Callable[[int], Any], clip: float = 0.0) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+@between(SGD, 0.5, refused="part", under=(SPLIT,))
+def largest_gradient_by_hand(module: Any, _optimizer: Any) -> None:
+    for item in module.parameters():
+        item.grad.div_(float(whole(item.grad.abs().max())))
+
+
+def accumulated(strategy: Any, around: Callable[[int], Any], clip: float = 0.0) -> Losses:
+    module, optimizer = sharded(strategy)
     losses = []
     for x, y in shares(strategy):
         total = torch.zeros((), dtype=torch.float64)
@@ -199,110 +219,90 @@ def accumulated(strategy: Any, around: Callable[[int], Any], clip: float = 0.0) 
 
 
 @careless()
-def accumulation_without_a_context(strategy: Any) -> list[torch.Tensor]:
+def accumulation_without_a_context(strategy: Any) -> Losses:
     return accumulated(strategy, lambda _: contextlib.nullcontext())
 
 
 @careless()
-def accumulation_in_its_context(strategy: Any) -> list[torch.Tensor]:
+def accumulation_in_its_context(strategy: Any) -> Losses:
     return accumulated(strategy, lambda number: strategy.accumulate() if number == 0 else contextlib.nullcontext())
 
 
 @careless("leave it out of accumulate()")
-def all_of_a_step_in_the_context(strategy: Any) -> list[torch.Tensor]:
+def all_of_a_step_in_the_context(strategy: Any) -> Losses:
     return accumulated(strategy, lambda _: strategy.accumulate())
 
 
 @careless("inside strategy.accumulate()")
-def clipping_within_accumulation(strategy: Any) -> list[torch.Tensor]:
+def clipping_within_accumulation(strategy: Any) -> Losses:
     return accumulated(strategy, lambda number: strategy.accumulate() if number == 0 else contextlib.nullcontext(), 0.1)
 
 
 @careless()
-def every_other_batch_steps(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for number, (x, y) in enumerate(shares(strategy) * 2):
-        loss = mean_loss(module(x), y) / 2
-        loss.backward()
-        losses.append(loss.detach())
-        if (number + 1) % 2 == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return losses
+def every_other_batch_steps(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+    turns = iter(range(100))
+
+    def update() -> None:
+        if next(turns) % 2:
+            step_and_clear(optimizer)()
+
+    return updates(shares(strategy) * 2, lambda x, y: mean_loss(module(x), y) / 2, update)
 
 
 @careless()
-def zeros_instead_of_none(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+def zeros_instead_of_none(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
     losses = steps(strategy, module, optimizer, lambda: optimizer.step() or optimizer.zero_grad(set_to_none=False))
     other = AdamW(module.parameters(), lr=1e-2)
     return losses + steps(strategy, module, other, lambda: other.step() or module.zero_grad(set_to_none=False))
 
 
 @careless()
-def zero_grad_between_forward_and_backward(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for x, y in shares(strategy):
+def zero_grad_between_forward_and_backward(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = mean_loss(module(x), y)
         module.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+        return loss
+
+    return updates(shares(strategy), loss_of, optimizer.step)
 
 
 @careless()
-def zero_grad_forgotten(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.1)
-    losses = []
-    for x, y in shares(strategy):
-        loss = mean_loss(module(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses
+def zero_grad_forgotten(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, SGD, 0.1)
+    return updates(shares(strategy), lambda x, y: mean_loss(module(x), y), optimizer.step)
 
 
 @careless()
-def two_forwards_a_backward(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for x, y in shares(strategy):
-        loss = mean_loss(module(x), y) + mean_loss(module(x.flip(1)), y.flip(1))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+def two_forwards_a_backward(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mean_loss(module(x), y) + mean_loss(module(x.flip(1)), y.flip(1))
+
+    return updates(shares(strategy), loss_of, step_and_clear(optimizer))
 
 
 @careless()
-def two_backwards_a_forward(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def two_backwards_a_forward(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     losses = []
     for x, y in shares(strategy):
         logits = module(x)
         first, second = mean_loss(logits[:, :4], y[:, :4]), mean_loss(logits[:, 4:], y[:, 4:])
         first.backward(retain_graph=True)
         second.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)()
         losses += [first.detach(), second.detach()]
     return losses
 
 
 @careless()
-def grad_scaler(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def grad_scaler(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     losses = []
     for number, (x, y) in enumerate(shares(strategy) * 2):
@@ -320,9 +320,8 @@ def grad_scaler(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless()
-def grad_scaler_over_a_strategy_optimizer(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(SGD, lr=0.1)
+def grad_scaler_over_a_strategy_optimizer(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, SGD, 0.1, own=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     losses = []
     for x, y in shares(strategy):
@@ -335,56 +334,39 @@ def grad_scaler_over_a_strategy_optimizer(strategy: Any) -> list[torch.Tensor]:
     return losses
 
 
-@careless()
-def compiled_model(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def compiled(strategy: Any, module: Any, optimizer: Any) -> Losses:
     with warnings.catch_warnings():  # Dynamo warns of what it traces: autograd functions, .grad of what is no leaf
         warnings.simplefilter("ignore")
         return steps(strategy, torch.compile(module, backend="eager"), optimizer)
 
 
 @careless()
-def compiled_model_in_float32(strategy: Any) -> list[torch.Tensor]:
+def compiled_model(strategy: Any) -> Losses:
+    return compiled(strategy, *sharded(strategy))
+
+
+@careless()
+def compiled_model_in_float32(strategy: Any) -> Losses:
     module = strategy.shard(model().float())
-    optimizer = SGD(module.parameters(), lr=1e-2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return steps(strategy, torch.compile(module, backend="eager"), optimizer)
+    return compiled(strategy, module, SGD(module.parameters(), lr=1e-2))
 
 
 @careless()
-def clipping_twice(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.5)
-
-    def clip() -> None:
-        clip_grad_norm_(module.parameters(), 0.5)
-        for item in module.parameters():
-            item.grad.mul_(3.0)
-        clip_grad_norm_(module.parameters(), 0.1)
-
-    return steps(strategy, module, optimizer, clip)
+def output_changed_in_place(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+    return steps(strategy, lambda x: module(x).div_(2.0), optimizer)
 
 
 @careless()
-def output_changed_in_place(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    return steps(strategy, lambda x: module(x).div_(2.0), AdamW(module.parameters(), lr=1e-2))
-
-
-@careless()
-def schedulers(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+def schedulers(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=10)
     return steps(strategy, module, optimizer, lambda: optimizer.step() or scheduler.step() or optimizer.zero_grad())
 
 
 @careless()
-def evaluation_between_steps(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def evaluation_between_steps(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     held_out = []
 
     def evaluate() -> None:
@@ -399,14 +381,13 @@ def evaluation_between_steps(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless()
-def forward_that_is_thrown_away(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def forward_that_is_thrown_away(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     return steps(strategy, module, optimizer, lambda: module(shares(strategy)[0][0]))
 
 
 @careless("a copy of a sharded model")
-def average_of_weights(strategy: Any) -> list[torch.Tensor]:
+def average_of_weights(strategy: Any) -> Losses:
     module = strategy.shard(model())
     average = torch.optim.swa_utils.AveragedModel(module)
     optimizer = AdamW(module.parameters(), lr=1e-2)
@@ -416,15 +397,15 @@ def average_of_weights(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless()
-def average_of_weights_by_hand(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
+def average_of_weights_by_hand(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     averages = [item.detach().clone() for item in module.parameters()]
 
     def update() -> None:
         for average, item in zip(averages, module.parameters()):
             average.lerp_(item.detach(), 0.5)
 
-    losses = steps(strategy, module, AdamW(module.parameters(), lr=1e-2), update)
+    losses = steps(strategy, module, optimizer, update)
     with torch.no_grad():
         for average, item in zip(averages, module.parameters()):
             item.copy_(average)
@@ -432,80 +413,71 @@ def average_of_weights_by_hand(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless("a copy of a sharded model")
-def copy_that_is_trained(strategy: Any) -> list[torch.Tensor]:
-    other = copy.deepcopy(strategy.shard(model()))
-    return steps(strategy, other, AdamW(other.parameters(), lr=1e-2))
+def copy_that_is_trained(strategy: Any) -> Losses:
+    return trained(strategy, copy.deepcopy(strategy.shard(model())))
 
 
 @careless()
-def optimizer_made_after_a_forward(strategy: Any) -> list[torch.Tensor]:
+def optimizer_made_after_a_forward(strategy: Any) -> Losses:
     module = strategy.shard(model())
     module(shares(strategy)[0][0])
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, module)
 
 
 @careless()
-def accumulation_given_up(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def accumulation_given_up(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     losses = steps(strategy, module, optimizer)
     for clear in (optimizer.zero_grad, lambda: module.zero_grad(set_to_none=False)):
         optimizer.zero_grad()
+        x, y = shares(strategy)[0]
         with strategy.accumulate():
-            x, y = shares(strategy)[0]
             mean_loss(module(x), y).backward()
         clear()
-        loss = mean_loss(module(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
+        losses += updates([(x, y)], lambda x, y: mean_loss(module(x), y), optimizer.step)
     return losses
 
 
 @careless()
-def weights_loaded_after_shard(strategy: Any) -> list[torch.Tensor]:
+def weights_loaded_after_shard(strategy: Any) -> Losses:
     torch.manual_seed(3)
     other = PlainModel(VOCAB, 12, 2).double().state_dict()
     module = strategy.shard(model())
     module.load_state_dict(other)
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, module)
 
 
 @careless("state_dict() would give this rank's part", (SPLIT,))
-def weights_saved_by_state_dict(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    losses = steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+def weights_saved_by_state_dict(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+    losses = steps(strategy, module, optimizer)
     return [*losses, *(whole(value).double().sum() for value in module.state_dict().values())]
 
 
 @careless("state is of this rank's parts", (SHARDS, SPLIT))
-def optimizer_saved_by_state_dict(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+def optimizer_saved_by_state_dict(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
     losses = steps(strategy, module, optimizer)
-    state = optimizer.state_dict()["state"]
-    return [*losses, *(item["exp_avg"].sum() for item in state.values())]
+    return [*losses, *(item["exp_avg"].sum() for item in optimizer.state_dict()["state"].values())]
 
 
 @careless()
-def frozen_before_shard(strategy: Any) -> list[torch.Tensor]:
+def frozen_before_shard(strategy: Any) -> Losses:
     module = model()
     module.blocks[0].requires_grad_(False)
-    module = strategy.shard(module)
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, strategy.shard(module))
 
 
 @careless()
-def frozen_after_shard(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = strategy.optimizer(AdamW, lr=1e-2)
+def frozen_after_shard(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
     losses = steps(strategy, module, optimizer)
     module.blocks[0].requires_grad_(False)
     return losses + steps(strategy, module, optimizer)
 
 
 @careless("was frozen when the model was sharded")
-def thawed_after_shard(strategy: Any) -> list[torch.Tensor]:
+def thawed_after_shard(strategy: Any) -> Losses:
     module = model()
     module.blocks[0].requires_grad_(False)
     module = strategy.shard(module)
@@ -516,33 +488,32 @@ def thawed_after_shard(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless("a hook was registered on")
-def hook_on_a_gradient(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
+def hook_on_a_gradient(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     for item in module.parameters():
         item.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return steps(strategy, module, optimizer)
 
 
 @careless("a hook was registered on")
-def hook_on_a_gradient_before_shard(strategy: Any) -> list[torch.Tensor]:
+def hook_on_a_gradient_before_shard(strategy: Any) -> Losses:
     module = model()
     for item in module.parameters():
         item.register_hook(lambda grad: grad.clamp(-1e-3, 1e-3))
-    module = strategy.shard(module)
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, strategy.shard(module))
 
 
 @careless("a hook was registered on")
-def optimizer_within_backward(strategy: Any) -> list[torch.Tensor]:
+def optimizer_within_backward(strategy: Any) -> Losses:
     module = strategy.shard(model())
     optimizers = {item: AdamW([item], lr=1e-2) for item in module.parameters()}
     for item in module.parameters():
         item.register_post_accumulate_grad_hook(lambda item: optimizers[item].step())
-    return [loss for x, y in shares(strategy) if (loss := mean_loss(module(x), y)).backward() is None]
+    return updates(shares(strategy), lambda x, y: mean_loss(module(x), y), lambda: None)
 
 
 @careless()
-def groups_by_name(strategy: Any) -> list[torch.Tensor]:
+def groups_by_name(strategy: Any) -> Losses:
     module = strategy.shard(model())
     named = dict(module.named_parameters())
     decayed = [item for name, item in named.items() if "norm" not in name]
@@ -551,10 +522,7 @@ def groups_by_name(strategy: Any) -> list[torch.Tensor]:
     return steps(strategy, module, strategy.optimizer(AdamW, groups, lr=1e-2))
 
 
-@careless("LBFGS decides by the loss")
-def lbfgs(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = torch.optim.LBFGS(module.parameters(), lr=0.1, max_iter=3)
+def by_closure(strategy: Any, module: Any, optimizer: Any) -> Losses:
     losses = []
     for x, y in shares(strategy):
 
@@ -566,74 +534,58 @@ def lbfgs(strategy: Any) -> list[torch.Tensor]:
 
         losses.append(optimizer.step(closure).detach())
     return losses
+
+
+@careless("LBFGS decides by the loss")
+def lbfgs(strategy: Any) -> Losses:
+    return by_closure(strategy, *sharded(strategy, torch.optim.LBFGS, 0.1, max_iter=3))
 
 
 @careless("step() takes no closure", (SHARDS, SPLIT))
-def closures(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for x, y in shares(strategy):
-
-        def closure(x: torch.Tensor = x, y: torch.Tensor = y) -> torch.Tensor:
-            optimizer.zero_grad()
-            loss = mean_loss(module(x), y)
-            loss.backward()
-            return loss
-
-        losses.append(optimizer.step(closure).detach())
-    return losses
+def closures(strategy: Any) -> Losses:
+    return by_closure(strategy, *sharded(strategy))
 
 
 @careless("doesn't work element by element", (SHARDS, SPLIT))
-def adafactor(strategy: Any) -> list[torch.Tensor]:
+def adafactor(strategy: Any) -> Losses:
     module = strategy.shard(model())
-    matrices = [item for item in module.parameters() if item.dim() > 1]
-    return steps(strategy, module, strategy.optimizer(torch.optim.Adafactor, matrices, lr=1e-2))
+    return steps(strategy, module, strategy.optimizer(torch.optim.Adafactor, by_rank(module)[0], lr=1e-2))
+
+
+@between(AdamW, 1e-2, own=True, fused=True)
+def fused_optimizer(_module: Any, _optimizer: Any) -> None:
+    pass
+
+
+@between(AdamW, 1e-2, foreach=True)
+def foreach_optimizer(_module: Any, _optimizer: Any) -> None:
+    pass
 
 
 @careless()
-def fused_optimizer(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    return steps(strategy, module, strategy.optimizer(AdamW, lr=1e-2, fused=True))
-
-
-@careless()
-def foreach_optimizer(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2, foreach=True))
-
-
-@careless()
-def penalty_on_weights(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.1)
+def penalty_on_weights(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, SGD, 0.1)
     losses = []
     for x, y in shares(strategy):
         loss = mean_loss(module(x), y)
         penalty = 0.05 * sum(item.square().sum() for item in module.parameters())
         (loss + whole(penalty)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        step_and_clear(optimizer)()
         losses.append(loss.detach())
     return losses
 
 
 @careless("mixed torch.Tensor and DTensor", (SHARDS,))
-def submodule_called_alone(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for x, _ in shares(strategy):
+def submodule_called_alone(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+
+    def loss_of(x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
         try:
-            loss = module.embedding(x).square().mean()
+            return module.embedding(x).square().mean()
         except RuntimeError as error:  # torch's own sentence
             raise SystemError(str(error)) from error
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+
+    return updates(shares(strategy), loss_of, step_and_clear(optimizer))
 
 
 class TwoHeads(nn.Module):
@@ -647,33 +599,28 @@ class TwoHeads(nn.Module):
 
 
 @careless()
-def heads_in_turn(strategy: Any) -> list[torch.Tensor]:
+def heads_in_turn(strategy: Any) -> Losses:
     torch.manual_seed(0)
     module = strategy.shard(TwoHeads().double())
     optimizer = AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for number, (x, y) in enumerate(shares(strategy)):
-        loss = mean_loss(module(x, number % 2 == 1), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    turns = iter(range(100))
+    return updates(
+        shares(strategy), lambda x, y: mean_loss(module(x, next(turns) % 2 == 1), y), step_and_clear(optimizer)
+    )
 
 
 @careless()
-def checkpoint_around_the_model(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def checkpoint_around_the_model(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     return steps(strategy, lambda x: checkpoint(module, x, use_reentrant=False), optimizer)
 
 
 @careless("has a copy", (COPIES,))
-def layer_drawn_anew_on_each_rank(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
+def layer_drawn_anew_on_each_rank(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     with torch.no_grad():  # as on one device for the first rank alone
         module.scale.add_(0.1 * strategy.reader[0])
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return steps(strategy, module, optimizer)
 
 
 UNCOMPARED = {("layer_drawn_anew_on_each_rank", SHARDS)}
@@ -681,9 +628,8 @@ UNCOMPARED = {("layer_drawn_anew_on_each_rank", SHARDS)}
 
 
 @careless("not have been used in the graph", (SHARDS,))
-def gradients_by_autograd_grad(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = SGD(module.parameters(), lr=0.1)
+def gradients_by_autograd_grad(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, SGD, 0.1)
     losses = []
     for x, y in shares(strategy):
         loss = mean_loss(module(x), y)
@@ -702,48 +648,31 @@ LOOPS[-1].refused.update({COPIES: "torch.autograd.grad gives this rank's", SPLIT
 
 
 @careless()
-def update_by_hand(strategy: Any) -> list[torch.Tensor]:
+def update_by_hand(strategy: Any) -> Losses:
     module = strategy.shard(model())
-    losses = []
-    for x, y in shares(strategy):
-        loss = mean_loss(module(x), y)
-        loss.backward()
-        with torch.no_grad():
-            for item in module.parameters():
-                item.sub_(item.grad, alpha=0.1)
+
+    @torch.no_grad()
+    def update() -> None:
+        for item in module.parameters():
+            item.sub_(item.grad, alpha=0.1)
         module.zero_grad()
-        losses.append(loss.detach())
-    return losses
+
+    return updates(shares(strategy), lambda x, y: mean_loss(module(x), y), update)
 
 
 @careless("called on other rows", (SPLIT,))
-def rows_by_global_rank(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
+def rows_by_global_rank(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
     alone = isinstance(strategy.reader, tuple) and not torch.distributed.is_initialized()
     index, count = (0, 1) if alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
-    losses = []
-    for x, y in rows():
-        loss = mean_loss(module(x.chunk(count)[index]), y.chunk(count)[index])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+    batches = [(x.chunk(count)[index], y.chunk(count)[index]) for x, y in rows()]
+    return updates(batches, lambda x, y: mean_loss(module(x), y), step_and_clear(optimizer))
 
 
 @careless()
-def same_rows_on_every_rank(strategy: Any) -> list[torch.Tensor]:
-    module = strategy.shard(model())
-    optimizer = AdamW(module.parameters(), lr=1e-2)
-    losses = []
-    for x, y in rows():
-        loss = mean_loss(module(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses
+def same_rows_on_every_rank(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy)
+    return updates(rows(), lambda x, y: mean_loss(module(x), y), step_and_clear(optimizer))
 
 
 class Normed(nn.Module):
@@ -756,20 +685,18 @@ class Normed(nn.Module):
 
 
 @careless("BatchNorm", (COPIES, SHARDS))
-def batch_norm(strategy: Any) -> list[torch.Tensor]:
+def batch_norm(strategy: Any) -> Losses:
     torch.manual_seed(0)
-    module = strategy.shard(Normed().double())
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, strategy.shard(Normed().double()))
 
 
 @careless("call strategy.optimizer after shard()")
-def function_and_optimizer(strategy: Any) -> list[torch.Tensor]:
-    module, optimizer = strategy.shard(model, AdamW(model().parameters(), lr=1e-2))
-    return steps(strategy, module, optimizer)
+def function_and_optimizer(strategy: Any) -> Losses:
+    return steps(strategy, *strategy.shard(model, AdamW(model().parameters(), lr=1e-2)))
 
 
 @careless("isn't one of the sharded model")
-def parameters_listed_before_shard(strategy: Any) -> list[torch.Tensor]:
+def parameters_listed_before_shard(strategy: Any) -> Losses:
     module = model()
     listed = list(module.parameters())
     module = strategy.shard(module)
@@ -777,7 +704,7 @@ def parameters_listed_before_shard(strategy: Any) -> list[torch.Tensor]:
 
 
 @careless("a backward ended in an error", (SHARDS,))
-def error_in_a_backward(strategy: Any) -> list[torch.Tensor]:
+def error_in_a_backward(strategy: Any) -> Losses:
     module = strategy.shard(model())
     x, y = shares(strategy)[0]
     logits = module(x)
@@ -785,13 +712,12 @@ def error_in_a_backward(strategy: Any) -> list[torch.Tensor]:
     with contextlib.suppress(ZeroDivisionError):
         mean_loss(logits, y).backward()
     module.zero_grad()
-    return steps(strategy, module, AdamW(module.parameters(), lr=1e-2))
+    return trained(strategy, module)
 
 
 @careless()
-def two_optimizers(strategy: Any) -> list[torch.Tensor]:
+def two_optimizers(strategy: Any) -> Losses:
     module = strategy.shard(model())
-    matrices = [item for item in module.parameters() if item.dim() > 1]
-    others = [item for item in module.parameters() if item.dim() < 2]
-    first, second = strategy.optimizer(AdamW, matrices, lr=1e-2), SGD(others, lr=0.1)
+    matrices, vectors = by_rank(module)
+    first, second = strategy.optimizer(AdamW, matrices, lr=1e-2), SGD(vectors, lr=0.1)
     return steps(strategy, module, first, lambda: second.step() or second.zero_grad())
