@@ -23,6 +23,7 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.table import sharding_table
+from meshwright.models.build import BuiltModel
 from meshwright.parallel.build import check
 from meshwright.parallel.wire import WireOptions
 from meshwright.proof.case import Case
@@ -60,44 +61,54 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
     Returns:
         One verdict a layout; a layout that can't run is refused, with the reason.
     """
+    try:
+        built, trial = _read_model(case)
+    except MeshwrightError as error:
+        refusals = [Verdict.unproven(str(layout), refused=str(error)) for layout in layouts]
+        for verdict in refusals:
+            if on_verdict:
+                on_verdict(verdict)
+        return refusals
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        trial, analysis_error = ForwardTrial(), ""
-        try:
-            # Imports the model's code, which every rank then finds in memory. Random numbers that can't be placed don't
-            # end it: `one_device` says in which part they are drawn, and in evaluation mode there may be none.
-            try:
-                trial = try_forward(case.build())
-            except PlanError:
-                trial = try_forward(case.build(), training=False)
-        except MeshwrightError as error:
-            analysis_error = str(error)
         reference = References(case, Path(folder), layouts[0].precision, trial)
         analyses: dict[Hashable, ModelAnalysis] = {}
         for layout in layouts:
-            path, refusal = (Path(), analysis_error) if analysis_error else reference.reference_for(layout)
+            path, refusal = reference.reference_for(layout)
             analyses.setdefault(
                 (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
             )
             verdicts.append(
                 Verdict.unproven(str(layout), refused=refusal)
                 if refusal
-                else _prove_layout(case, layout, path, analyses)
+                else _prove_layout(case, built, layout, path, analyses)
             )
             if on_verdict:
                 on_verdict(verdicts[-1])
     return verdicts
 
 
+def _read_model(case: Case) -> tuple[BuiltModel, ForwardTrial]:
+    """Builds the model, which every rank finds in memory as those of a run do, and tries its forward."""
+    built = case.build()
+    try:
+        return built, try_forward(built)
+    except PlanError:
+        # Random numbers that can't be placed don't end it: `one_device` says in which part they are drawn, and in
+        # evaluation mode there may be none.
+        return built, try_forward(built, training=False)
+
+
 def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | None) -> ForkLauncher:
     return ForkLauncher(ranks, devices=found_devices(ranks, kind), label=layout.coordinates if layout else None)
 
 
-def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Hashable, ModelAnalysis]) -> Verdict:
+def _prove_layout(
+    case: Case, built: BuiltModel, layout: Layout, path: Path, analyses: dict[Hashable, ModelAnalysis]
+) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
         device = found_devices(layout.world, case.device).kind
-        built = case.build()
         check(layout, device, len(built.structure.layers))
         key = (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS))
         split_degree = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)
@@ -116,7 +127,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Hashabl
     scope = read_scope(built, layout, analysis, case.lengths, case.rescaled)
     try:
         launcher = _launcher(layout.world, layout, case.device)
-        ranks = launcher.run(_train_under_layout, case, layout, path, analysis, timeout_s=case.timeout_s)
+        ranks = launcher.run(_train_under_layout, case, built, layout, path, analysis, timeout_s=case.timeout_s)
         # On the CPU: a launcher in which CUDA is initialised can fork no more ranks.
         reference = torch.load(path, map_location="cpu", weights_only=True)
         used_experts, idle_experts = expert_use(built, list(reference["gradients"].values()))
@@ -130,7 +141,7 @@ def _prove_layout(case: Case, layout: Layout, path: Path, analyses: dict[Hashabl
 
 
 def _train_under_layout(
-    context: RankContext, case: Case, layout: Layout, path: Path, facts: ModelAnalysis
+    context: RankContext, case: Case, built: BuiltModel, layout: Layout, path: Path, facts: ModelAnalysis
 ) -> dict[str, object]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
@@ -143,7 +154,7 @@ def _train_under_layout(
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     wire = WireOptions(timeout_s=case.timeout_s)
-    program = build_program(case.build(), plan, device, facts=facts, wire=wire)
+    program = build_program(built, plan, device, facts=facts, wire=wire)
     for stage in program.stages:
         stage.module.train(case.training)
     is_lossy = layout.is_lossy
