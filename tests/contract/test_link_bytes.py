@@ -21,7 +21,7 @@ from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.pipeline_floor import PipelineFloor
 from meshwright.planner.cost.pipeline_simulation import stage_seconds
-from meshwright.planner.cost.price import bound_step_s, price
+from meshwright.planner.cost.price import bound_step_s, price_many
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.rank_groups import RankGroups
 from meshwright.planner.space import cores, expand, layout_of
@@ -68,6 +68,12 @@ def sampled_layouts(asked: Question, seed: int) -> list[Layout]:
     draw = random.Random(seed)
     chosen = [draw.choice(draw.choice(list(strata.values()))) for _ in range(SAMPLE)]
     return [layout_of(batch, index, asked.base, len(asked.job.shape.blocks)) for index in chosen]
+
+
+def closed_steps_s(asked: Question, layouts: list[Layout]) -> list[float]:
+    """Seconds of a step by the closed form, of each layout."""
+    batch = LayoutBatch.from_layouts(layouts, len(asked.job.shape.blocks))
+    return price_many(asked.job, batch, asked.machine, asked.runtime).step_s.tolist()
 
 
 def rank_traffic(asked: Question, layout: Layout, rank: int) -> Iterator[tuple[tuple[int, ...], float]]:
@@ -157,9 +163,9 @@ def sends_floor_s(asked: Question, layout: Layout) -> float:
 @pytest.mark.parametrize("name", SIZES)
 def test_no_step_is_shorter_than_the_bytes_of_its_links(name: str, rates: str) -> None:
     asked, near_floor = question(name, rates), 0
-    for layout in sampled_layouts(asked, seed=len(name + rates)):
+    layouts = sampled_layouts(asked, seed=len(name + rates))
+    for layout, closed_s in zip(layouts, closed_steps_s(asked, layouts)):
         floor_s = max(*link_floor_s(asked, layout), sends_floor_s(asked, layout))
-        closed_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
         told = f"{layout}: {closed_s:.4f} s, links {floor_s:.4f} s"
         assert closed_s >= floor_s * (1 - 1e-6), told
         if layout.microbatches <= 8:  # more take long to simulate
@@ -173,15 +179,15 @@ def test_no_step_is_shorter_than_the_bytes_of_its_links(name: str, rates: str) -
 @pytest.mark.parametrize("name", SIZES)
 def test_the_bound_of_a_core_is_below_the_price_of_its_variants(name: str) -> None:
     asked = question(name, "fast")
-    for layout in sampled_layouts(asked, seed=5):
-        readers = layout.degree("replicate") * layout.degree("shard")
-        batch = LayoutBatch.from_layouts([layout], len(asked.job.shape.blocks))
-        # As the search's cores: copies alone, nothing sharded and nothing recomputed.
-        nothing = np.zeros(1)
-        plain = {"shard": nothing + 1, "zero": nothing, "recompute": nothing, "recompute_share": nothing + 1}
-        batch = dataclasses.replace(batch, replicate=nothing + readers, **plain)
-        bound_s = float(bound_step_s(asked.job, batch, asked.machine, asked.runtime)[0])
-        closed_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
+    layouts = sampled_layouts(asked, seed=5)
+    readers = np.array([layout.degree("replicate") * layout.degree("shard") for layout in layouts], float)
+    batch = LayoutBatch.from_layouts(layouts, len(asked.job.shape.blocks))
+    # As the search's cores: copies alone, nothing sharded and nothing recomputed.
+    nothing = np.zeros(len(layouts))
+    plain = {"shard": nothing + 1, "zero": nothing, "recompute": nothing, "recompute_share": nothing + 1}
+    batch = dataclasses.replace(batch, replicate=readers, **plain)
+    bounds_s = bound_step_s(asked.job, batch, asked.machine, asked.runtime)
+    for layout, bound_s, closed_s in zip(layouts, bounds_s, closed_steps_s(asked, layouts), strict=True):
         assert closed_s >= bound_s * (1 - 1e-9), str(layout)
 
 
@@ -194,7 +200,7 @@ def test_a_pipeline_is_never_simulated_below_the_bound_of_its_search(name: str, 
     piped = [layout for seed in range(6) for layout in sampled_layouts(asked, seed) if layout.degree("pp") > 1]
     piped = [layout for layout in piped if layout.microbatches <= 16]
     assert len(piped) > 20
-    for layout in piped:
+    for layout, bound_s in zip(piped, closed_steps_s(asked, piped), strict=True):
         batch = LayoutBatch.from_layouts([layout], layers)
         ranks = RankTimes(LayerCosts.of(asked.job, batch, asked.machine, asked.runtime))
         floor = PipelineFloor(ranks, *ranks.pipeline_traffic)
@@ -204,5 +210,4 @@ def test_a_pipeline_is_never_simulated_below_the_bound_of_its_search(name: str, 
         compiled = ArraySchedule(schedule.unsplit() if layout.recompute else schedule)
         simulated_s = float(compiled.makespan_s(stage_seconds(ranks, np.zeros(1, int)))[0])
         assert simulated_s >= order_s * (1 - 1e-9), str(layout)
-        bound_s = price(asked.job, layout, asked.machine, asked.runtime).step_s
         assert price_candidate(asked, layout).price.step_s >= bound_s * (1 - 1e-12), str(layout)
