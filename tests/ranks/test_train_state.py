@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import build
@@ -61,10 +62,16 @@ def program_of(built: BuiltModel, layout: Layout, facts: ModelAnalysis | None = 
     return build_program(built, plan, torch.device("cpu"), facts)
 
 
-def trained(text: str, rank: int, steps: int = 2, name: str = "gpt2") -> dict[str, Any]:
+@functools.cache
+def trial() -> ModelAnalysis:
+    """The model's forward tried once, before ranks start, for every layout."""
+    return ModelAnalysis(trial=try_forward(model()))
+
+
+def trained(text: str, rank: int, steps: int = 2) -> dict[str, Any]:
     """Trains a step or two under a layout; returns bytes held, bytes sent in the last step, and the first weights."""
-    layout = Layout.parse(text)
-    program = program_of(model(name), layout)
+    layout, built = Layout.parse(text), model()
+    program = program_of(built, layout, analyse_model(built, layout, trial()))
     first = {weight.name: (weight.boxes[0].global_box, weight.local.clone()) for weight in program.weights}
     optimizer = LocalAdamW(program.weights, OptimizerConfig())
     index, count = layout.reader(rank)
@@ -90,6 +97,7 @@ def of_two() -> list[dict[str, dict]]:
         torch.set_num_threads(1)
         return {text: trained(text, rank) for text in PAIRS}
 
+    trial()
     return run_ranks(2, work, timeout=250)
 
 
@@ -99,6 +107,7 @@ def of_four() -> list[dict[str, dict]]:
         torch.set_num_threads(1)
         return {text: trained(text, rank, steps=1) for text in FOURS}
 
+    trial()
     return run_ranks(4, work, timeout=250)
 
 
