@@ -93,6 +93,16 @@ class RankTimes(LayerSums):
             )
         return dense, self.sum_layers_and_ends(lambda cost: cost.experts)
 
+    @cached_property
+    def regathered(self) -> tuple[Array, Array]:
+        """(dense, expert) parameters of each rank that ZeRO-3 gathers for backward too, (N, P) each.
+
+        Backward reads no embedding, and finds the head and what else is outside of the layers gathered.
+        """
+        if self.engine.runtime.regathers_ends():
+            return self.parameters
+        return self.sum_layers(lambda cost: cost.parameters), self.sum_layers(lambda cost: cost.experts)
+
     def trained(self) -> tuple[Array, Array]:
         """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
         dense, experts = self.parameters
