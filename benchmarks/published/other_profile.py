@@ -226,6 +226,10 @@ class OtherRuntime(RuntimeModel):
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return self.reduce_each
 
+    def regathers_ends(self) -> bool:
+        """Returns True: the rates were fitted to all parameters gathered twice."""
+        return True
+
     def reduce_counts(self, layers: Array, size: Array) -> tuple[Values, Values]:
         """Returns in how many collectives gradients are (reduce-scattered, all-reduced)."""
         buckets = np.maximum(1.0, size / self.bucket_bytes) if self.bucket_bytes else 1.0

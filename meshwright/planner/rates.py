@@ -330,7 +330,9 @@ class MeasuredTimes:
         if not layout.zero:
             return 0.0, 0.0
         # A gather copies the shard in and the full weight out, a scatter the gradients in and their sum out.
-        gathers = 2 * microbatches if layout.zero == 3 and not gathers_once else 1
+        layers_share = sum(block.parameters for block in job.shape.blocks) / job.shape.parameters
+        # ZeRO-3 gathers what is outside of the layers for forward alone.
+        gathers = microbatches * (1.0 + layers_share) if layout.zero == 3 and not gathers_once else 1
         scatters = microbatches if layout.zero >= 2 and not gathers_once else 1
         return 2 * gathers * copy_s, 2 * scatters * copy_s
 

@@ -45,8 +45,11 @@ def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[La
     job, world = question.job, question.cluster.devices
     for pp in divisors(world):
         stage_kinds = kinds.of_runs(world // pp)
-        if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks):
-            yield _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
+        if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks) + 1:
+            layouts = _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
+            # The slowest stage isn't all: with few micro-batches a last stage of one layer may better have none.
+            single = [layout for layout in layouts if layout.split.layers[-1] == 1]
+            yield layouts + _with_layers_split(question, kinds, stage_kinds, single, is_head_alone=True)
 
 
 def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
@@ -74,11 +77,22 @@ def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
 
 
 def _with_layers_split(
-    question: Question, kinds: DeviceKinds, stage_kinds: Sequence[int], layouts: Sequence[Layout]
+    question: Question,
+    kinds: DeviceKinds,
+    stage_kinds: Sequence[int],
+    layouts: Sequence[Layout],
+    is_head_alone: bool = False,
 ) -> list[Layout]:
     """Returns the layouts with the split that minimizes the slowest stage within each kind's memory.
 
-    Layouts without such a split are left out. ``stage_kinds`` holds the index of each stage's kind.
+    Layouts without such a split are left out.
+
+    Args:
+        question: whose batch the layouts divide.
+        kinds: of the devices.
+        stage_kinds: index of each stage's kind.
+        layouts: with equally many stages, one a rank.
+        is_head_alone: the last stage has no layer.
     """
     if not layouts:
         return []
@@ -87,6 +101,7 @@ def _with_layers_split(
     seconds = layer_seconds(question, kinds, batch)
     stage_limits_bytes = np.array(kinds.limits_bytes(question.usable_share))[stage_kinds]
     max_layers = np.full((len(layouts), stages), count)
+    max_layers[:, -1] *= not is_head_alone
     splits: dict[int, StageSplit] = {}
     open_indices = np.arange(len(layouts))
     for _ in range(MAX_ROUNDS):
@@ -109,7 +124,9 @@ def _with_layers_split(
         layers_that_fit = np.minimum(sizes - 1, np.floor(sizes * stage_limits_bytes / peak).astype(int))
         limits = max_layers[open_indices]
         max_layers[open_indices] = np.where(is_too_full, np.minimum(limits, layers_that_fit), limits)
-        open_indices = open_indices[is_too_full.any(axis=1) & (max_layers[open_indices].min(axis=1) >= 1)]
+        # The last stage may have the head alone.
+        least_layers = max_layers[open_indices] + (np.arange(stages) == stages - 1)
+        open_indices = open_indices[is_too_full.any(axis=1) & (least_layers.min(axis=1) >= 1)]
     return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
 
 
@@ -123,7 +140,7 @@ def split_over_ranks(question: Question, kinds: DeviceKinds, layout: Layout) -> 
     """
     degree, count = layout.degree(Mechanics.STAGES), len(question.job.shape.blocks)
     rank_kinds, stages = kinds.of_runs(layout.world // degree), degree * layout.stages_per_rank
-    if rank_kinds is None or stages > count:
+    if rank_kinds is None or stages > count + 1:
         return None
     if layout.stages_per_rank == 1:
         split_layouts = _with_layers_split(question, kinds, rank_kinds, [layout])
@@ -132,21 +149,21 @@ def split_over_ranks(question: Question, kinds: DeviceKinds, layout: Layout) -> 
     stage_kinds = [rank_kinds[spec.rank_of(stage, degree)] for stage in range(stages)]
     seconds = layer_seconds(question, kinds, LayoutBatch.from_layouts([layout], count))
     sizes = stage_sizes(seconds, stage_kinds, np.full((1, stages), count))[0]
-    return StageSplit(tuple(map(int, sizes))) if sizes.min() > 0 else None
+    return StageSplit(tuple(map(int, sizes))) if sizes[0] > 0 else None
 
 
 def layer_seconds(question: Question, kinds: DeviceKinds, batch: LayoutBatch) -> Array:
-    """Returns seconds of each layer on a micro-batch, (N, kinds, L) float64; the last layer includes the head."""
+    """Returns seconds of each layer and of the head on a micro-batch, (N, kinds, L + 1) float64."""
     job = question.job
     block_kind_of, kind_blocks = block_kinds(job.shape)
-    seconds = np.empty((batch.count, len(kinds.machines), len(block_kind_of)))
+    seconds = np.empty((batch.count, len(kinds.machines), len(block_kind_of) + 1))
     for kind, machine in enumerate(kinds.machines):
         model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
         seconds_by_block_kind = [
             np.broadcast_to(_device_s(model.price_layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
         ]
-        seconds[:, kind] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
-        seconds[:, kind, -1] += _device_s(price_head(model))
+        seconds[:, kind, :-1] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
+        seconds[:, kind, -1] = _device_s(price_head(model))
     return seconds
 
 
@@ -156,12 +173,16 @@ def _device_s(cost: LayerCost) -> Any:
 
 
 def stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -> Array:
-    """Returns layers of each stage, (N, stages) int64; 0 where no split meets ``max_layers``, (N, stages)."""
+    """Returns layers of each stage, (N, stages) int64; all 0 where no split meets ``max_layers``, (N, stages).
+
+    ``seconds``, (N, kinds, L + 1), are of `layer_seconds`.
+    """
     chunk_size = max(1, MAX_CUT_SUMS // (seconds.shape[2] + 1) ** 2)
     size_chunks = [np.zeros((0, len(stage_kinds)), dtype=int)]
     for start in range(0, len(seconds), chunk_size):
         chunk = slice(start, start + chunk_size)
-        bounds, possible = Cuts(seconds[chunk], stage_kinds, max_layers[chunk]).bounds(len(stage_kinds))
+        layers, head = seconds[chunk, :, :-1], seconds[chunk, :, -1]
+        bounds, possible = Cuts(layers, head, stage_kinds, max_layers[chunk]).bounds(len(stage_kinds))
         size_chunks.append(np.where(possible[:, None], np.diff(bounds), 0))
     return np.concatenate(size_chunks)
 

@@ -11,34 +11,39 @@ import numpy as np
 class Cuts:
     """Dynamic programming over (stage, layers dealt), for N sets of costs at once; exact.
 
-    Of equal cuts the last stage gets the most layers; the stages before it are cut by the same rule.
+    Of equal cuts the last stage gets the most layers; the stages before it are cut by the same rule. Every stage has a
+    layer but the last one, which may have the head alone where that is better.
 
     Args:
-        layers: cost of each layer for each kind of stage, (N, kinds, L); what comes after the last layer, such as a
-            head, counts with it.
+        layers: cost of each layer for each kind of stage, (N, kinds, L).
+        head: cost of what comes after the last layer, on the last stage, (N, kinds).
         stage_kinds: kind of each stage; None for stages that are all of one kind, as many as there are layers.
         limits: most layers of each stage, (N, stages); None for no limit.
-        blocked: layers in front of which no cut can be.
+        blocked: layers in front of which no cut can be; L stands for the head.
     """
 
     def __init__(
         self,
         layers: Any,
+        head: Any,
         stage_kinds: Sequence[int] | None = None,
         limits: Any = None,
         blocked: Iterable[int] = (),
     ) -> None:
         layers = np.asarray(layers, dtype=float)
         self.sets, _, self.layers = layers.shape
-        sums = np.concatenate([np.zeros((*layers.shape[:2], 1)), np.cumsum(layers, axis=2)], axis=2)
-        starts = np.arange(self.layers + 1)
+        # The head is cut as if it were one layer more.
+        pieces = np.concatenate([layers, np.asarray(head, dtype=float)[:, :, None]], axis=2)
+        sums = np.concatenate([np.zeros((*layers.shape[:2], 1)), np.cumsum(pieces, axis=2)], axis=2)
+        starts = np.arange(self.layers + 2)
+        # (N, kinds, stop, start): cost of the pieces [start, stop), from prefix sums; infinite for an empty stage.
+        spans = np.where(starts[:, None] > starts, sums[:, :, :, None] - sums[:, :, None, :], np.inf)
+        # A cut in front of a blocked piece would end some stage there.
+        spans[:, :, [piece for piece in blocked if piece <= self.layers], :] = np.inf
+        starts = np.minimum(starts, self.layers)
         self._sizes = starts[:, None] - starts[None, :]
-        # (N, kinds, stop, start): cost of the layers [start, stop), from prefix sums; infinite for an empty stage.
-        spans = np.where(self._sizes > 0, sums[:, :, :, None] - sums[:, :, None, :], np.inf)
-        # A cut in front of a blocked layer would end some stage there.
-        spans[:, :, [layer for layer in blocked if layer < self.layers], :] = np.inf
         self._spans, self._stage_kinds, self._limits = spans, stage_kinds, limits
-        self._cost = [np.where(starts == 0, 0.0, np.full((self.sets, 1), np.inf))]
+        self._cost = [np.where(np.arange(self.layers + 2) == 0, 0.0, np.full((self.sets, 1), np.inf))]
         self._best_start: list[np.ndarray] = []
 
     def bounds(self, stages: int) -> tuple[np.ndarray, np.ndarray]:
@@ -50,11 +55,11 @@ class Cuts:
         while len(self._best_start) < stages:
             self._add(len(self._best_start))
         # Walks back from the last stage's end: the best start of a stage is the end of the stage before it.
-        bounds = np.full((self.sets, stages + 1), self.layers)
+        bounds = np.full((self.sets, stages + 1), self.layers + 1)
         sets = np.arange(self.sets)
         for stage in range(stages, 0, -1):
             bounds[:, stage - 1] = self._best_start[stage - 1][sets, bounds[:, stage]]
-        return bounds, np.isfinite(self._cost[stages][:, self.layers])
+        return np.minimum(bounds, self.layers), np.isfinite(self._cost[stages][:, self.layers + 1])
 
     def _add(self, stage: int) -> None:
         spans = self._spans[:, 0 if self._stage_kinds is None else self._stage_kinds[stage]]

@@ -96,8 +96,8 @@ def divide(
 ) -> tuple[int, ...]:
     """Returns the bounds of the stages, every layer in exactly one: its first layer, and at last the number of layers.
 
-    A layer costs its weights, each once; what comes after the last layer is added to that one. With more stages than
-    layers each layer is a stage, the head is the last one, and with one more the embedding the first one.
+    A layer costs its weights, each once, and so does what comes after the last one, which may be a stage alone. With
+    more stages than layers each layer is a stage, the head is the last one, and with one more the embedding the first.
 
     Args:
         layer_graph: of the model.
@@ -119,16 +119,14 @@ def divide(
                 asked = f"split={split}" if split else f"{stages} stages of {count} layers"
                 raise PlanError(f"{asked}: the model can't be cut {place}: {layer_graph.blocked[bound]}")
         return bounds
-    costs = _costs(layer_graph, sizes, ties)
-    # The head runs with the last layer, on the last stage.
-    costs[-1] += sum(sizes[name] for name in layer_graph.output_weights[-1])
-    cuts, possible = Cuts([[costs]], blocked=layer_graph.blocked).bounds(stages)
+    head = sum(sizes[name] for name in layer_graph.output_weights[-1])
+    cuts, possible = Cuts([[_costs(layer_graph, sizes, ties)]], [[head]], blocked=layer_graph.blocked).bounds(stages)
     if not possible[0]:
-        blocked = {bound: reason for bound, reason in layer_graph.blocked.items() if 0 < bound < count}
-        bound, reason = next(iter(blocked.items()))
+        bound, reason = next((bound, reason) for bound, reason in layer_graph.blocked.items() if 0 < bound < count)
+        most = 1 + sum(bound not in layer_graph.blocked for bound in range(1, count + 1))
         raise PlanError(
             f"the model can't be cut into {stages} stages: in front of layer {bound}, {reason}; nearest that works: "
-            f"{count - len(blocked)} stages at most"
+            f"{most} stages at most"
         )
     return tuple(int(bound) for bound in cuts[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +12,21 @@ from meshwright.cluster import traffic
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
+from meshwright.jobs.model_reading import model_parts
+from meshwright.models.analysis.table import sharding_table
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.collectives import Collectives, StateTraffic
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
-from meshwright.planner.cost.price import price_many
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.space import cores, expand
 from meshwright.spec.layout import Layout
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 
 DENSE = shape_from_sizes(TableSizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
@@ -96,3 +105,29 @@ def test_a_lone_micro_batch_waits_for_each_of_its_sends(stages: int, schedule: s
     slow_s, fast_s = (one.step_s - one.parts["stragglers"] for one in (slow, quick))
     activation = rows * sequence * 4096 * width
     assert slow_s - fast_s == pytest.approx(2 * (stages - 1) * activation / fast, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("untied", "shard=4,zero=3,microbatches=2"), ("tied", "shard=4,zero=3,microbatches=2"),
+        ("untied", "shard=4,zero=3,precision=bf16"), ("untied", "shard=2,cp=2,zero=3,microbatches=2"),
+        ("untied", "replicate=2,shard=2,zero=3,precision=bf16"), ("untied", "shard=4,zero=2,microbatches=2"),
+        ("untied", "shard=4,zero=1"), ("untied", "replicate=4"),
+        ("untied", "shard=4,zero=3,microbatches=2,secondary=2"), ("mixture", "shard=4,ep=2,zero=3,microbatches=2"),
+    ],
+)  # fmt: skip
+def test_state_is_priced_for_the_bytes_that_the_runtime_sends(name: str, layout: str) -> None:
+    """The runtime's bytes over the wire's rate are the seconds, where nothing hides them; half of all are the ends."""
+    sizes: dict[str, Any] = {"layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 64, "tie": name == "tied"}
+    sizes |= {"name": "mixtral", "experts": 4} if name == "mixture" else {"name": "llama"}
+    built, asked, rate = build_meta(ModelConfig(**sizes), vocab=512, context=16), Layout.parse(layout), 1e6
+    facts = analyse_model(built, asked, ModelAnalysis(table=sharding_table(built, 2)))
+    sent = Collectives()
+    StateTraffic(model_parts(built, facts), asked, 0).add_to(sent)
+    job = PricedJob(shape=measure_shape(built), sequence=16, rows=8, precision=asked.precision)
+    hidden = dict.fromkeys(("dp_overlap", "gather_overlap", "interference"), 0.0)
+    engine = MESHWRIGHT.with_options(**{f"runtime__{option}": share for option, share in hidden.items()})
+    parts = price(job, asked, _alone(rate, asked.world), engine).parts
+    assert parts["gather"] + parts["reduce"] == pytest.approx(sum(sent.sent().values()) / rate, rel=1e-3)
+    assert (parts["gather"] > 0) == (asked.zero == 3)

@@ -235,7 +235,7 @@ def every_unequal_layout(question: Question) -> Iterator[Layout]:
             )
             if pp > 1 and job.rows % readers == 0:
                 for microbatches, cuts in itertools.product(
-                    _divisors(job.rows // readers), itertools.combinations(range(1, layers), pp - 1)
+                    _divisors(job.rows // readers), itertools.combinations(range(1, layers + 1), pp - 1)
                 ):
                     sizes = tuple(stop - start for start, stop in zip((0, *cuts), (*cuts, layers)))
                     if pp <= microbatches <= 16 * pp:

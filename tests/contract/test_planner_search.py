@@ -293,7 +293,9 @@ def test_uneven_stages_of_an_interleaved_pipeline_are_searched() -> None:
     every = cores(asked.job, asked.space)
     assert contains(asked.job, asked.space, every, asked.base, published)
     bounds = price_candidate(asked, published).price.stages
-    assert len(bounds) == 16 and sum(stop - start for start, stop in (bounds[0].layers, bounds[-1].layers)) <= 4
+    ends = (bounds[0].layers[0], bounds[-1].layers[-1])
+    assert len(bounds) == 16 and sum(stop - start for start, stop in ends) <= 4
+    assert sum(stop - start for rank in bounds for start, stop in rank.layers) == 126
     # Of 112 stages 14 would have two layers and the others one: they would set the pace.
     wasteful = dataclasses.replace(published, stages=7)
     assert not contains(asked.job, asked.space, every, asked.base, wasteful)

@@ -12,19 +12,28 @@ from meshwright.spec.balanced_cuts import Cuts
 
 
 def every(
-    layers: np.ndarray, places: Sequence[int], limits: Sequence[int], blocked: Collection[int] = ()
+    layers: np.ndarray,
+    head: np.ndarray | None,
+    places: Sequence[int],
+    limits: Sequence[int],
+    blocked: Collection[int] = (),
 ) -> tuple[int, ...] | None:
-    """Of all cuts whose dearest stage is as cheap as can be: the longest last stage, and so on for those before it."""
+    """Of all cuts whose dearest stage is as cheap as can be: the longest last stage, and so on for those before it.
+
+    Only a last stage with a head may be without a layer.
+    """
     count, found = layers.shape[1], []
-    for inner in itertools.combinations([place for place in range(1, count) if place not in blocked], len(places) - 1):
+    inner_places = [place for place in range(1, count + (head is not None)) if place not in blocked]
+    for inner in itertools.combinations(inner_places, len(places) - 1):
         edges = (0, *inner, count)
         if (np.diff(edges) <= limits).all():
             costs = [layers[kind, start:stop].sum() for kind, start, stop in zip(places, edges, edges[1:])]
+            costs[-1] += 0 if head is None else head[places[-1]]
             found.append((max(costs), edges))
     if not found or len(places) == 1:
         return found[0][1] if found else None
     start = min(edges[-2] for cost, edges in found if cost == min(found)[0])
-    before = every(layers[:, :start], places[:-1], limits[:-1], blocked)
+    before = every(layers[:, :start], None, places[:-1], limits[:-1], blocked)
     assert before is not None
     return (*before, count)
 
@@ -33,21 +42,23 @@ def every(
 def test_no_cut_is_better(seed: int) -> None:
     draw = np.random.default_rng(seed)
     count, stages = int(draw.integers(3, 9)), int(draw.integers(1, 5))
-    layers = draw.integers(1, 9, (3, 2, count)).astype(float)
+    layers, head = draw.integers(1, 9, (3, 2, count)).astype(float), draw.integers(0, 20, (3, 2)).astype(float)
     places = [int(kind) for kind in np.sort(draw.integers(0, 2, stages))]
     limits = draw.integers(1, count + 1, (3, stages))
-    blocked = [place for place in range(1, count) if draw.random() < 0.2]
-    bounds, possible = Cuts(layers, places, limits, blocked).bounds(stages)
+    blocked = [place for place in range(1, count + 1) if draw.random() < 0.2]
+    bounds, possible = Cuts(layers, head, places, limits, blocked).bounds(stages)
     for at in range(3):
-        best = every(layers[at], places, limits[at], blocked)
+        best = every(layers[at], head[at], places, limits[at], blocked)
         assert bool(possible[at]) == (best is not None)
         assert best is None or tuple(bounds[at]) == best
 
 
 def test_one_table_gives_every_number_of_stages() -> None:
-    costs = [3, 1, 4, 1, 5, 9, 2, 6]
-    cuts = Cuts([[costs]])
-    for stages in (8, 1, 3, 5):
+    costs, head = [3, 1, 4, 1, 5, 9, 2, 6], [8]
+    cuts, alone = Cuts([[costs]], [head]), 0
+    for stages in (9, 8, 1, 3, 5):
         bounds, possible = cuts.bounds(stages)
-        best = every(np.array([costs]), [0] * stages, [8] * stages)
+        best = every(np.array([costs]), np.array(head), [0] * stages, [8] * stages)
+        alone += bounds[0][-2] == len(costs)
         assert possible[0] and tuple(bounds[0]) == best
+    assert 1 < alone < 5

@@ -1,4 +1,5 @@
 import csv
+import itertools
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
-from meshwright.planner.cost.prices import MEMORY
+from meshwright.planner.cost.prices import MEMORY, layer_span
 from meshwright.planner.cost.stages import _balanced, divide_blocks
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.planner.memory import ModelParts, state_memory
@@ -210,6 +211,49 @@ def test_stages_hold_every_layer_once_by_each_rule():
             assert len(bounds) == stages
             assert [at for start, stop in bounds for at in range(start, stop)] == list(range(32))
     assert divide_blocks(shape, 3, "even", (10, 12, 10)) == ((0, 10), (10, 22), (22, 32))
+
+
+@pytest.mark.parametrize("stages", [3, 4])
+def test_a_head_as_costly_as_the_layers_is_a_stage_alone(stages: int) -> None:
+    """Of all splits, of which any first or last stage may be empty, the automatic one is about the fastest."""
+    shape = shape_from_sizes(TableSizes(name="wide head", layers=6, width=2048, heads=16, vocab=128000))
+    job, cluster = PricedJob(shape=shape, sequence=2048, rows=32), Cluster.parse(f"{stages}xh100")
+    text, seconds = f"pp={stages},microbatches=16,precision=bf16", {}
+    for cuts in itertools.combinations_with_replacement(range(7), stages - 1):
+        sizes = [stop - start for start, stop in pairwise((0, *cuts, 6))]
+        if 0 not in sizes[1:-1]:
+            split = "-".join(map(str, sizes))
+            seconds[split] = price(job, Layout.parse(f"{text},split={split}"), cluster).step_s
+    automatic = price(job, Layout.parse(text), cluster)
+    best_with_layers = min(took for split, took in seconds.items() if not split.endswith("-0"))
+    assert automatic.step_s < 1.005 * min(seconds.values()) and automatic.step_s < 0.9 * best_with_layers
+    assert layer_span(automatic.stages[-1], automatic.stages[-1]) == "none"
+
+
+def test_a_rank_without_layers_has_no_layers_working_memory() -> None:
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=2048, rows=16)
+    text = "pp=4,microbatches=16,recompute=full,precision=bf16,split=0-16-16-0"
+    first, second, _, last = price(job, Layout.parse(text), Cluster.parse("4xh100")).stages
+    # Token indices in int64, of each micro-batch in flight; and of the head its input and that of the last norm.
+    assert first.memory["activations"] == 2048 * 8 * first.held
+    assert last.memory["activations"] == 2048 * 4096 * 2 * 2 * last.held
+    assert second.memory["activations"] > 1e8
+
+
+@pytest.mark.parametrize(
+    ("layout", "first", "second", "all_ranks"),
+    [
+        ("pp=2,microbatches=4,split=4-4", "0-3", "4-7", "0-7"),
+        ("pp=2,microbatches=4,schedule=interleaved,split=0-4-3-1", "4-6", "0-3, 7-7", "0-3, 4-7"),
+        ("pp=2,microbatches=4,schedule=zbv,split=2-2-3-1", "0-1, 7-7", "2-3, 4-6", "0-3, 4-7"),
+    ],
+)
+def test_ranks_name_the_layers_of_all_their_stages(layout: str, first: str, second: str, all_ranks: str) -> None:
+    shape = shape_from_sizes(TableSizes(name="small", layers=8, width=1024, heads=8, vocab=1000))
+    job = PricedJob(shape=shape, sequence=512, rows=8)
+    ranks = price(job, Layout.parse(f"{layout},precision=bf16"), Cluster.parse("2xh100")).stages
+    assert [layer_span(rank, rank) for rank in ranks] == [first, second]
+    assert layer_span(ranks[0], ranks[1]) == all_ranks
 
 
 def test_groups_cross_the_nodes_that_they_cross():

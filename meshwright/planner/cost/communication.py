@@ -99,7 +99,7 @@ class CommunicationTimes:
         gathers = gathers.scaled(np.where(zero == 3, 1.0, self._model.engine.runtime.scattered_share()) * (zero > 0))
         if not self._model.layouts.compress_weights.any():
             return gathers
-        return gathers + WireTime(self._gather_rounding_s(ranks) * (zero == 3))
+        return gathers + WireTime(self._gather_rounding_s(ranks, *ranks.parameters) * (zero == 3))
 
     def pipeline_sums(self, ranks: Any) -> WireTime:
         """Returns a pipeline's sums of gradients after the last backward of a stage, (N, P), with what rounds them."""
@@ -112,14 +112,15 @@ class CommunicationTimes:
         forward = self._gathers(ranks)
         exposed_s = self._exposed_gather_s(forward, ranks.forward_busy, ranks.carried(is_backward=False))
         # A pipeline that keeps its stages gathered gathers them only before their first forward.
-        again = self._backward_gathers(ranks, forward)
+        again = self._backward_gathers(ranks)
         again_s = np.where(self._gathers_once, 0.0, again.seconds)
         exposed_again_s = self._exposed_gather_s(again, ranks.backward_busy, ranks.carried(is_backward=True))
         exposed_s = exposed_s + np.where(self._gathers_once, 0.0, exposed_again_s)
         exposed_s = exposed_s + runtime.slowed_s(forward.seconds + again_s - exposed_s)
         if layouts.compress_weights.any():
             rounds_again = ~self._gathers_once & (layouts.secondary[:, None] == 0)
-            exposed_s = exposed_s + self._gather_rounding_s(ranks) * (1.0 + rounds_again)
+            exposed_s = exposed_s + self._gather_rounding_s(ranks, *ranks.parameters)
+            exposed_s = exposed_s + self._gather_rounding_s(ranks, *ranks.regathered) * rounds_again
         return np.asarray((exposed_s * gathers * (layouts.zero[:, None] == 3)).max(axis=1))
 
     @property
@@ -128,37 +129,35 @@ class CommunicationTimes:
         model = self._model
         return model.engine.states.gathers_once(model.layouts.pp)[:, None]
 
-    def _gather_rounding_s(self, ranks: Any) -> Array:
-        """Returns seconds in which a rank rounds its weights and decodes those of all others once, (N, P)."""
-        dense, experts = ranks.parameters
+    def _gather_rounding_s(self, ranks: Any, dense: Array, experts: Array) -> Array:
+        """Returns seconds in which a rank rounds its part of parameters, (N, P), and decodes all parts, (N, P)."""
         codes, owned = self._model.layouts.compress_weights, ranks.owned_parameters(dense, experts)
         return self._rounding.gather_s(codes, owned, dense + experts)
 
     def _gathers(self, ranks: Any, collectives: Any = None) -> WireTime:
         """Returns the gathers of all parameters of a rank once, (N, P)."""
-        groups, (dense, experts) = self._model.groups, ranks.parameters
+        return self._gathers_of(*ranks.parameters, collectives)
+
+    def _gathers_of(self, dense: Array, experts: Array, collectives: Any = None) -> WireTime:
+        """Returns the gathers of ``dense`` and ``experts`` parameters, (N, P) each."""
+        groups = self._model.groups
         gathers = self._wire(traffic.all_gather_s, dense * self._gather_bytes, groups.shard_cp, collectives)
         return gathers + self._wire(traffic.all_gather_s, experts * self._gather_bytes, groups.expert_shard)
 
-    def _backward_gathers(self, ranks: Any, forward: WireTime) -> WireTime:
-        """Returns the gathers of all parameters of a rank for backward, (N, P).
-
-        Args:
-            ranks: of the layouts.
-            forward: (N, P), forward's gathers.
-        """
-        layouts, groups = self._model.layouts, self._model.groups
+    def _backward_gathers(self, ranks: Any) -> WireTime:
+        """Returns the gathers of a rank's parameters for backward, (N, P)."""
+        layouts, groups, (dense, experts) = self._model.layouts, self._model.groups, ranks.regathered
+        gathers = self._gathers_of(dense, experts)
         if not layouts.secondary.any():
-            return forward
+            return gathers
         # The secondary copy holds the weights as forward gathered them, decoded; experts over ep have none.
-        dense, experts = ranks.parameters
         exact_bytes = self._model.engine.runtime.gather_bytes * self._model.element / 2.0
         over_ep = layouts.ep[:, None] > 1
         shared = (dense + np.where(over_ep, 0.0, experts)) * exact_bytes
         others = np.where(over_ep, experts, 0.0) * self._gather_bytes
         secondary = self._wire(traffic.all_gather_s, shared, groups.secondary)
         secondary = secondary + self._wire(traffic.all_gather_s, others, groups.expert_shard)
-        return secondary.where(layouts.secondary[:, None] > 0, forward)
+        return secondary.where(layouts.secondary[:, None] > 0, gathers)
 
     def _exposed_gather_s(self, gathers: WireTime, busy_s: Array, carried: WireTime) -> Array:
         """Returns the exposed seconds, (N, P), of gathers that are prefetched under ``busy_s`` seconds of compute."""
@@ -170,7 +169,7 @@ class CommunicationTimes:
         gathers_each = (self._model.layouts.zero[:, None] == 3) & ~self._gathers_once
         if not gathers_each.any():
             return WireTime()
-        gathers = self._backward_gathers(ranks, self._gathers(ranks))
+        gathers = self._backward_gathers(ranks)
         exposed_s = self._exposed_gather_s(gathers, ranks.backward_busy, ranks.carried(is_backward=True))
         hidden = WireTime(
             gathers.seconds - exposed_s,
@@ -217,10 +216,10 @@ class CommunicationTimes:
         """
         runtime, layouts = self._model.engine.runtime, self._model.layouts
         zero, (dense, experts) = layouts.zero[:, None], ranks.trained()
-        forward = self._gathers(ranks)
-        gather_s = _network_core_s(forward) + _network_core_s(self._backward_gathers(ranks, forward))
+        gather_s = _network_core_s(self._gathers(ranks)) + _network_core_s(self._backward_gathers(ranks))
         if layouts.compress_weights.any():
-            gather_s = gather_s + self._gather_rounding_s(ranks) * (1.0 + (layouts.secondary[:, None] == 0))
+            gather_s = gather_s + self._gather_rounding_s(ranks, *ranks.parameters)
+            gather_s = gather_s + self._gather_rounding_s(ranks, *ranks.regathered) * (layouts.secondary[:, None] == 0)
         gather_s = gather_s * layouts.microbatches[:, None] * (zero == 3)
         sum_s = _network_core_s(self._gradient_sums(ranks, dense, experts)) + self._sum_work_s(ranks, dense, experts)
         late = self._gathers(ranks, runtime.gather_count(ranks.layers))

@@ -288,6 +288,10 @@ class RuntimeModel:
         """Whether ZeRO-2 and 3 reduce gradients after every micro-batch."""
         return True
 
+    def regathers_ends(self) -> bool:
+        """Whether ZeRO-3 gathers embedding and head for backward too, not for forward alone."""
+        return False
+
     def reduce_counts(self, layers: Array, size: Array) -> tuple[Values, Values]:
         """Returns in how many collectives gradients are (reduce-scattered, all-reduced), (N, P) or scalars.
 

@@ -106,10 +106,11 @@ def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> t
     hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
     accumulate_s = np.where(accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
     down = np.maximum(copy_s - hidden_s, 0.0) + accumulate_s
-    # To the device: each gather copies a shard first, at ZeRO-3 in forward and backward of every micro-batch.
+    # To the device: each gather copies a shard first, at ZeRO-3 in every micro-batch, the layers' for backward again.
+    again_s = size * np.minimum(ranks.owned_parameters(*ranks.regathered), trained) / host.copy_bytes_per_s
     overlap = np.where(is_pipelined | (layouts.shard[:, None] == 1), 0.0, runtime.gather_overlap)
     forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
-    backward_s = np.maximum(copy_s - overlap * ranks.backward_busy, (1.0 - overlap) * copy_s)
+    backward_s = np.maximum(again_s - overlap * ranks.backward_busy, (1.0 - overlap) * again_s)
     up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
     # `optimizer` copies gradients down and masters up once a step, with nothing left to hide them.
     copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)

@@ -65,10 +65,10 @@ def price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
 
 def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ...]:
     """Returns the price of each rank of one layout's pipeline."""
-    bounds, memory = ranks.cut_of(layout_index).bounds, ranks.memory()
+    cut, memory = ranks.cut_of(layout_index), ranks.memory()
     return tuple(
         StagePrice(
-            layers=bounds[rank],
+            layers=tuple(bounds for bounds, owner in zip(cut.bounds, cut.owners) if owner == rank),
             forward_s=float(ranks.forward[layout_index, rank]),
             backward_s=float(ranks.backward[layout_index, rank]),
             held=float(ranks.in_flight[layout_index, rank]),

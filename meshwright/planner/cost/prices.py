@@ -85,8 +85,8 @@ class Prices:
 class StagePrice:
     """Price of one rank of the pipeline."""
 
-    layers: tuple[int, int]
-    """(start, stop) of its layers; of its first stage where it runs several."""
+    layers: tuple[tuple[int, int], ...]
+    """(start, stop) of the layers of each of its stages."""
     forward_s: float
     """Seconds of a micro-batch's forward, exposed traffic included."""
     backward_s: float
@@ -102,14 +102,20 @@ class StagePrice:
 
 
 def layer_span(first: StagePrice, last: StagePrice) -> str:
-    """Returns the layers from one rank's to another's as ``0-3``; "none" where they have but the embedding or the head.
+    """Returns the layers from one rank's to another's as ``0-3`` or ``0-3, 16-19``, stage by stage.
+
+    It is "none" where they have but the embedding or the head.
 
     Args:
         first: rank along pp.
         last: the same rank, or a later one.
     """
-    start, stop = first.layers[0], last.layers[1]
-    return f"{start}-{stop - 1}" if stop > start else "none"
+    spans = []
+    for stages in zip(first.layers, last.layers, strict=True):
+        # Of a schedule that turns back, later ranks have the earlier layers.
+        start, stop = min(start for start, _ in stages), max(stop for _, stop in stages)
+        spans += [f"{start}-{stop - 1}"] if stop > start else []
+    return ", ".join(spans) or "none"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

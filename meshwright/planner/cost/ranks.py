@@ -93,6 +93,16 @@ class RankTimes(LayerSums):
             )
         return dense, self.sum_layers_and_ends(lambda cost: cost.experts)
 
+    @cached_property
+    def regathered(self) -> tuple[Array, Array]:
+        """(dense, expert) parameters of each rank that ZeRO-3 gathers for backward too, (N, P) each.
+
+        Backward reads no embedding, and finds the head and what else is outside of the layers gathered.
+        """
+        if self.engine.runtime.regathers_ends():
+            return self.parameters
+        return self.sum_layers(lambda cost: cost.parameters), self.sum_layers(lambda cost: cost.experts)
+
     def trained(self) -> tuple[Array, Array]:
         """Returns (dense, expert) trained parameters, (N, P) each; with adapters 0, as they are too few to count."""
         dense, experts = self.parameters
@@ -428,8 +438,15 @@ class RankTimes(LayerSums):
     def _activations(self) -> Array:
         """Returns bytes of activations at the peak of each rank, (N, P)."""
         layouts = self.layouts
-        working = fold(np.maximum, [np.broadcast_to(cost.working, self.count) for cost in self.costs.layers])
-        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + working[:, None]
+        # Of the kinds of layers that a rank has the largest: one runs at a time, and none where it has but an end.
+        working = fold(
+            np.maximum,
+            [
+                np.broadcast_to(cost.working, self.count)[:, None] * (counts > 0)
+                for cost, counts in zip(self.costs.layers, self.counts)
+            ],
+        )
+        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + working
         measured = self.job.activations
         # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
         if measured is None:

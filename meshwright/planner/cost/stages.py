@@ -121,7 +121,7 @@ def _cut_at_thresholds(costs: Sequence[float], tail: float, stages: int) -> tupl
 
 
 def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int, int], ...]:
-    """Minimizes the most expensive stage; the last layer's cost includes the tail."""
+    """Minimizes the most expensive stage; the tail is the last one's, which may have no layer beside it."""
     layers = len(costs)
     if stages > layers + END_STAGES:
         raise PlanError(
@@ -130,15 +130,14 @@ def _balanced(costs: tuple[int, ...], tail: int, stages: int) -> tuple[tuple[int
         )
     if stages > layers:
         return tuple(pairwise(bounds_of_single_layers(layers, stages)))
-    # The head runs with the last layer, on the last stage.
-    bounds, _ = _cached_cuts((*costs[:-1], costs[-1] + tail)).bounds(stages)
+    bounds, _ = _cached_cuts(costs, tail).bounds(stages)
     return tuple(pairwise(bounds[0].tolist()))
 
 
 @lru_cache(maxsize=8)
-def _cached_cuts(costs: tuple[int, ...]) -> Cuts:
+def _cached_cuts(costs: tuple[int, ...], tail: int) -> Cuts:
     """Returns the cached solver of a model, which serves every number of stages."""
-    return Cuts([[costs]])
+    return Cuts([[costs]], [[tail]])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
