@@ -317,6 +317,7 @@ class Trainer:
         launched, self._unread = self._unread, None
         assert launched is not None
         self.step = launched.step
+        self._position.phase("optimizer", 0)
         self._deps.program.clear_gradients()
         self._deps.program.step_timer.drain()
         return launched
