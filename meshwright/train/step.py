@@ -21,7 +21,10 @@ each term of a model's own loss (`parallel.program.Compute`), then the token cou
 
 
 class StepAbandoned(Exception):
-    """Raised by the ``limits`` of `Stepper.run`: the step before asks for something first, so no weight is updated."""
+    """Raised by the ``limits`` of `Stepper.run`: the step before asks for something first.
+
+    No weight is updated; gradients are left over.
+    """
 
 
 @dataclass(slots=True)
@@ -169,13 +172,10 @@ class Stepper:
                 sum.
             stamp: reports progress.
             limits: returns the largest (loss, norm) with which weights are updated, None for any finite ones; called
-                when all but the update is queued, and no sooner, since it may wait for the outcome of the step before.
+                once all but the update is queued. It may wait for the step before, and raise `StepAbandoned`.
 
         Returns:
             Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
-
-        Raises:
-            StepAbandoned: by ``limits``; gradients are left over then.
         """
         program = self.program
         # A batch whose targets are all masked would divide by zero.
