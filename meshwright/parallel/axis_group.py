@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from meshwright.events import CommTotals
+from meshwright.parallel.host_copy import HostCopy
 from meshwright.parallel.live_bytes import LiveBytes
 from meshwright.parallel.shared_wire import SharedWire, WireWork
 
@@ -35,50 +36,94 @@ _TimedCollective = tuple[str, str, torch.cuda.Event, torch.cuda.Event, torch.cud
 
 
 @dataclass
+class StepTraffic:
+    """This rank's traffic by axis and operation between two calls of `TrafficLog.take`."""
+
+    totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    """Calls, bytes, seconds, exposed seconds and bytes uncompressed."""
+    transfers: dict[tuple[str, str], deque[tuple[float, int]]] = field(default_factory=dict)
+    """(seconds, bytes) of single collectives."""
+    squares: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    """(2,) float64 of compressed sums, on their device: squared rounding error, squared sum."""
+    host_squares: dict[tuple[str, str], HostCopy] = field(default_factory=dict)
+    """``squares`` on their way to the host, once the traffic was taken."""
+    events: deque[_TimedCollective] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+
+    def add_transfer(self, axis: str, op: str, seconds: float, sent_bytes: int) -> None:
+        """Notes the time of one collective, for the quantiles."""
+        transfers = self.transfers.get((axis, op))
+        if transfers is None:
+            transfers = self.transfers[axis, op] = deque(maxlen=MOST_TRANSFERS)
+        transfers.append((seconds, sent_bytes))
+
+    def read(self) -> tuple[CommTotals, ...]:
+        """Returns the totals; on CUDA the caller has synchronised with the end of what was taken. Call it once."""
+        for axis, op, start, wait, resume, sent_bytes in self.events:
+            # An event that hasn't happened would make elapsed_time raise; its collective counts without a time.
+            if resume.query():
+                total, seconds = self.totals[axis, op], start.elapsed_time(resume) / 1e3
+                total[2] += seconds
+                total[3] += wait.elapsed_time(resume) / 1e3
+                self.add_transfer(axis, op, seconds, sent_bytes)
+        return tuple(
+            CommTotals(
+                axis=axis,
+                op=op,
+                calls=int(calls),
+                bytes=int(byte_count),
+                seconds=seconds,
+                exposed_s=exposed,
+                raw_bytes=int(raw_bytes),
+                rounding_error=self._rounding_error(axis, op),
+                **_quantiles(self.transfers.get((axis, op), ())),
+            )
+            for (axis, op), (calls, byte_count, seconds, exposed, raw_bytes) in self.totals.items()
+        )
+
+    def _rounding_error(self, axis: str, op: str) -> float:
+        """Returns the relative error of the compressed sums of an operation; 0 where none was compressed."""
+        if (axis, op) not in self.host_squares:
+            return 0.0
+        squared_error, squared_sum = self.host_squares[axis, op].read().tolist()
+        return math.sqrt(squared_error / squared_sum) if squared_sum > 0 else 0.0
+
+
+@dataclass
 class TrafficLog:
-    """Adds up the traffic of this rank by axis and operation until `drain` empties it.
+    """Adds up the traffic of this rank by axis and operation until `take` or `drain` empties it.
 
     ``on_wait`` is called with ``"all_gather over shard of layer 3"`` before the rank blocks on a collective and with
-    ``""`` after it; with the collective's number since the last drain, counted from 1; and with the bytes that the
+    ``""`` after it; with the collective's number since the log was emptied, counted from 1; and with the bytes that the
     rank sends for it.
     """
 
     on_wait: Callable[[str, int, int], None] | None = None
     started: int = 0
-    """Collectives that were started since the last drain."""
+    """Collectives that were started since the log was emptied."""
     stage_wait_s: float = 0.0
     """Seconds that a pipeline's stages have waited for their inputs and gradients; on the CPU alone, never drained."""
     buffers: LiveBytes = field(default_factory=LiveBytes)
     """Buffers of rounded numbers: of ``gradients``, and of gathered ``weights``."""
-    _totals: dict[tuple[str, str], list[float]] = field(default_factory=dict)
-    _transfers: dict[tuple[str, str], deque[tuple[float, int]]] = field(default_factory=dict)
-    _rounding: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    _events: deque[_TimedCollective] = field(default_factory=lambda: deque(maxlen=_MOST_EVENTS))
+    _traffic: StepTraffic = field(default_factory=StepTraffic)
 
     def add(
         self, axis: str, op: str, sent_bytes: int, seconds: float, exposed_s: float, raw_bytes: int | None = None
     ) -> None:
         """Books one collective; ``raw_bytes`` is what it would send uncompressed, None for the same."""
-        total = self._totals.setdefault((axis, op), [0, 0, 0.0, 0.0, 0])
+        total = self._traffic.totals.setdefault((axis, op), [0, 0, 0.0, 0.0, 0])
         total[0] += 1
         total[1] += sent_bytes
         total[2] += seconds
         total[3] += exposed_s
         total[4] += sent_bytes if raw_bytes is None else raw_bytes
         if seconds > 0.0:
-            self._add_transfer(axis, op, seconds, sent_bytes)
-
-    def _add_transfer(self, axis: str, op: str, seconds: float, sent_bytes: int) -> None:
-        """Notes the time of one collective, for the quantiles."""
-        transfers = self._transfers.get((axis, op))
-        if transfers is None:
-            transfers = self._transfers[axis, op] = deque(maxlen=MOST_TRANSFERS)
-        transfers.append((seconds, sent_bytes))
+            self._traffic.add_transfer(axis, op, seconds, sent_bytes)
 
     def add_rounding(self, axis: str, op: str, squared_error: torch.Tensor, squared_sum: torch.Tensor) -> None:
-        """Books the rounding of a compressed sum: scalars on its device, read when the log is drained."""
-        squares = torch.stack([squared_error, squared_sum]).to(torch.float64)
-        self._rounding[axis, op] = self._rounding[axis, op] + squares if (axis, op) in self._rounding else squares
+        """Books the rounding of a compressed sum: scalars on its device, read with the rest."""
+        squares, key = torch.stack([squared_error, squared_sum]).to(torch.float64), (axis, op)
+        earlier = self._traffic.squares.get(key)
+        self._traffic.squares[key] = squares if earlier is None else earlier + squares
 
     def add_events(
         self,
@@ -89,7 +134,7 @@ class TrafficLog:
         resume: torch.cuda.Event,
         sent_bytes: int = 0,
     ) -> None:
-        """Books the device times of a collective, which are read when the log is drained.
+        """Books the device times of a collective, which are read with the rest.
 
         Args:
             axis: as in `add`.
@@ -99,7 +144,7 @@ class TrafficLog:
             resume: event from which on it computes again; from ``wait`` to here it stands still.
             sent_bytes: as in `add`; they are booked there.
         """
-        self._events.append((axis, op, start, wait, resume, sent_bytes))
+        self._traffic.events.append((axis, op, start, wait, resume, sent_bytes))
 
     def start_operation(self) -> int:
         """Returns the number of a collective that starts now."""
@@ -120,42 +165,15 @@ class TrafficLog:
         if self.on_wait:
             self.on_wait("", number, 0)
 
+    def take(self) -> StepTraffic:
+        """Returns the traffic so far, to be read when it suits, and starts again."""
+        taken, self._traffic, self.started = self._traffic, StepTraffic(), 0
+        taken.host_squares = {key: HostCopy(squares) for key, squares in taken.squares.items()}
+        return taken
+
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
-        for axis, op, start, wait, resume, sent_bytes in self._events:
-            # An event that hasn't happened would make elapsed_time raise; its collective counts without a time.
-            if resume.query():
-                total, seconds = self._totals[axis, op], start.elapsed_time(resume) / 1e3
-                total[2] += seconds
-                total[3] += wait.elapsed_time(resume) / 1e3
-                self._add_transfer(axis, op, seconds, sent_bytes)
-        rows = tuple(
-            CommTotals(
-                axis=axis,
-                op=op,
-                calls=int(calls),
-                bytes=int(byte_count),
-                seconds=seconds,
-                exposed_s=exposed,
-                raw_bytes=int(raw_bytes),
-                rounding_error=self._rounding_error(axis, op),
-                **_quantiles(self._transfers.get((axis, op), ())),
-            )
-            for (axis, op), (calls, byte_count, seconds, exposed, raw_bytes) in self._totals.items()
-        )
-        self._totals.clear()
-        self._transfers.clear()
-        self._rounding.clear()
-        self._events.clear()
-        self.started = 0
-        return rows
-
-    def _rounding_error(self, axis: str, op: str) -> float:
-        """Returns the relative error of the compressed sums of an operation; 0 where none was compressed."""
-        if (axis, op) not in self._rounding:
-            return 0.0
-        squared_error, squared_sum = self._rounding[axis, op].tolist()
-        return math.sqrt(squared_error / squared_sum) if squared_sum > 0 else 0.0
+        return self.take().read()
 
 
 def _quantiles(transfers: Iterable[tuple[float, int]]) -> dict[str, float]:

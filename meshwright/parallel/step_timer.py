@@ -4,12 +4,37 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 MOST_MARKS = 1 << 14
 """Marks that are kept until they are drained; a custom loop may never drain them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Laps:
+    """Marks that `StepTimer.take` has taken."""
+
+    start: Any
+    """Where the first lap begins: seconds of the host, or an event of CUDA."""
+    marks: Sequence[tuple[str, Any]]
+    """(phase, its end), in order."""
+
+    def read(self) -> dict[str, float]:
+        """Returns seconds by phase; on CUDA it waits for the last mark, not for what was queued behind it."""
+        seconds_by_phase: dict[str, float] = {}
+        last_mark = self.start
+        on_host = isinstance(last_mark, float)
+        if self.marks and not on_host:
+            self.marks[-1][1].synchronize()
+        for phase, mark in self.marks:
+            spent = mark - last_mark if on_host else last_mark.elapsed_time(mark) / 1e3
+            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + spent
+            last_mark = mark
+        return seconds_by_phase
 
 
 class StepTimer:
@@ -40,17 +65,18 @@ class StepTimer:
         if self._cuda and self._marks:
             self._marks[-1][1].synchronize()
 
+    def take(self) -> Laps:
+        """Returns the laps since the last call, to be read when it suits."""
+        laps = Laps(self._last_mark, tuple(self._marks))
+        self._marks.clear()
+        self._last_mark = self._now()
+        return laps
+
     def drain(self) -> dict[str, float]:
         """Returns seconds by part since the last drain; what comes after the last mark is in no part.
 
         On CUDA it waits for the last mark.
         """
-        self.wait()
-        seconds_by_phase: dict[str, float] = {}
-        for phase, mark in self._marks:
-            spent = self._last_mark.elapsed_time(mark) / 1e3 if self._cuda else mark - self._last_mark
-            seconds_by_phase[phase] = seconds_by_phase.get(phase, 0.0) + spent
-            self._last_mark = mark
-        self._marks.clear()
+        seconds_by_phase = self.take().read()
         self._last_mark = self._now()
         return seconds_by_phase

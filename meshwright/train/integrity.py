@@ -150,6 +150,12 @@ class Integrity:
             return learned if math.isfinite(learned.loss) or math.isfinite(learned.norm) else None
         return Limits(min(configured.loss, learned.loss), min(configured.norm, learned.norm))
 
+    def updates(self, step: int, values: Mapping[str, float]) -> bool:
+        """Returns whether a step with these values (`StepOutcome.read`) updates the weights, and isn't suspect."""
+        loss, norm = self.limits(step) or NO_LIMITS
+        is_finite = math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])
+        return is_finite and values["loss"] <= loss and values["grad_norm"] <= norm
+
     def settled(
         self, step: int, outcome: StepOutcome, scaled: bool, run: Callable[[Limits | None], StepOutcome]
     ) -> tuple[StepOutcome, dict[str, float]]:

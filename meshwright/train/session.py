@@ -303,6 +303,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         timeline=_make_timeline(context, job, monitor, stack),
         page_requests=job.page_requests if context.local_rank == 0 else None,
         anomalous_step=job.memory.anomalous_step if job.memory is not None else 0,
+        reads_late=device.type == "cuda",
     )
     trainer = Trainer(deps)
     stack.enter_context(_reporting_shortage(job.plan, trainer))

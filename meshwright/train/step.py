@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from meshwright.parallel.host_copy import HostCopy
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import RowBatch, Stamp
 from meshwright.parallel.weights import Weight, view_box
@@ -19,18 +20,28 @@ FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
 each term of a model's own loss (`parallel.program.Compute`), then the token counts of each expert."""
 
 
+class StepAbandoned(Exception):
+    """Raised by the ``limits`` of `Stepper.run`: the step before asks for something first.
+
+    No weight is updated; gradients are left over.
+    """
+
+
 @dataclass(slots=True)
 class StepOutcome:
-    """The outcome of a step, global over all ranks of an island; `read` waits for the device."""
+    """The outcome of a step, global over all ranks of an island; whatever reads it waits for the device."""
 
-    sums: torch.Tensor
-    """(5 + 2 terms + experts,) float64, `FIELDS` and what follows them."""
-    norm: torch.Tensor
-    """() float64, 2-norm of the global gradient before clipping."""
+    numbers: HostCopy
+    """(6 + 2 terms + experts,) float64: 2-norm of the global gradient before clipping, `FIELDS` and what follows."""
     lr: float
     """Learning rate of the step."""
     names: tuple[str, ...] = ()
     """Terms of the model's own loss."""
+
+    @property
+    def sums(self) -> torch.Tensor:
+        """(5 + 2 terms + experts,) float64 on the CPU, `FIELDS` and what follows them."""
+        return self.numbers.read()[1:]
 
     @property
     def experts(self) -> tuple[float, ...]:
@@ -41,12 +52,12 @@ class StepOutcome:
     @property
     def terms(self) -> dict[str, float]:
         """Means of the cross-entropy and of each term of the model's own loss; empty for plain cross-entropy."""
-        return mean_terms(torch.cat([self.sums[:3], self.sums[len(FIELDS) :]]), self.names)
+        sums = self.sums
+        return mean_terms(torch.cat([sums[:3], sums[len(FIELDS) :]]), self.names)
 
     def read(self) -> dict[str, float]:
         """Returns loss, targets, accuracy, grad_norm, stop (number of ranks asked to stop) and finite."""
-        loss_sum, targets, hits, _, stop = self.sums[: len(FIELDS)].tolist()
-        norm = float(self.norm)
+        norm, loss_sum, targets, hits, _, stop = self.numbers.read()[: 1 + len(FIELDS)].tolist()
         return {
             "loss": sum(self.terms.values()) if self.names else loss_sum / max(1.0, targets),
             "targets": targets,
@@ -147,7 +158,7 @@ class Stepper:
         lr: float,
         stop: float,
         stamp: Stamp | None = None,
-        limits: tuple[float, float] | None = None,
+        limits: Callable[[], tuple[float, float] | None] | None = None,
     ) -> StepOutcome:
         """Runs one step.
 
@@ -160,7 +171,8 @@ class Stepper:
             stop: this rank's term of the stop count: 1 if asked to stop, less for a lesser request; all ranks get the
                 sum.
             stamp: reports progress.
-            limits: the largest (loss, norm) with which weights are updated; None for any finite ones.
+            limits: returns the largest (loss, norm) with which weights are updated, None for any finite ones; called
+                once all but the update is queued. It may wait for the step before, and raise `StepAbandoned`.
 
         Returns:
             Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
@@ -187,7 +199,8 @@ class Stepper:
         program.step_timer.lap("norm")
         if stamp:
             stamp.phase("optimizer", 0)
-        is_valid = self._is_valid(norm, vector, limits)
+        outcome = StepOutcome(HostCopy(torch.cat([norm.view(1), vector])), lr, program.loss_terms)
+        is_valid = self._is_valid(norm, vector, limits() if limits is not None else None)
         if feedback is not None:
             feedback.commit(is_valid)
         factor = torch.where(is_valid, factor, torch.nan)
@@ -196,10 +209,16 @@ class Stepper:
         self.optimizer.step(lr, factor)
         program.clear_gradients()
         program.step_timer.lap("optimizer")
-        return StepOutcome(vector, norm, lr, program.loss_terms)
+        return outcome
 
     def _is_valid(self, norm: torch.Tensor, vector: torch.Tensor, limits: tuple[float, float] | None) -> torch.Tensor:
-        """Returns whether a step may update the weights, () bool on the device; the arguments are those of `run`."""
+        """Returns whether a step may update the weights, () bool on the device.
+
+        Args:
+            norm: () float64, of the gradient.
+            vector: the summed vector (`globals`).
+            limits: the largest (loss, norm); None for any finite ones.
+        """
         # Clipping would scale an infinite gradient to 0, which would count as an update.
         is_valid = torch.isfinite(norm)
         if limits is not None:
@@ -207,7 +226,7 @@ class Stepper:
         return is_valid
 
     def _mean_loss(self, vector: torch.Tensor) -> torch.Tensor:
-        """Returns a step's loss, () float64 on the device, from its summed vector (`StepOutcome.sums`)."""
+        """Returns a step's loss, () float64 on the device, from its summed vector (`globals`)."""
         loss = vector[0] / vector[1].clamp(min=1.0)
         for term_index in range(len(FIELDS), len(FIELDS) + 2 * len(self.program.loss_terms), 2):
             loss = loss + vector[term_index] / vector[term_index + 1].clamp(min=1.0)
@@ -229,7 +248,7 @@ class Stepper:
         sums = sums.to(squared.device)
         # Ranks that read the same rows (tp, cp) report the same sums: count them once.
         sums = sums / self._copies
-        vector = torch.cat([sums[:3], torch.stack([squared, squared.new_tensor(stop)]), sums[3:]])
+        vector = torch.cat([sums[:3], torch.stack([squared, squared.new_full((), stop)]), sums[3:]])
         if program.expert_counts is not None:
             vector = torch.cat([vector, program.expert_counts.drain(vector.device)])
         # The step's only all-reduce over all its ranks: loss, targets, hits, norm, stop and expert counts together.

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,16 +21,19 @@ from meshwright.launch.signals import StopFlag
 from meshwright.monitor.monitor import Monitor
 from meshwright.monitor.progress import ProgressWriter
 from meshwright.monitor.timeline import TimelineWriter
+from meshwright.parallel.axis_group import StepTraffic
 from meshwright.parallel.peak_memory import peak_bytes
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
+from meshwright.parallel.step_timer import Laps
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import Faults
-from meshwright.train.feed import Feed
+from meshwright.train.feed import Feed, MicroBatch
 from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
 from meshwright.train.join_report import VOTES, JoinReport
+from meshwright.train.launched_step import Clocks, LaunchedStep
 from meshwright.train.memory import CUT_SHARE, RankMemory
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
@@ -41,13 +44,12 @@ from meshwright.train.rate import learning_rate
 from meshwright.train.run_config import RunConfig
 from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
-from meshwright.train.step import StepOutcome, Stepper, mean_terms
+from meshwright.train.step import StepAbandoned, StepOutcome, Stepper, mean_terms
 
 ANOMALOUS_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
 METERED_STEPS = 2
 """First steps in which the bytes of the state are measured; they don't change later."""
-_CLOCKS = (time.perf_counter, time.thread_time, time.process_time)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -85,6 +87,8 @@ class TrainerDeps:
     """Records phases and waits of some steps; None where they aren't wanted."""
     page_requests: PageRequests | None = None
     """What the page asked for, on the one rank that spreads it."""
+    reads_late: bool = False
+    """Whether outcomes of steps may be read while the next step computes; worth it where the host runs ahead."""
 
 
 class Trainer:
@@ -104,6 +108,13 @@ class Trainer:
         )  # fmt: skip
         self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
+        self._last: StepRecord | None = None
+        """Of the last step whose outcome was read."""
+        self._unread: LaunchedStep | None = None
+        """The step before the one that is queued, while its outcome wasn't read."""
+        self._batches: Sequence[MicroBatch] | None = None
+        """Of the step that is queued or was abandoned; None where the next ones are to be read."""
+        self._settled_at = Clocks.now()
         self._page_requested = Request.NONE
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
@@ -191,15 +202,15 @@ class Trainer:
         deps.program.step_timer.drain()
         self._integrity.start(self.step)
         stopped = reconfigures = False
-        last: StepRecord | None = None
         while self.step < steps and not stopped and not reconfigures:
+            is_first = self._last is None
             stepped = self._one_step(steps)
             if stepped is None:
-                return self._end_damaged(last)
+                return self._end_damaged()
             record, stop_count = stepped
-            if last is None and deps.memory is not None and deps.memory.lost_at is not None:
+            if is_first and deps.memory is not None and deps.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
-            last, requests = self._requests(record, steps)
+            requests = self._requests(record, steps)
             # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
             reconfigures = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
             if stop_count >= 1 or Request.STOP in requests:
@@ -213,12 +224,12 @@ class Trainer:
             copies = deps.memory is not None and (reconfigures or deps.memory.due(self.step))
             # Never save a state that some ranks hold differently: it would outlive the intact one.
             if (saves or copies or self._integrity.due(self.step)) and not self._agrees():
-                return self._end_damaged(last)
+                return self._end_damaged()
             if saves:
                 self.save()
             if copies and deps.memory is not None and deps.memory.snapshot_step < self.step:
                 self._copy()
-        loss = last.loss if last is not None else None
+        loss = self._last.loss if self._last is not None else None
         if reconfigures and not stopped:
             anomalous_step = self.step + self.passed_over if self._must_rewind else 0
             deps.monitor.continues = True
@@ -230,7 +241,7 @@ class Trainer:
             previous = self.validation_loss
             metrics = self.evaluate(None)
             if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, previous):
-                return self._end_damaged(last)
+                return self._end_damaged()
         self._phase("done", 0)
         return TrainOutcome(step=self.step, loss=loss, finished=not stopped, metrics=metrics)
 
@@ -250,12 +261,13 @@ class Trainer:
         self._deps.program.step_timer.lap("compare")
         return agrees
 
-    def _end_damaged(self, last: StepRecord | None) -> TrainOutcome:
+    def _end_damaged(self) -> TrainOutcome:
         """Returns the outcome of ranks that end because of a damage, so that others continue from an older state."""
         damage = self._integrity.damage
         assert damage is not None
         self._deps.monitor.continues = True
-        return TrainOutcome(step=self.step, loss=last.loss if last else None, continues=True, damage=damage)
+        loss = self._last.loss if self._last is not None else None
+        return TrainOutcome(step=self.step, loss=loss, continues=True, damage=damage)
 
     def _copy(self) -> None:
         """Takes a snapshot of the state; writes a checkpoint instead where host memory doesn't allow snapshots."""
@@ -276,26 +288,111 @@ class Trainer:
         return self._counters() | {"peak_flops": peak}
 
     def _one_step(self, steps: int) -> tuple[StepRecord, float] | None:
-        """Runs a step; returns its record and the all-reduced stop count, None when a damage was detected."""
-        deps, config = self._deps, self._deps.config
-        started = [clock() for clock in _CLOCKS]
+        """Runs steps up to one whose outcome is read at its end.
+
+        On a GPU there may be steps before it whose outcome is read late: once the next one is queued up to its update,
+        so that the device computes while the host reads. Such a step updates the weights and asks for nothing. Where
+        one doesn't, the next one is abandoned, and this one handled as if it had been read at its end.
+
+        Returns:
+            The step's record and all-reduced stop count; None when a damage was detected.
+        """
+        while True:
+            try:
+                launched = self._launch(steps)
+                self._batches = None
+            except StepAbandoned:
+                launched = self._step_before_abandoned()
+            if launched.laps is not None or self._reads_at_end(launched.step + 1):
+                settled = self._settle(launched)
+                if settled is not None:
+                    self._phase("record", 0)
+                return settled
+            self._take_measurements(launched)
+            self._unread, self.step = launched, launched.step + 1
+            self._phase("record", 0)
+
+    def _step_before_abandoned(self) -> LaunchedStep:
+        """Returns the unread step, in whose state everything is once what the abandoned one left is dropped."""
+        launched, self._unread = self._unread, None
+        assert launched is not None
+        self.step = launched.step
+        self._position.phase("optimizer", 0)
+        self._deps.program.clear_gradients()
+        self._deps.program.step_timer.drain()
+        return launched
+
+    def _launch(self, steps: int) -> LaunchedStep:
+        """Queues a step; before its update, the outcome of the step before is read if it wasn't.
+
+        Raises:
+            StepAbandoned: before the update, when the step before isn't as it must be to be read late.
+        """
+        deps, config, step = self._deps, self._deps.config, self.step
+        started = Clocks.now()
         self._position.begin_step()
         self._phase("data", 0)
-        data_step = self.step + self.passed_over
-        batches = deps.feed.micro_batches(data_step)
+        data_step = step + self.passed_over
+        # Batches are read in order: those of an abandoned step are kept for its second run.
+        self._batches = batches = self._batches or deps.feed.micro_batches(data_step)
         deps.program.step_timer.lap("data")
-        rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
+        rate = learning_rate(step, steps, config.optimizer.lr, config.schedule)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
         if deps.page_requests is not None:
             stop_share += deps.page_requests.share()
 
-        def run(limits: Limits | None) -> StepOutcome:
-            return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
+        def run(limits: Callable[[], Limits | None]) -> StepOutcome:
+            return deps.stepper.run(step, batches, targets, rate, stop_share, self._stamp, limits)
 
-        scaled, first_outcome = deps.stepper.scaler.active, run(self._integrity.limits(self.step))
-        outcome, values = self._integrity.settled(self.step, first_outcome, scaled, run)
+        def limits() -> Limits | None:
+            self._settle_late()
+            return self._integrity.limits(step)
+
+        return LaunchedStep(step=step, targets=targets, started=started, outcome=run(limits), run=run)
+
+    def _reads_at_end(self, step: int) -> bool:
+        """Returns, the same on all ranks, whether the outcome of a step is read at its end.
+
+        Args:
+            step: steps done with it.
+        """
+        deps, config = self._deps, self._deps.config
+        acts_on_each_step = deps.hooks or deps.outer is not None or config.recovery.faults
+        # The loss scale, and buffers that forward changes: the next forward would begin with them.
+        changes_next_forward = deps.stepper.scaler.active or deps.program.moving_buffers.names
+        is_first = self._last is None or step <= METERED_STEPS
+        evaluates = config.evaluation.every and step % config.evaluation.every == 0
+        saves = step == config.train.steps or config.checkpoint.due(step) or self._integrity.due(step)
+        copies = deps.memory is not None and deps.memory.due(step)
+        return bool(
+            not deps.reads_late or acts_on_each_step or changes_next_forward or is_first or evaluates or saves or copies
+        )
+
+    def _settle_late(self) -> None:
+        """Settles the step before the one that is queued, where its outcome wasn't read.
+
+        Raises:
+            StepAbandoned: when it didn't update the weights, is suspect, or ranks were asked for something in it.
+        """
+        if self._unread is None:
+            return
+        values = self._unread.outcome.read()
+        if values["stop"] or not self._integrity.updates(self._unread.step, values):
+            raise StepAbandoned
+        settled, self._unread = self._settle(self._unread), None
+        assert settled is not None
+        self._deps.monitor.step(settled[0])
+
+    def _settle(self, launched: LaunchedStep) -> tuple[StepRecord, float] | None:
+        """Reads a step's outcome and acts on it.
+
+        Returns:
+            Its record and all-reduced stop count; None when a damage was detected.
+        """
+        deps, scaled = self._deps, self._deps.stepper.scaler.active
+        outcome, values = self._integrity.settled(launched.step, launched.outcome, scaled, launched.run_within)
         if self._integrity.damage is not None:
             return None
         values["stop"] = self._take_page_requests(values["stop"])
@@ -304,13 +401,13 @@ class Trainer:
             stop_count = self._join_islands(deps.outer, values, reason is None)
             if stop_count is None:
                 return None
-            values |= {"stop": stop_count, "targets": targets}
-        step_s, thread_s, rank_s = (clock() - start for clock, start in zip(_CLOCKS, started, strict=True))
-        record = self._record(outcome, values, step_s, reason is not None)
-        record = dataclasses.replace(record, processor_s={"thread": thread_s, "rank": rank_s})
+            values |= {"stop": stop_count, "targets": launched.targets}
+        now = Clocks.now()
+        # A step that is read late overlaps with the next one, which is counted from here on.
+        spent, self._settled_at = now.since(launched.started, self._settled_at), now
+        self._last = record = self._record(launched, outcome, values, spent, reason is not None)
         self._handle_anomaly(record, reason)
-        self.step += 1
-        self._phase("record", 0)
+        self.step = launched.step + 1
         self.tokens += record.tokens
         if self.step >= METERED_STEPS and deps.program.state_meter is not None:
             deps.program.state_meter.close()
@@ -318,6 +415,14 @@ class Trainer:
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         return record, values["stop"]
+
+    def _take_measurements(self, launched: LaunchedStep) -> tuple[Laps, StepTraffic]:
+        """Returns a step's times and traffic, taken before those of another one are added."""
+        program = self._deps.program
+        if launched.laps is None or launched.traffic is None:
+            launched.laps = program.step_timer.take()
+            launched.traffic = program.mesh.log.take() if program.mesh is not None else StepTraffic()
+        return launched.laps, launched.traffic
 
     @contextlib.contextmanager
     def dialled_in(self) -> Iterator[None]:
@@ -378,9 +483,12 @@ class Trainer:
         self._integrity.joined()
         return self._join.stop_count
 
-    def _record(self, outcome: StepOutcome, values: Mapping[str, float], step_s: float, skipped: bool) -> StepRecord:
-        deps, tokens = self._deps, int(values["targets"])
-        times = deps.program.step_timer.drain()
+    def _record(
+        self, launched: LaunchedStep, outcome: StepOutcome, values: Mapping[str, float], spent: Clocks, skipped: bool
+    ) -> StepRecord:
+        deps, tokens, step_s = self._deps, int(values["targets"]), spent.wall
+        laps, traffic = self._take_measurements(launched)
+        times = laps.read()
         rate = tokens / step_s
         if deps.program.state_meter is not None:
             self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
@@ -388,7 +496,7 @@ class Trainer:
         mfu_of_measured = flops_per_s / deps.peak_flops if deps.peak_flops else None
         outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
         return StepRecord(
-            step=self.step + 1,
+            step=launched.step + 1,
             loss=values["loss"],
             grad_norm=values["grad_norm"],
             lr=outcome.lr,
@@ -405,8 +513,9 @@ class Trainer:
             skipped=skipped,
             experts=outcome.experts,
             terms=outcome.terms,
-            comm=deps.program.mesh.log.drain() if deps.program.mesh is not None else (),
-            epoch=deps.feed.epoch(self.step + self.passed_over + 1),
+            comm=traffic.read(),
+            epoch=deps.feed.epoch(launched.step + self.passed_over + 1),
+            processor_s={"thread": spent.thread, "rank": spent.process},
             outer=self._join.to_json() if self._join is not None else {},
         )
 
@@ -437,16 +546,15 @@ class Trainer:
                 f"lengthen schedule.warmup, or look at the data; the last checkpoint stands"
             )
 
-    def _requests(self, record: StepRecord, steps: int) -> tuple[StepRecord, Request]:
-        """Calls the hooks, and records the step with their scalars; returns the record, and what is asked for."""
+    def _requests(self, record: StepRecord, steps: int) -> Request:
+        """Calls the hooks, and records the step with their scalars; returns what is asked for."""
         scalars: dict[str, float] = {}
         try:
-            requests = self._ask_hooks(record, steps, scalars)
+            return self._ask_hooks(record, steps, scalars)
         finally:
             # A hook that raises ends the run, not the record of its last step.
             record = dataclasses.replace(record, scalars=scalars) if scalars else record
             self._deps.monitor.step(record)
-        return record, requests
 
     def _ask_hooks(self, record: StepRecord, steps: int, scalars: dict[str, float]) -> Request:
         config = self._deps.config

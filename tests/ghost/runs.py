@@ -39,8 +39,9 @@ class GhostRun:
     folder: Path
     """Its run directory."""
     steps: list[dict[str, int]]
-    """Counters of each step of rank 0: kernel launches, host synchronisations, copies to and from the device; and
-    ``largest``, the bytes of its largest allocation."""
+    """Counters of each step of rank 0: kernel launches, host synchronisations, copies to and from the device;
+    ``largest``, the bytes of its largest allocation; and ``queued``, the fewest kernels that a real device would still
+    have had to run when the host got what it had waited for, from the end of the step before to the end of this one."""
     disagreements: list[str]
     """What the ranks of a group asked of NCCL otherwise than their peers."""
     collectives: int
@@ -109,7 +110,7 @@ def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
 def count_steps(path: Path) -> None:
     """Has rank 0 of the runs that this process starts write a line of counters for each step."""
     ghost = ctypes.CDLL(None)
-    ghost.ghost_count.restype = ghost.ghost_largest.restype = ctypes.c_long
+    ghost.ghost_count.restype = ghost.ghost_largest.restype = ghost.ghost_least_queued.restype = ctypes.c_long
     run = Stepper.run
 
     def counts() -> list[int]:
@@ -121,7 +122,7 @@ def count_steps(path: Path) -> None:
         outcome = run(self, step, *args, **kwargs)
         if not (torch.distributed.is_initialized() and torch.distributed.get_rank()):
             line = {"step": step} | dict(zip(COUNTERS, (b - a for a, b in zip(before, counts()))))
-            line["largest"] = ghost.ghost_largest()
+            line |= {"largest": ghost.ghost_largest(), "queued": ghost.ghost_least_queued()}
             with path.open("a", encoding="ascii") as file:
                 file.write(json.dumps(line) + "\n")
         return outcome

@@ -14,6 +14,7 @@ enum ghost_counter { GHOST_LAUNCHES, GHOST_SYNCS, GHOST_TO_DEVICE, GHOST_TO_HOST
 extern long ghost_counts[GHOST_COUNTERS];
 long ghost_count(int counter);
 long ghost_largest(void);
+long ghost_least_queued(void);
 
 /* A handle that no other stream, event or communicator of this process has. */
 void *ghost_handle(void);

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime_api.h>
 #include <fcntl.h>
+#include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -21,6 +22,17 @@ long ghost_counts[GHOST_COUNTERS];
 long ghost_count(int counter) { return ghost_counts[counter]; }
 
 static void count(enum ghost_counter counter) { __sync_add_and_fetch(&ghost_counts[counter], 1); }
+
+/* What a real device would still have had to do when a thread that launches kernels got what it had waited for: the fewest
+   kernels since the last call, 0 where it waited for all that was queued. Other threads may wait: they hold nobody up. */
+static long least_queued = LONG_MAX;
+static __thread int computes;
+long ghost_least_queued(void) { return __sync_lock_test_and_set(&least_queued, LONG_MAX); }
+static void waited(long queued) {
+    count(GHOST_SYNCS);
+    long before = least_queued;
+    while (computes && queued < before && !__sync_bool_compare_and_swap(&least_queued, before, queued)) before = least_queued;
+}
 
 int ghost_devices(void) {
     const char *gpus = getenv("GHOST_GPUS");
@@ -196,7 +208,7 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
     return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
-    count(GHOST_SYNCS);
+    waited(0);
     return cudaMemcpyAsync(to, from, bytes, kind, NULL);
 }
 cudaError_t cudaMemcpyPeerAsync(void *to, int d, const void *from, int s, size_t bytes, cudaStream_t stream) {
@@ -221,8 +233,8 @@ cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, i
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return cudaSuccess; }
 cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { count(GHOST_SYNCS); return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { count(GHOST_SYNCS); return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { waited(0); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { waited(0); return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -235,7 +247,21 @@ cudaError_t cudaStreamGetCaptureInfo(
 }
 cudaError_t cudaEventCreate(cudaEvent_t *event) { *event = ghost_handle(); return cudaSuccess; }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return cudaEventCreate(event); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { count(GHOST_SYNCS); return cudaSuccess; }
+/* Launches of the process when an event was recorded, by its handle; a place is used again after a million handles. */
+#define EVENTS (1 << 20)
+static long launches_at[EVENTS];
+static long *launches_when_recorded(cudaEvent_t event) { return &launches_at[((unsigned long)event >> 4) % EVENTS]; }
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    *launches_when_recorded(event) = ghost_counts[GHOST_LAUNCHES];
+    return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
+    return cudaEventRecord(event, stream);
+}
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    waited(ghost_counts[GHOST_LAUNCHES] - *launches_when_recorded(event));
+    return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) { *ms = 1.0f; return cudaSuccess; }
 cudaError_t cudaEventElapsedTime_v2(float *ms, cudaEvent_t start, cudaEvent_t end) {
     return cudaEventElapsedTime(ms, start, end);
@@ -261,6 +287,7 @@ void __cudaRegisterFunction(void **handle, const char *function, char *device_fu
     names[slot].function = function;
 }
 static void launched(const void *function) {
+    computes = 1;
     count(GHOST_LAUNCHES);
     const char *path = getenv("GHOST_KERNELS");
     if (!path) return;

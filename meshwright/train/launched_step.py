@@ -1,0 +1,56 @@
+"""A step that is queued on the device, and whose outcome the host hasn't read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Self
+
+from meshwright.parallel.axis_group import StepTraffic
+from meshwright.parallel.step_timer import Laps
+from meshwright.train.health import Limits
+from meshwright.train.step import StepOutcome
+
+
+class Clocks(NamedTuple):
+    """A moment by three clocks of the host, in seconds."""
+
+    wall: float
+    thread: float
+    """Processor time of the thread that computes."""
+    process: float
+    """Processor time of all threads."""
+
+    @classmethod
+    def now(cls) -> Self:
+        """Reads the clocks."""
+        return cls(time.perf_counter(), time.thread_time(), time.process_time())
+
+    def since(self, *earlier: Clocks) -> Clocks:
+        """Returns the seconds from the latest of some earlier moments to this one."""
+        return Clocks(*(now - max(moments) for now, moments in zip(self, zip(*earlier))))
+
+
+@dataclass(kw_only=True, slots=True)
+class LaunchedStep:
+    """A step up to the reading of its outcome."""
+
+    step: int
+    """Steps done before it."""
+    targets: int
+    """Target tokens of its global batch by the data index."""
+    started: Clocks
+    """When the host began it."""
+    outcome: StepOutcome
+    """Its numbers, on their way to the host."""
+    run: Callable[[Callable[[], Limits | None]], StepOutcome]
+    """Computes it again, on the same rows, within the limits that its argument returns."""
+    laps: Laps | None = None
+    """Its times on the device, where another step follows before they are read."""
+    traffic: StepTraffic | None = None
+    """Its traffic, taken with ``laps``."""
+
+    def run_within(self, limits: Limits | None) -> StepOutcome:
+        """Computes it again within limits."""
+        return self.run(lambda: limits)
