@@ -68,16 +68,16 @@ class OuterOptimizer:
         # A stage may hold frozen weights alone.
         first = (program.weights or program.frozen)[0].local
         self._device = torch.device("cuda", torch.cuda.current_device()) if mesh.world.on_cuda else first.device
-        self._fragments = make_fragments(program.weights, config.fragments, config.every)
+        self._fragments = make_fragments(program.weights, config.fragment_count, config.round_steps)
         # In the order of fragments, so that each is a run of the flat tensors.
         self._weights = [weight for fragment in self._fragments for weight in fragment.weights]
         self._start = torch.empty(self._fragments[-1].span.stop, dtype=first.dtype, device=first.device)
         self._momentum = torch.zeros_like(self._start)
         # Means that arrived before their time: a snapshot can't hold a collective under way.
-        self._received = torch.zeros_like(self._start) if config.delay else None
+        self._received = torch.zeros_like(self._start) if config.delay_steps else None
         # For each fragment the summary of `Transfer`, its norm and its distance.
         columns = len(VOTES) + 3 + 2 * self.islands
-        self._summaries = torch.zeros(config.fragments, columns, dtype=torch.float64, device=first.device)
+        self._summaries = torch.zeros(config.fragment_count, columns, dtype=torch.float64, device=first.device)
         self._start_views = self._split(self._start)
         self._counters = torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=first.device)
         self._votes = [0.0] * len(VOTES)
@@ -114,7 +114,7 @@ class OuterOptimizer:
 
     def sends_ahead(self, step: int, last: bool) -> bool:
         """Returns whether an exchange starts after so many steps whose result is taken in a later one."""
-        return bool(self._config.delay) and not last and bool(self._starting(step, last))
+        return bool(self._config.delay_steps) and not last and bool(self._starting(step, last))
 
     def ends_round(self, step: int, last: bool) -> bool:
         """Returns whether weights of this island change to those of a join after so many steps.
@@ -123,15 +123,15 @@ class OuterOptimizer:
             step: steps done.
             last: whether the run ends after this step, which ends all rounds too.
         """
-        return last or bool(self._arriving(step, last) if self._config.delay else self._starting(step, last))
+        return last or bool(self._arriving(step, last) if self._config.delay_steps else self._starting(step, last))
 
     def _starting(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange starts after so many steps."""
-        return [fragment for fragment in self._fragments if last or step % self._config.every == fragment.offset]
+        return [fragment for fragment in self._fragments if last or step % self._config.round_steps == fragment.offset]
 
     def _arriving(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange started before and is taken after so many steps."""
-        delay = self._config.delay
+        delay = self._config.delay_steps
         return [
             fragment
             for fragment in self._fragments
@@ -160,7 +160,7 @@ class OuterOptimizer:
         reports = [self._apply(fragment, self._config.own_share) for fragment in self._arriving(step, last)]
         for fragment in self._starting(step, last):
             self._begin(fragment, step)
-            if last or not self._config.delay:
+            if last or not self._config.delay_steps:
                 reports.append(self._apply(fragment, 0.0))
         if last and not self._exchange.global_mean:
             with torch.no_grad():
@@ -196,12 +196,12 @@ class OuterOptimizer:
         for view, outer, weight in zip(fragment.split(values), fragment.split(start), fragment.weights):
             view.copy_(outer - weight.local if self._exchange.global_mean else weight.local)
         # The exchange may overwrite the values, and with a delay the weights go on.
-        movement = fragment.split(values.clone()) if self._config.delay else None
+        movement = fragment.split(values.clone()) if self._config.delay_steps else None
         tokens, losses = ([0.0] * self.islands for _ in range(2))
         tokens[self.island], losses[self.island] = fragment.tokens, fragment.loss
         values_by_island = [*self._votes, self._stop_count, *tokens, *losses]
         summary = torch.tensor(values_by_island, dtype=torch.float64, device=self._device)
-        mean = self._exchange.start(values, fragment.tokens, self._group, fragment.joins, self._config.compress)
+        mean = self._exchange.start(values, fragment.tokens, self._group, fragment.joins, self._config.number_format)
         pending = (mean, self._group.all_reduce(summary, "the islands' losses"))
         fragment.transfer = Transfer(step, summary, mean.sent_bytes, pending, movement)
         fragment.tokens = fragment.loss = 0.0
@@ -360,7 +360,7 @@ class OuterOptimizer:
         *summary, norm, distance = self._summaries[fragment.index].tolist()
         mean = self._received[fragment.span]
         sent_bytes = self._exchange.sent_bytes(
-            mean.numel(), mean.element_size(), self._group.size, self._config.compress
+            mean.numel(), mean.element_size(), self._group.size, self._config.number_format
         )
         figures = torch.tensor(summary, dtype=torch.float64)
         return Transfer(step, figures, sent_bytes, mean=mean, norm=norm, distance=distance)

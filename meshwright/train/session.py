@@ -52,6 +52,7 @@ from meshwright.spec.layout_choices import LossChunk
 from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
 from meshwright.train.chunked_loss import head_cross_entropy_sums
+from meshwright.train.config import OuterConfig
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
@@ -97,6 +98,11 @@ class TrainJob:
     """Memory shared with the supervisor; None without one."""
     page_requests: PageRequests | None = None
     """What the page asks for, where this node's command serves it."""
+
+    @property
+    def outer(self) -> OuterConfig:
+        """How islands join: as the user said, and else as planned."""
+        return self.config.outer.filled(self.plan.outer)
 
 
 def model_compute(model: BuiltModel, trial: ForwardTrial, loss_chunk: LossChunk) -> Compute:
@@ -423,7 +429,7 @@ def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> Outer
         return SiteOptimizer(program, job.config, job.fingerprint, optimizer.weights_changed)
     if job.plan.layout.islands == 1:
         return None
-    return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
+    return OuterOptimizer(program, job.outer, optimizer.weights_changed)
 
 
 def _make_feed(
