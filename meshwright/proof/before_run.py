@@ -106,7 +106,7 @@ class _StandIn:
     @property
     def steps(self) -> int:
         """Steps that are compared."""
-        return JOINS * self.outer.every if self.layout.islands > 1 else 1
+        return self.outer.warmup + JOINS * self.outer.every if self.layout.islands > 1 else 1
 
     @property
     def text(self) -> str:
@@ -270,7 +270,11 @@ def _with_short_rounds(stand_in: _StandIn, outer: OuterConfig) -> _StandIn:
         differences.append(f"{fragments} of {outer.fragment_count} fragments")
     if delay < outer.delay_steps:
         differences.append(f"a delay of {delay} of {outer.delay_steps} steps")
+    warmup = min(outer.warmup, 1)
+    if warmup < outer.warmup:
+        differences.append(f"{warmup} of {outer.warmup} steps before islands part")
     recipe = OuterRecipe(
+        warmup=warmup,
         every=steps,
         lr=outer.rate,
         momentum=outer.decay,

@@ -142,6 +142,8 @@ class OuterConfig(Config):
     """Fragments of the weights, by layers, that join at staggered steps, each once in ``every`` steps; None for 1."""
     delay: int | None = None
     """Steps of training between the start of an exchange and the outer step that takes its result; None for 0."""
+    warmup: int = 0
+    """First steps, in which all islands train as one, by the exact gradient of the whole batch; then they part."""
     mix: float | None = None
     """Share of an island's own weights that stays when a result arrives; None for 0.5, and 0 without a delay."""
     meet: str = ""
@@ -223,6 +225,8 @@ class OuterConfig(Config):
         """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
         if self.round_steps < 1:
             raise ConfigError(f"outer.every = {self.every}: a round has at least 1 step")
+        if self.warmup < 0:
+            raise ConfigError(f"outer.warmup = {self.warmup}: give the steps before islands part, or 0")
         if not self.rate > 0:
             raise ConfigError(f"outer.lr = {self.lr}: it must be above 0, or nothing of a round would stay")
         if not 0 <= self.decay < 1:

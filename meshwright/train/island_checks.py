@@ -44,6 +44,11 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
             f"outer weights that all islands share, which outer.topology = {exchange.name} has none of; write "
             "--outer.topology all_reduce, or leave both out"
         )
+    if outer.warmup >= config.train.steps:
+        raise ConfigError(
+            f"outer.warmup = {outer.warmup} leaves none of train.steps = {config.train.steps} in which islands train "
+            "by themselves; take fewer, or replicate in place of islands"
+        )
     if config.train.rebalance:
         raise ConfigError(
             f"train.rebalance = {config.train.rebalance} moves rows between ranks of all islands, which agree on "

@@ -8,6 +8,9 @@ after n_i target tokens, all islands continue from
     b     = momentum b + delta
     theta = theta_0 - lr (delta + momentum b)                   Nesterov; lr b without
 
+In the first `outer.warmup` steps there is one island: gradients are summed over all, whose weights and moments stay
+equal, so that rounds begin from a model that has learned something (in the paper from a pretrained one).
+
 Where islands exchange with some others alone (`parallel.sync`: ring, exponential), each goes on from the mean of its
 own weights and theirs, and the outer weights are the mean over all, taken before they are evaluated or saved.
 
@@ -96,6 +99,23 @@ class OuterOptimizer:
             fragment.tokens = fragment.loss = 0.0
             fragment.transfer = None
 
+    def is_joint(self, step: int) -> bool:
+        """Returns whether all islands take the step after so many steps as one."""
+        return step < self._config.warmup
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
+        for fragment in self._fragments:
+            gradients = [weight.gradient for weight in fragment.weights]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present:
+                continue
+            values = torch.cat([gradient.reshape(-1).to(self._device) for gradient in present])
+            self._group.all_reduce(values, "gradients before islands part").wait()
+            for gradient, view in zip(present, values.split([gradient.numel() for gradient in present])):
+                gradient.copy_(view.view_as(gradient))
+
     def request_stop(self, count: float) -> None:
         """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.
 
@@ -127,7 +147,12 @@ class OuterOptimizer:
 
     def _starting(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange starts after so many steps."""
-        return [fragment for fragment in self._fragments if last or step % self._config.round_steps == fragment.offset]
+        steps = step - self._config.warmup
+        return [
+            fragment
+            for fragment in self._fragments
+            if last or (steps > 0 and steps % self._config.round_steps == fragment.offset)
+        ]
 
     def _arriving(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange started before and is taken after so many steps."""
@@ -155,6 +180,10 @@ class OuterOptimizer:
         Returns:
             The join's figures; None within a round.
         """
+        if self.is_joint(step - 1):
+            self.restart()
+            if not last:
+                return None
         for fragment in self._fragments:
             fragment.count(tokens, loss)
         reports = [self._apply(fragment, self._config.own_share) for fragment in self._arriving(step, last)]

@@ -270,6 +270,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
     optimizer.outer = outer = _make_outer(job, program, optimizer)
+    stepper.outer = outer if isinstance(outer, OuterOptimizer) else None
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None

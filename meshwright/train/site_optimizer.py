@@ -74,6 +74,11 @@ def check_site(config: RunConfig, layout: Layout) -> None:
             f"outer.fragments = {outer.fragment_count}, outer.delay = {outer.delay_steps} and outer.mix = {outer.mix} "
             "stream between islands of one run; leave them out of a site's, whose movement goes to the server whole"
         )
+    if outer.warmup:
+        raise ConfigError(
+            f"outer.warmup = {outer.warmup} sums gradients between islands of one run, and sites send none; leave it "
+            "out, and begin from a checkpoint's weights that all sites have"
+        )
     if not outer.key_file:
         raise ConfigError("outer.meet needs outer.key_file, a copy of the server's key on this machine")
     if config.recovery.on_sick == "rewind":
