@@ -283,6 +283,8 @@ def test_ranks_of_islands_killed_at_random_steps(seed: int, root: Path) -> None:
     options += ("--train.batch", "12", "--recovery.snapshot-every", str(snapshot_every))
     if phase == "snapshot":
         step -= step % snapshot_every
+    # Killed before, as and after islands part.
+    options += ("--outer.warmup", str(draw.choice((0, 3, 8))))
     kill = ("--recovery.faults", f"kill:rank={rank},step={step},phase={phase}")
     began = time.monotonic()
     whole = train(root, "whole", layout, steps, ranks, *options)
