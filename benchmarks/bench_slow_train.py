@@ -7,8 +7,9 @@ Network namespaces on this machine, a rank each, joined by wires of a rate and a
 of its own; where there are more nodes than cores, each has an equal share of one (a cgroup's quota), as the rank that
 trains alone does. All calibrate together over the wires. Then each way, a layout and further words of `meshwright
 train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first); ``auto``
-leaves the layout to the planner, as in ``auto --allow islands``. A round is one rank alone and then each way. Told are
-the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
+leaves the layout to the planner, as in ``auto --allow islands``; where that leaves it how islands join too, the run is
+told to be long, and is ended after two of the rounds that the plan says. A round is one rank alone and then each way.
+Told are the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
 islands without the join), the efficiency against one rank alone with the same batch in the same round, and rank 0's
 processor seconds of a step: of the thread that computes, and of all its threads. What a step takes beyond these and
 the wait is neither: a core that other programs have.
@@ -20,9 +21,11 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
@@ -37,7 +40,7 @@ WAYS = (
     "replicate={n}", "replicate={n},compress=bf16", "replicate={n},compress=int8", "shard={n},zero=3",
     "shard={n},zero=3,compress_weights=int8", "islands={n} --outer.every 30",
     "islands={n} --outer.every 30 --outer.compress int8", "auto", "auto --allow lossy",
-    "auto --allow islands --outer.every 30 --outer.compress int8",
+    "auto --allow islands --outer.every 30 --outer.compress int8", "auto --allow islands", "auto --allow islands lossy",
 )  # fmt: skip
 RECIPE = """
 [model]
@@ -67,6 +70,8 @@ report = false
 """
 WARM_UP = 3
 """Steps at the start that aren't counted."""
+LONG_RUN = 4000
+"""Steps of a run whose rounds the planner chooses: it leaves a run enough of them."""
 LIMIT_S = 900.0
 
 
@@ -138,13 +143,17 @@ class Wire:
         run = self._folder / f"way-{self._port}"
         # A round of islands is as long as --outer.every says; its first is for warming up.
         every = int(more[more.index("--outer.every") + 1]) if "--outer.every" in more else 0
-        count = 2 * every if every else WARM_UP + steps
-        self._run(["train", str(recipe), "--layout", layout, *more, "--train.steps", str(count), "--run", str(run)])
+        words = ["train", str(recipe), "--layout", layout, *more, "--run", str(run)]
+        if "islands" in more and not every:
+            self._run([*words, "--train.steps", str(LONG_RUN)], run, steps)
+            every = planned_round(run)
+        else:
+            self._run([*words, "--train.steps", str(2 * every if every else WARM_UP + steps)])
         row = {"way": way, **read_run(run, every or WARM_UP)}
         row["efficiency"] = alone_s / (len(self._names) * row["step_s"])
         off = row["planned_s"] / row["median_s"] - 1
         if layout == "auto":
-            print(f"  {way}: the plan is {row['layout']}")
+            print(f"  {way}: the plan is {row['layout']} {row['outer'] or ''}")
         print(
             f"  {way:<52} {row['step_s'] * 1e3:6.0f} ms, exposed {row['exposed']:4.0%}, efficiency "
             f"{row['efficiency']:4.0%}; median {row['median_s'] * 1e3:6.0f} ms, planned {row['planned_s'] * 1e3:6.0f} "
@@ -154,8 +163,15 @@ class Wire:
         )
         return row
 
-    def _run(self, words: list[str], nodes: int | None = None) -> None:
-        """Runs ``meshwright`` with some words on all nodes, or the first ``nodes``; raises where one fails."""
+    def _run(self, words: list[str], ended: Path | None = None, steps: int = 0, nodes: int | None = None) -> None:
+        """Runs ``meshwright`` with some words on all nodes, or the first ``nodes``; raises where one fails.
+
+        Args:
+            words: of the command.
+            ended: a run's directory; it is ended, as by Ctrl-C, after two rounds, or the warm-up and ``steps``.
+            steps: counted ones of a run without rounds.
+            nodes: how many run it.
+        """
         names = self._names[:nodes]
         self._port += 1
         processes = []
@@ -169,17 +185,39 @@ class Wire:
             variables = {**os.environ, "XDG_CACHE_HOME": str(self._folder / f"cache-{node}")}
             log = (self._folder / f"node-{node}.log").open("a")
             processes.append(subprocess.Popen(command, cwd=self._folder, env=variables, stdout=log, stderr=log))
+        if ended is not None:
+            wait_for_steps(ended, steps, processes[0])
+            for process in processes:
+                process.send_signal(signal.SIGINT)
         for node, process in enumerate(processes):
-            if process.wait(LIMIT_S):
+            if process.wait(LIMIT_S) and ended is None:
                 log_lines = (self._folder / f"node-{node}.log").read_text().splitlines()
                 raise SystemExit(f"{shlex.join(words)}: node {node} ended with {process.returncode}: {log_lines[-3:]}")
+
+
+def planned_round(run: Path) -> int:
+    """Returns the steps of a run's rounds as planned; 0 without islands, and before there is a plan."""
+    plan = run / "plan.json"
+    return int((json.loads(plan.read_text()).get("outer") or {}).get("every", 0)) if plan.exists() else 0
+
+
+def wait_for_steps(run: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+    """Waits until a run has two rounds as planned, or without rounds the warm-up and ``steps``; or until it ended."""
+    metrics, deadline_s = run / "metrics.jsonl", time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        lines = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        if lines >= (2 * planned_round(run) or WARM_UP + steps) and lines:
+            return
+        time.sleep(0.2)
+    raise SystemExit(f"{run} ended, or had too few steps in {LIMIT_S:.0f} s")
 
 
 def read_run(run: Path, warm_up: int) -> dict[str, Any]:
     """Returns the mean step after the warm-up and its exposed share on rank 0, the median and the planned step."""
     # A step that was trained again after a rank was lost has several lines, of which the last counts.
     by_step = {row["step"]: row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines())}
-    lines = [by_step[step] for step in sorted(by_step) if step > warm_up]
+    rounds = max(by_step) // warm_up * warm_up if planned_round(run) == warm_up else max(by_step)
+    lines = [by_step[step] for step in sorted(by_step) if warm_up < step <= rounds]
     plan = json.loads((run / "plan.json").read_text())
     seconds, exposed = [line["step_s"] for line in lines], [exposed_s(line) for line in lines]
     # A round's mean holds its join; of steps that are alike the median leaves out disturbed ones.
@@ -191,6 +229,7 @@ def read_run(run: Path, warm_up: int) -> dict[str, Any]:
         "thread_s": median(line["processor_s"]["thread"] for line in lines),
         "rank_s": median(line["processor_s"]["rank"] for line in lines),
         "layout": str(Layout.from_json(plan["layout"])),
+        "outer": plan.get("outer") or {},
         "planned_s": plan["prediction"]["step_s"],
         "sent_bytes": mean(sum(entry["bytes"] for entry in line["comm"]) for line in lines),
     }

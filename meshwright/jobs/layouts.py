@@ -58,7 +58,6 @@ def make_plans(
     layout.check_ranks(machines.ranks)
     analysis = analyse_layout(config, model, layout, machines.devices)
     model_weights, host_shortage_text = model_parts(model.built, analysis), ""
-    outer_tensors = make_rounds(config.outer).outer_tensors
     try:
         question = _make_question(config, model, machines, layout.precision)
         host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
@@ -69,7 +68,8 @@ def make_plans(
             raise
         say(f"plan: by state alone, since time can't be priced here: {error}")
         # A device without figures, or a model without layers: its state is priced all the same.
-        return [(state_rule.named_plan(layout, machines.ranks, model_weights, outer_tensors), analysis)]
+        rounds = make_rounds(config.outer)
+        return [(state_rule.named_plan(layout, machines.ranks, model_weights, rounds), analysis)]
 
 
 def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices: Devices) -> ModelAnalysis:
@@ -442,6 +442,6 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         cluster=cluster_of_machines(machines),
         base=base,
         fits=config.fits,
-        rounds=make_rounds(config.outer),
+        rounds=make_rounds(config.outer, config.train.steps),
         history=learn(*run_history_file(machines)),
     )

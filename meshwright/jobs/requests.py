@@ -86,7 +86,8 @@ class PlanConfig(Config):
     """What the plan may do to the numbers of training: ``lossy``, send gradients and weights rounded; ``islands``, join
     copies once in ``outer.every`` steps."""
     outer: OuterConfig = field(default_factory=OuterConfig)
-    """How islands join, where ``fix`` or ``layout`` has several."""
+    """How islands join, where ``fix`` or ``layout`` has several, or the plan may; ``allow = islands`` chooses what of
+    it is None."""
     fits: float = 0.99
     """Chance with which the plan fits the memory of its devices."""
     usable: float | None = None

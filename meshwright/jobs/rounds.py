@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from meshwright.planner.rounds import Rounds
 from meshwright.spec.gossip import GOSSIP_PEERS
 from meshwright.train.config import OuterConfig
 
+LEAST_ROUNDS = 20
+"""Rounds that a run has at least, under the steps of a round that a plan chooses."""
 
-def make_rounds(outer: OuterConfig) -> Rounds:
-    """Returns how islands join."""
-    return Rounds(
-        steps=outer.every,
-        compress=outer.compress,
+
+def make_rounds(outer: OuterConfig, run_steps: int | None = None) -> Rounds:
+    """Returns how islands join.
+
+    Args:
+        outer: of which settings that are None are the plan's to choose, where islands are allowed.
+        run_steps: steps of the run, where they are known.
+    """
+    rounds = Rounds(
+        steps=outer.round_steps,
+        compress=outer.number_format,
         direct_peers=GOSSIP_PEERS.get(outer.topology, 0),
-        fragments=outer.fragments,
-        delay=outer.delay,
+        fragments=outer.fragment_count,
+        delay=outer.delay_steps,
+        free=frozenset(name for name in Rounds().settings if getattr(outer, name) is None),
     )
+    return rounds if run_steps is None else dataclasses.replace(rounds, most_steps=run_steps // LEAST_ROUNDS)

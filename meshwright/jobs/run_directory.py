@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import tomli_w
@@ -40,7 +42,8 @@ def claim_directory(config: RunConfig) -> RunConfig:
             )
     # An existing run is resumed only by a config of the same curve.
     if (folder / CONFIG).exists():
-        differing = differences(run_config(folder), config)
+        planned = planned_outer(folder)
+        differing = differences(_with_joins(run_config(folder), planned), _with_joins(config, planned))
         if differing:
             raise ConfigError(
                 f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
@@ -68,6 +71,17 @@ def wait_for(path: Path, limit_s: float) -> None:
         if time.monotonic() > deadline_s:
             raise ConfigError(f"{path} didn't appear within {limit_s:g} s; the nodes must share the run directory")
         time.sleep(0.05)
+
+
+def planned_outer(run_dir: Path) -> Mapping[str, int | str]:
+    """Returns how the islands of a run's last plan join (`Plan.outer`); nothing for a new run, or without islands."""
+    path = run_dir / PLAN
+    return Plan.from_json(json.loads(path.read_text(encoding="utf-8"))).outer if path.exists() else {}
+
+
+def _with_joins(config: RunConfig, planned: Mapping[str, int | str]) -> RunConfig:
+    """Returns the config with planned or usual values for what the user left open of how islands join."""
+    return dataclasses.replace(config, outer=config.outer.filled(planned).resolved)
 
 
 def refuse_code(run_dir: Path, config: RunConfig, trust: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from meshwright.jobs.nodes import NodeOptions, ResolvedNode
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
-from meshwright.jobs.run_directory import PLAN, claim_directory, wait_for, write_run
+from meshwright.jobs.run_directory import PLAN, claim_directory, planned_outer, wait_for, write_run
 from meshwright.jobs.site_probe import probe_server
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
@@ -195,10 +195,11 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     run_dir = Path(config.run)
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)
-    offers = make_plans(config, model, machines, max(1, trial_count), say)
+    # A run that goes on joins its islands as it did, whatever the planner would choose now.
+    offers = make_plans(_with_outer(config, planned_outer(run_dir)), model, machines, max(1, trial_count), say)
     check_attention(model.built, offers[0][0].layout.compute_precision, offers[0][1], machines.devices)
     check_float8(offers[0][0].layout, machines.devices)
-    _check_before_start(config, model, offers[0][0].layout, machines.devices, token_set)
+    _check_before_start(config, model, offers[0][0], machines.devices, token_set)
     watched = config.recovery.enabled and context is None
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
     job = _make_job(config, model, token_set, offers[0], hooks)
@@ -294,9 +295,10 @@ def _make_planning(
     config: RunConfig, model: ReadModel, job: TrainJob, devices: Devices, machines: Machines, say: Say
 ) -> Planning:
     """Returns how a run gets plans and jobs for other numbers of ranks."""
+    planned_config = _with_outer(config, job.plan.outer)
 
     def plan_for_ranks(ranks: int) -> tuple[Plan, ModelAnalysis]:
-        return plan_for_fewer_ranks(config, model, machines.for_ranks(ranks), job.plan.layout, say)
+        return plan_for_fewer_ranks(planned_config, model, machines.for_ranks(ranks), job.plan.layout, say)
 
     def make_job(plan: Plan, analysis: ModelAnalysis | None) -> TrainJob:
         if analysis is None:
@@ -313,10 +315,10 @@ def _make_planning(
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")
 
     def replan(request: ReplanRequest) -> Replan | None:
-        return replan_layout(config, model, machines, request)
+        return replan_layout(planned_config, model, machines, request)
 
     def next_leaner_plan(plan: Plan, reason: str) -> tuple[Plan, ModelAnalysis] | None:
-        offer = leaner_plan(config, model, machines, plan)
+        offer = leaner_plan(planned_config, model, machines, plan)
         if offer is not None:
             say(f"{reason}: the next plan that needs less is {offer[0].layout}, which is started")
         return offer
@@ -330,16 +332,20 @@ def _make_planning(
     )
 
 
-def _check_before_start(
-    config: RunConfig, model: ReadModel, layout: Layout, devices: Devices, token_set: TokenSet
-) -> None:
+def _with_outer(config: RunConfig, planned: Mapping[str, int | str]) -> RunConfig:
+    """Returns the config with a plan's settings for islands where the user gave none."""
+    return dataclasses.replace(config, outer=config.outer.filled(planned))
+
+
+def _check_before_start(config: RunConfig, model: ReadModel, plan: Plan, devices: Devices, token_set: TokenSet) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
+    config, layout = _with_outer(config, plan.outer), plan.layout
     check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
     if config.outer.meet:
         probe_server(config, model, layout)
     if layout.islands > 1:
         trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
-        check_fragments(trained, config.outer.fragments)
+        check_fragments(trained, config.outer.fragment_count)
     check_fallback_layouts(config, model, layout, devices)
     find_backend(config.checkpoint.backend)
     check_mirror(config.checkpoint.mirror)
@@ -369,12 +375,18 @@ def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, 
     return {
         "devices": f"{plan.ranks} x {kind}",
         "layout": f"{plan.layout} ({plan.reason})",
+        **_join_header_row(plan),
         "state": f"{memory} a rank",
         **unsplit_header_row(plan.layout, analysis),
         **attention_header_row(built, analysis, kind),
         **float8_header_row(built, plan.layout, analysis, kind),
         **logits_header_row(plan.layout, analysis),
     }
+
+
+def _join_header_row(plan: Plan) -> dict[str, str]:
+    """Returns the row that says how islands join; none without several."""
+    return {"joins": ", ".join(f"{name} {value}" for name, value in plan.outer.items())} if plan.outer else {}
 
 
 def logits_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:

@@ -56,7 +56,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
         "forks": forks,
     }
     if layout.islands > 1:
-        subject["outer"] = config.outer.to_dict()
+        subject["outer"] = job.outer.to_dict()
     path = job.run_dir / FILE
     if has_proof(path, subject, limit_s):
         return
@@ -68,7 +68,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
             tokens=config.data.sequence,
             documents=documents,
             limit_s=limit_s,
-            outer=config.outer,
+            outer=job.outer,
         )
     else:
         reason = "under torchrun this process is a rank and starts none of its own; meshwright verify proves it"

@@ -79,6 +79,8 @@ class Candidate:
     """Model FLOP/s of a device: of a training step without what is recomputed (`ModelShape.train_flops_per_token`)."""
     mfu: float
     """Model FLOPs utilisation: share of the data sheet's dense peak (`utilization.data_sheet_flops`)."""
+    rounds: Rounds | None = None
+    """How its islands join, as it is priced; None without several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,15 +10,14 @@ from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
 from meshwright.planner.measured_price import Measure, price_layout, reprice_choice
+from meshwright.planner.round_choice import SLACK, choose_rounds
+from meshwright.planner.rounds import Rounds
 from meshwright.planner.secondary import consider_secondary
 from meshwright.planner.unequal import choose_unequal
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
-
-ISLANDS_SLACK = 0.05
-"""Fewer islands are taken where a step takes at most this share longer: with each one training goes further apart."""
 
 
 def choose_finalists(question: Question, show: int, measure: Measure | None, allow: Collection[str] = ()) -> Choice:
@@ -58,10 +57,12 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
         choice = consider_lossy(question, choice, price)
     elif hint := lossy_hint(question, choice.best[0], price):
         choice = _with_notes(choice, hint)
-    return consider_islands(question, choice, show, measure) if "islands" in allow else choice
+    return consider_islands(question, choice, show, measure, lossy) if "islands" in allow else choice
 
 
-def consider_islands(question: Question, choice: Choice, show: int, measure: Measure | None) -> Choice:
+def consider_islands(
+    question: Question, choice: Choice, show: int, measure: Measure | None, lossy: bool = False
+) -> Choice:
     """Returns the choice, which islands lead where they are faster: the fewest that are about as fast as any number.
 
     Args:
@@ -69,6 +70,7 @@ def consider_islands(question: Question, choice: Choice, show: int, measure: Mea
         choice: of layouts without islands.
         show: most layouts of each number of islands.
         measure: as in `choose_finalists`.
+        lossy: whether movements may travel rounded where the user didn't say.
     """
     found: list[Candidate] = []
     axis, copies = round_axes()[0], row_axes(Holds.COPY)[0]
@@ -78,23 +80,33 @@ def consider_islands(question: Question, choice: Choice, show: int, measure: Mea
             best = reprice_choice(question, choose_islands(question, islands, show), measure).best
         except PlanError:  # rows that they don't divide, or no room for the outer weights
             continue
-        found.append(best[0])
+        rounds = choose_rounds(question, best[0], lossy)
+        joining = dataclasses.replace(question, rounds=rounds)
+        found.append(best[0] if rounds == question.rounds else price_layout(joining, best[0].layout, measure))
     if not found:
         return choice
     fastest, without = min(found, key=lambda candidate: candidate.price.step_s), choice.best[0]
     fastest_s = fastest.price.step_s
-    if fastest_s * (1 + max(question.same, ISLANDS_SLACK)) >= without.price.step_s:
+    if fastest_s * (1 + max(question.same, SLACK)) >= without.price.step_s:
         seconds, plan_s = format_seconds(fastest_s), format_seconds(without.price.step_s)
         sentence = f"--allow islands changes nothing here: {fastest.layout} takes {seconds} a step, the plan {plan_s}"
         return _with_notes(choice, sentence)
-    plan = next(candidate for candidate in found if candidate.price.step_s <= fastest_s * (1 + ISLANDS_SLACK))
+    plan = next(candidate for candidate in found if candidate.price.step_s <= fastest_s * (1 + SLACK))
     best, ties = sort_candidates([plan, *choice.best], 0.0)
+    rounds = plan.rounds or question.rounds
     sentence = (
-        f"{plan.layout.islands} islands join once in {question.rounds.steps} steps, as --allow islands permits; the "
-        f"fastest layout without, {without.layout}, takes {format_seconds(without.price.step_s)} a step"
+        f"{plan.layout.islands} islands join once in {rounds.steps} steps{_chosen_settings(rounds)}, as --allow "
+        f"islands permits; the fastest layout without, {without.layout}, takes "
+        f"{format_seconds(without.price.step_s)} a step"
     )
     choice = dataclasses.replace(choice, best=best[: max(show, 1)], ties=ties)
     return _with_notes(choice, sentence, _join_note(question, plan))
+
+
+def _chosen_settings(rounds: Rounds) -> str:
+    """Returns in brackets the settings that a plan chose; empty without any."""
+    words = [f"--outer.{name} {value}" for name, value in rounds.settings.items() if name in rounds.free]
+    return f" ({' '.join(words)}, chosen here)" if words else ""
 
 
 def _island_counts(question: Question) -> Iterator[int]:
@@ -108,7 +120,9 @@ def _island_counts(question: Question) -> Iterator[int]:
 
 def _join_note(question: Question, candidate: Candidate) -> str:
     joins = candidate_join(question, candidate)
-    return joins.note(candidate.price.step_s - joins.step_s)
+    # Without islands that a user fixed, settings that would be better were chosen already.
+    advises = fixed_islands(question) is not None or not question.rounds.free
+    return joins.note(candidate.price.step_s - joins.step_s, advises)
 
 
 def _with_notes(choice: Choice, *sentences: str) -> Choice:

@@ -6,8 +6,11 @@ and D steps of delay, each fragment's exchange sends
     all-reduce   2 (n-1)/n B/F                  rounded   (n-1) b/F, b the rounded bytes
     gossip       p B/F, p = min(peers, n-1)
 
-and stands still for max(0, exchange - D step). Rounding its own movement and decoding those of all islands takes its
-device beside that. The steps of a round share F of these.
+over B and b of the fragment's own layers. Its ranks stand still for max(0, exchange - min(D, H/F) step): fragments
+start H/F steps apart, and one that takes the link for longer makes the next one wait. Where islands span nodes, the
+seconds of a step in which these wait for each other are the link's own, and hide nothing. No delay hides the device's
+own work: rounding its movement and decoding those of all islands, and on processor cores what these do for the wire,
+as far as they don't stand still anyway. The steps of a round share all of these.
 Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025), section 2.3.
 """
 
@@ -23,12 +26,15 @@ from meshwright.cluster import traffic
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
 from meshwright.planner.cost.element_bytes import master_bytes
-from meshwright.planner.cost.layout_batch import COMPRESSIONS
+from meshwright.planner.cost.layout_batch import COMPRESSIONS, Array
+from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.rounding import RoundingTimes
-from meshwright.planner.rounds import JOIN, OUTER
+from meshwright.planner.rounds import JOIN, OUTER, Rounds
+from meshwright.planner.run_history import TRAFFIC
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
+from meshwright.spec.model_shape import ModelShape
 from meshwright.units import format_bytes, format_seconds
 
 
@@ -42,24 +48,27 @@ class JoinPrice:
     delay: int
     """Steps of compute between an exchange's start and its end."""
     sent_bytes: float
-    """Bytes that a rank sends in an exchange."""
+    """Bytes that a rank sends in an exchange, on average over fragments, as are all that follow."""
     exchange_s: float
     """Seconds of an exchange on the wire."""
     exposed_s: float
     """Seconds of it for which a rank stands still."""
+    work_s: float
+    """Seconds that a core itself works for the exchange beside these."""
     rounding_s: float
     """Seconds in which a rank rounds what it sends and decodes what it gets."""
 
     @property
     def step_s(self) -> float:
         """A step's share of what the exchanges of a round expose, and of what they compute."""
-        return self.fragments * (self.exposed_s + self.rounding_s) / self.every
+        return self.fragments * (self.exposed_s + self.work_s + self.rounding_s) / self.every
 
-    def note(self, step_s: float) -> str:
+    def note(self, step_s: float, advises: bool = True) -> str:
         """Returns a sentence on what joins send and expose, and what would hide them.
 
         Args:
             step_s: seconds of a step without joins.
+            advises: whether to name a delay; not where the plan chose it.
         """
         count = f"{self.fragments} times in" if self.fragments > 1 else "once in"
         sentence = (
@@ -67,7 +76,7 @@ class JoinPrice:
             f"{format_seconds(self.exchange_s)}, of which {format_seconds(self.exposed_s)} are exposed"
         )
         delay = math.ceil(self.exchange_s / step_s)
-        if self.exposed_s > 0 and delay < self.every:
+        if advises and self.exposed_s > 0 and delay < self.every:
             sentence += f"; --outer.delay {delay} would hide it behind the steps between"
         return sentence
 
@@ -141,66 +150,130 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
         layout: with the islands.
         candidate: the layout of one island, priced on its share (`island_question`).
     """
-    price, elements = candidate.price, _rank_elements(question, layout)
-    tensors = question.rounds.outer_tensors + question.rounds.travelling_tensors
-    outer_bytes = tensors * master_bytes(layout.precision) * elements
+    price, held_bytes = candidate.price, outer_bytes(question, layout)
     stages = tuple(
-        dataclasses.replace(stage, memory={**stage.memory, OUTER: outer_bytes}, peak=stage.peak + outer_bytes)
+        dataclasses.replace(stage, memory={**stage.memory, OUTER: held_bytes}, peak=stage.peak + held_bytes)
         for stage in price.stages
     )
-    join_s = price_join(question, layout, price.step_s).step_s
+    join_s = price_join(question, layout, price).step_s
     joined = dataclasses.replace(
         price,
         step_s=price.step_s + join_s,
         parts={**price.parts, JOIN: join_s},
         stages=stages,
-        memory={**price.memory, OUTER: outer_bytes},
-        peak=price.peak + outer_bytes,
+        memory={**price.memory, OUTER: held_bytes},
+        peak=price.peak + held_bytes,
     )
-    return priced_candidate(question, layout, joined)
+    return dataclasses.replace(priced_candidate(question, layout, joined), rounds=question.rounds)
 
 
-def price_join(question: Question, layout: Layout, step_s: float) -> JoinPrice:
-    """Returns the price of a fragment's exchange between the islands of a layout.
+def outer_bytes(question: Question, layout: Layout) -> float:
+    """Returns the bytes of the outer optimizer and of exchanges under way on a rank of a layout of islands."""
+    tensors = question.rounds.outer_tensors + question.rounds.travelling_tensors
+    return tensors * master_bytes(layout.precision) * _rank_elements(question, layout)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """The exchanges of a round, one a fragment; arrays are (F,)."""
+
+    sent_bytes: Array
+    """Bytes that a rank sends."""
+    wire_s: Array
+    """Seconds on the wire."""
+    core_s: Array
+    """Seconds of them in which the core that computes works for the wire; 0 on devices that compute meanwhile."""
+    rounding_s: Array
+    """Seconds in which a rank rounds what it sends and decodes what it gets."""
+
+    def join(self, rounds: Rounds, hiding_s: float) -> JoinPrice:
+        """Returns what the exchanges cost a rank.
+
+        Args:
+            rounds: how often and how late they are; of as many fragments, in the same number format.
+            hiding_s: seconds of a step in which the link is free.
+        """
+        # A queue empties only while fragments start further apart than an exchange takes.
+        steps = min(rounds.delay, rounds.steps / rounds.fragments)
+        exposed_s = np.maximum(0.0, self.wire_s - steps * hiding_s)
+        return JoinPrice(
+            every=rounds.steps,
+            fragments=rounds.fragments,
+            delay=rounds.delay,
+            sent_bytes=float(self.sent_bytes.mean()),
+            exchange_s=float(self.wire_s.mean()),
+            exposed_s=float(exposed_s.mean()),
+            # A core that stands still works for the wire meanwhile.
+            work_s=float(np.maximum(0.0, self.core_s - exposed_s).mean()),
+            rounding_s=float(self.rounding_s.mean()),
+        )
+
+
+def price_exchange(question: Question, layout: Layout) -> Exchange:
+    """Returns the price of the exchanges between the islands of a layout.
+
+    Args:
+        question: of all islands; of its rounds, fragments and number format count.
+        layout: with the islands.
+    """
+    fabric, islands, rounds = question.cluster.fabric(), layout.islands, question.rounds
+    inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
+    elements = _rank_elements(question, layout) * fragment_shares(question.job.shape, rounds.fragments)
+    size, rounding_s = master_bytes(layout.precision) * elements, np.zeros_like(elements)
+    if rounds.direct_peers:
+        sent_bytes = min(rounds.direct_peers, islands - 1) * size
+        # Every rank sends at once, whatever the number of its island's peers in its node.
+        wire_s = traffic.send_s(sent_bytes, inside, nodes, fabric, sharing * inside)
+    elif rounds.rounded_bytes:
+        sent_bytes = (islands - 1) * rounds.rounded_bytes * elements
+        gathered_bytes = islands * rounds.rounded_bytes * elements
+        wire_s = traffic.all_gather_s(gathered_bytes, inside, nodes, fabric, sharing)
+        times = question.machine.rounding or RoundingTimes.of(question.machine.device, None)
+        code = np.array([COMPRESSIONS.index(rounds.compress)])
+        rounding_s = times.gather_s(code, elements[None], islands * elements[None])[0]
+    else:
+        sent_bytes = 2 * (islands - 1) / islands * size
+        wire_s = traffic.all_reduce_s(size, inside, nodes, fabric, sharing)
+    wire_s = np.asarray(wire_s, float)
+    core_byte_s, runtime = question.machine.core_byte_s, question.runtime.runtime
+    # Inside a node cores copy from memory to memory; over a network as calibration measured it.
+    core_s = wire_s * (runtime.reduce_floor if not core_byte_s else 1.0)
+    if core_byte_s and nodes > 1:
+        core_s = sent_bytes * core_byte_s
+    return Exchange(sent_bytes=sent_bytes, wire_s=wire_s, core_s=core_s, rounding_s=rounding_s)
+
+
+def fragment_shares(shape: ModelShape, fragments: int) -> Array:
+    """Returns each fragment's share of the parameters, (F,): layer l in fragment l mod F, the rest in the last."""
+    values = np.zeros(fragments)
+    for layer, parameters in enumerate(shape.layer_parameters):
+        values[layer % fragments] += parameters
+    values[-1] += shape.parameters - sum(shape.layer_parameters)
+    return values / shape.parameters
+
+
+def price_join(question: Question, layout: Layout, price: Price) -> JoinPrice:
+    """Returns the price of the exchanges between the islands of a layout.
 
     Args:
         question: of all islands.
         layout: with the islands.
-        step_s: seconds of a step without joins, behind which an exchange is hidden.
+        price: of one island's layout, without joins.
     """
-    fabric, islands, rounds = question.cluster.fabric(), layout.islands, question.rounds
-    inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
-    elements = _rank_elements(question, layout) / rounds.fragments
-    size, rounding_s = master_bytes(layout.precision) * elements, 0.0
-    if rounds.direct_peers:
-        sent_bytes = min(rounds.direct_peers, islands - 1) * size
-        # Every rank sends at once, whatever the number of its island's peers in its node.
-        exchange_s = traffic.send_s(sent_bytes, inside, nodes, fabric, sharing * inside)
-    elif rounds.rounded_bytes:
-        sent_bytes = (islands - 1) * rounds.rounded_bytes * elements
-        gathered_bytes = islands * rounds.rounded_bytes * elements
-        exchange_s = traffic.all_gather_s(gathered_bytes, inside, nodes, fabric, sharing)
-        times = question.machine.rounding or RoundingTimes.of(question.machine.device, None)
-        code = np.array([COMPRESSIONS.index(rounds.compress)])
-        own, decoded = np.array([[elements]]), np.array([[islands * elements]])
-        rounding_s = float(times.gather_s(code, own, decoded)[0, 0])
-    else:
-        sent_bytes = 2 * (islands - 1) / islands * size
-        exchange_s = traffic.all_reduce_s(size, inside, nodes, fabric, sharing)
-    return JoinPrice(
-        every=rounds.steps,
-        fragments=rounds.fragments,
-        delay=rounds.delay,
-        sent_bytes=float(sent_bytes),
-        exchange_s=float(exchange_s),
-        exposed_s=max(0.0, float(exchange_s) - rounds.delay * step_s),
-        rounding_s=rounding_s,
-    )
+    return price_exchange(question, layout).join(question.rounds, hiding_step_s(question, layout, price))
+
+
+def hiding_step_s(question: Question, layout: Layout, price: Price) -> float:
+    """Returns the seconds of an island's step in which its link to the others is free; arguments of `price_join`."""
+    in_node = layout.world // layout.islands <= question.machine.fabric.devices
+    waits_s = 0.0 if in_node else sum(price.parts.get(name, 0.0) for name in TRAFFIC)
+    return price.step_s - price.parts.get(JOIN, 0.0) - waits_s
 
 
 def candidate_join(question: Question, candidate: Candidate) -> JoinPrice:
-    """Returns the price of a fragment's exchange between the islands of a candidate."""
-    return price_join(question, candidate.layout, candidate.price.step_s - candidate.price.parts[JOIN])
+    """Returns the price of the exchanges between the islands of a candidate."""
+    question = dataclasses.replace(question, rounds=candidate.rounds or question.rounds)
+    return price_join(question, candidate.layout, candidate.price)
 
 
 def _rank_elements(question: Question, layout: Layout) -> float:

@@ -27,7 +27,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         candidate: the layout, priced by `price_layout`.
         sizes: of the model's state.
     """
-    state = predict(candidate.layout, sizes, question.rounds.outer_tensors)
+    state = predict(candidate.layout, sizes, (candidate.rounds or question.rounds).outer_tensors)
     price, microbatches = candidate.price, candidate.layout.microbatches
     other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
     if OUTER in price.memory and OUTER not in state.memory:
@@ -77,6 +77,7 @@ def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelPart
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
         reason="; ".join(filter(None, (named(layout), whole_backward))),
+        outer=_outer_settings(candidate),
     )
 
 
@@ -109,4 +110,10 @@ def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: 
         ranks=question.cluster.devices,
         reason=reason(question, choice, candidate),
         rejected=rejected,
+        outer=_outer_settings(candidate),
     )
+
+
+def _outer_settings(candidate: Candidate) -> dict[str, int | str]:
+    """Returns how a layout's islands join; nothing without several."""
+    return candidate.rounds.settings if candidate.rounds is not None else {}

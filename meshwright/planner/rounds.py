@@ -30,11 +30,25 @@ class Rounds:
     """Fragments of the weights, each of which joins once a round."""
     delay: int = 0
     """Steps of compute between the start of an exchange and the outer step that takes it."""
+    free: frozenset[str] = frozenset()
+    """Names in `settings` that nobody gave, which a plan may choose where islands are allowed."""
+    most_steps: int | None = None
+    """Longest round that leaves enough of them in the run, where its steps are known."""
 
     @property
     def rounded_bytes(self) -> float:
         """Bytes of a rounded element on the wire; 0 where movements travel in the weights' own type."""
         return FORMATS[self.compress].block_bytes / BLOCK_VALUES if self.compress != "none" else 0.0
+
+    @property
+    def settings(self) -> dict[str, int | str]:
+        """How islands join, by the names of a run's settings ``outer.*``."""
+        return {"every": self.steps, "fragments": self.fragments, "delay": self.delay, "compress": self.compress}
+
+    @property
+    def age(self) -> int:
+        """Steps after which all islands have what one of them trained, at most."""
+        return self.steps + self.delay
 
     @property
     def outer_tensors(self) -> int:

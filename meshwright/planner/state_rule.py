@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshwright.errors import PlanError
 from meshwright.planner.compression_buffers import compression_buffer_bytes
 from meshwright.planner.memory import ModelParts, StateSizes, paper_memory, position_memory, rest_bytes, state_memory
-from meshwright.planner.rounds import OUTER
+from meshwright.planner.rounds import OUTER, Rounds
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout
@@ -36,11 +36,19 @@ def predict(layout: Layout, sizes: StateSizes | ModelParts, outer_tensors: int =
     return Prediction(memory=memory, formula=formula | {"zero_paper_bytes": str(paper_memory(layout, rank_elements))})
 
 
-def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts, outer_tensors: int = 2) -> Plan:
-    """Returns the plan for a layout that the user named; the arguments are those of `predict`, and its ranks."""
+def named_plan(layout: Layout, ranks: int, sizes: StateSizes | ModelParts, rounds: Rounds | None = None) -> Plan:
+    """Returns the plan for a layout that the user named.
+
+    Args:
+        layout: any.
+        ranks: number of ranks.
+        sizes: of the model.
+        rounds: how islands join; None for the usual way.
+    """
     layout.check_ranks(ranks)
-    prediction = predict(layout, sizes, outer_tensors)
-    return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=named(layout))
+    rounds = rounds or Rounds()
+    prediction, outer = predict(layout, sizes, rounds.outer_tensors), rounds.settings if layout.islands > 1 else {}
+    return Plan(layout=layout, prediction=prediction, ranks=ranks, reason=named(layout), outer=outer)
 
 
 def named(layout: Layout) -> str:

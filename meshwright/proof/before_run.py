@@ -106,7 +106,7 @@ class _StandIn:
     @property
     def steps(self) -> int:
         """Steps that are compared."""
-        return JOINS * self.outer.every if self.layout.islands > 1 else 1
+        return self.outer.warmup + JOINS * self.outer.every if self.layout.islands > 1 else 1
 
     @property
     def text(self) -> str:
@@ -258,19 +258,23 @@ def _with_short_rounds(stand_in: _StandIn, outer: OuterConfig) -> _StandIn:
     """Returns a stand-in whose islands take the run's outer step, after rounds of few steps."""
     if stand_in.layout.islands == 1:
         return dataclasses.replace(stand_in, instead=(*stand_in.instead, "no islands, and so no join"))
-    steps, differences = min(outer.every, ROUND_STEPS), []
-    if steps < outer.every:
-        differences.append(f"rounds of {steps} of {outer.every} steps")
+    steps, differences = min(outer.round_steps, ROUND_STEPS), []
+    if steps < outer.round_steps:
+        differences.append(f"rounds of {steps} of {outer.round_steps} steps")
     if outer.topology != ALL_REDUCE.name:
         differences.append(f"joins by {ALL_REDUCE.name}, not {outer.topology}")
-    if outer.compress != "none":
-        differences.append(f"joins without rounding to {outer.compress}")
-    fragments, delay = min(outer.fragments, steps), min(outer.delay, steps - 1)
-    if fragments < outer.fragments:
-        differences.append(f"{fragments} of {outer.fragments} fragments")
-    if delay < outer.delay:
-        differences.append(f"a delay of {delay} of {outer.delay} steps")
+    if outer.number_format != "none":
+        differences.append(f"joins without rounding to {outer.number_format}")
+    fragments, delay = min(outer.fragment_count, steps), min(outer.delay_steps, steps - 1)
+    if fragments < outer.fragment_count:
+        differences.append(f"{fragments} of {outer.fragment_count} fragments")
+    if delay < outer.delay_steps:
+        differences.append(f"a delay of {delay} of {outer.delay_steps} steps")
+    warmup = min(outer.warmup, 1)
+    if warmup < outer.warmup:
+        differences.append(f"{warmup} of {outer.warmup} steps before islands part")
     recipe = OuterRecipe(
+        warmup=warmup,
         every=steps,
         lr=outer.rate,
         momentum=outer.decay,

@@ -39,6 +39,8 @@ class OuterRecipe:
     """Steps from a fragment's mean to the outer step that takes it."""
     mix: float = 0.0
     """Share of an island's own weights that stays when it is taken."""
+    warmup: int = 0
+    """First steps, which every island takes with the batches of all."""
 
     def fragment(self, name: str) -> int:
         """Returns the fragment of a weight: its layer's number modulo their count, the last for one of no layer."""
@@ -49,7 +51,7 @@ class OuterRecipe:
 
     def departs(self, fragment: int, step: int) -> bool:
         """Returns whether a fragment's mean is taken after so many steps."""
-        first = (fragment + 1) * self.every // self.fragments
+        first = self.warmup + (fragment + 1) * self.every // self.fragments
         return step >= first and (step - first) % self.every == 0
 
 
@@ -80,6 +82,10 @@ class _PlainIslands:
     @torch.no_grad()
     def join(self, step: int, last: bool) -> None:
         """Does after so many steps what islands do then."""
+        if step <= self.outer.warmup:
+            # All islands are alike: where their first round begins.
+            self.start = {name: value.detach().clone() for name, value in self.islands[0].items()}
+            self.tokens = [[int(last)] * len(self.islands) for _ in range(self.outer.fragments)]
         for fragment in range(self.outer.fragments):
             if fragment in self.travelling and (last or self.travelling[fragment][0] + self.outer.delay == step):
                 self._arrive(fragment, self.outer.mix)
@@ -154,7 +160,9 @@ def train_islands_plainly(
     optimizers = [make_adamw(weights, recipe) for weights in islands]
     traces, generator = [Trace() for _ in islands], torch.Generator().manual_seed(shake[1])
     for step, parts in enumerate(batches):
-        for island, (weights, micro_batches) in enumerate(zip(islands, parts)):
+        everything = [batch for micro_batches in parts for batch in micro_batches]
+        for island, (weights, own_batches) in enumerate(zip(islands, parts)):
+            micro_batches = everything if step < outer.warmup else own_batches
             round_weights(trained, weights, shake[0], generator)
             loss = accumulate_gradients(module, call, micro_batches, trained, weights, scale)
             if step in compared:
@@ -168,5 +176,5 @@ def train_islands_plainly(
             joint.count(island, sum(int((batch.targets != -100).sum()) for batch in micro_batches))
         joint.join(step + 1, step + 1 == len(batches))
     for trace in traces:
-        trace.weights = start
+        trace.weights = joint.start
     return traces

@@ -181,7 +181,7 @@ def _train_under_layout(
         # Each island has losses and gradients of its own; the weights after the last join are those of all.
         reference |= reference["islands"][layout.island(context.rank)]
         rounds = OuterConfig(**dataclasses.asdict(case.outer))
-        outer = OuterOptimizer(program, rounds, optimizer.weights_changed)
+        stepper.outer = outer = OuterOptimizer(program, rounds, optimizer.weights_changed)
     held_elements = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}
     difference = Difference(reference, layout.precision, floor=recipe.lr * len(case.batches))
     for step, batch in enumerate(case.batches):

@@ -97,6 +97,9 @@ class Plan:
     """Why this layout, in a sentence."""
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Other layouts by text form, and why each lost."""
+    outer: Mapping[str, int | str] = field(default_factory=dict)
+    """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty without
+    islands."""
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
@@ -122,22 +124,26 @@ class OuterConfig(Config):
 
     kind: Literal["diloco", "local_sgd"] = "diloco"
     """``diloco``: Nesterov SGD on the mean of the islands' movements; ``local_sgd``: the mean of their weights."""
-    every: int = 30
-    """Steps of a round, between two joins."""
+    every: int | None = None
+    """Steps of a round, between two joins; None for 30. Like the three settings below that default to None, with
+    ``allow = islands`` None leaves it to the planner."""
     lr: float | None = None
     """Rate of the outer step; None for 0.7, and 1 with ``local_sgd``."""
     momentum: float | None = None
     """Momentum of the outer step; None for 0.9, and 0 with ``local_sgd``."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
-    compress: Literal["none", "bf16", "int8", "fp8"] = "none"
-    """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values."""
+    compress: Literal["none", "bf16", "int8", "fp8"] | None = None
+    """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values; None
+    for ``none``, and the planner rounds with ``allow = islands lossy`` alone."""
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
-    fragments: int = 1
-    """Fragments of the weights, by layers, that join at staggered steps, each once in ``every`` steps."""
-    delay: int = 0
-    """Steps of training between the start of an exchange and the outer step that takes its result."""
+    fragments: int | None = None
+    """Fragments of the weights, by layers, that join at staggered steps, each once in ``every`` steps; None for 1."""
+    delay: int | None = None
+    """Steps of training between the start of an exchange and the outer step that takes its result; None for 0."""
+    warmup: int = 0
+    """First steps, in which all islands train as one, by the exact gradient of the whole batch; then they part."""
     mix: float | None = None
     """Share of an island's own weights that stays when a result arrives; None for 0.5, and 0 without a delay."""
     meet: str = ""
@@ -165,6 +171,42 @@ class OuterConfig(Config):
     """Longest wait of a site for the server at a join, after which its run ends."""
 
     @property
+    def round_steps(self) -> int:
+        """Steps of a round."""
+        return 30 if self.every is None else self.every
+
+    @property
+    def fragment_count(self) -> int:
+        """Fragments of the weights."""
+        return 1 if self.fragments is None else self.fragments
+
+    @property
+    def delay_steps(self) -> int:
+        """Steps between the start of an exchange and its outer step."""
+        return 0 if self.delay is None else self.delay
+
+    @property
+    def number_format(self) -> str:
+        """What movements travel as."""
+        return "none" if self.compress is None else self.compress
+
+    def filled(self, planned: Mapping[str, int | str]) -> Self:
+        """Returns the config with a plan's settings (`Plan.outer`) where the user gave none."""
+        missing = {name: value for name, value in planned.items() if getattr(self, name) is None}
+        return dataclasses.replace(self, **missing)  # type: ignore[arg-type]
+
+    @property
+    def resolved(self) -> Self:
+        """The config with the usual values where the user gave none."""
+        return dataclasses.replace(
+            self,
+            every=self.round_steps,
+            fragments=self.fragment_count,
+            delay=self.delay_steps,
+            compress=self.number_format,  # type: ignore[arg-type]
+        )
+
+    @property
     def rate(self) -> float:
         """Rate of the outer step."""
         return (1.0 if self.kind == "local_sgd" else 0.7) if self.lr is None else self.lr
@@ -177,12 +219,14 @@ class OuterConfig(Config):
     @property
     def own_share(self) -> float:
         """Share of an island's own weights that stays when a result arrives."""
-        return (0.5 if self.delay else 0.0) if self.mix is None else self.mix
+        return (0.5 if self.delay_steps else 0.0) if self.mix is None else self.mix
 
     def check(self) -> None:
         """Refuses values for which no outer step is defined, and those that `local_sgd` would ignore."""
-        if self.every < 1:
+        if self.round_steps < 1:
             raise ConfigError(f"outer.every = {self.every}: a round has at least 1 step")
+        if self.warmup < 0:
+            raise ConfigError(f"outer.warmup = {self.warmup}: give the steps before islands part, or 0")
         if not self.rate > 0:
             raise ConfigError(f"outer.lr = {self.lr}: it must be above 0, or nothing of a round would stay")
         if not 0 <= self.decay < 1:
@@ -192,19 +236,19 @@ class OuterConfig(Config):
                 f"outer.kind = local_sgd takes the mean of the islands' weights, which outer.lr = {self.rate:g} and "
                 f"outer.momentum = {self.decay:g} would change; leave them out, or write --outer diloco"
             )
-        if not 1 <= self.fragments <= self.every:
+        if not 1 <= self.fragment_count <= self.round_steps:
             raise ConfigError(
-                f"outer.fragments = {self.fragments}: at least 1, and at most outer.every = {self.every}, since "
+                f"outer.fragments = {self.fragments}: at least 1, and at most outer.every = {self.round_steps}, since "
                 "at most one fragment joins in a step"
             )
-        if not 0 <= self.delay < self.every:
+        if not 0 <= self.delay_steps < self.round_steps:
             raise ConfigError(
-                f"outer.delay = {self.delay}: at least 0, and under outer.every = {self.every}, after which the same "
-                "weights are sent again"
+                f"outer.delay = {self.delay}: at least 0, and under outer.every = {self.round_steps}, after which the "
+                "same weights are sent again"
             )
         if not 0 <= self.own_share < 1:
             raise ConfigError(f"outer.mix = {self.mix}: it must be at least 0 and under 1, or nothing would be taken")
-        if self.mix and not self.delay:
+        if self.mix and not self.delay_steps:
             raise ConfigError(
                 f"outer.mix = {self.mix:g} keeps what an island trained while an exchange was under way, which without "
                 "a delay is nothing; leave it out, or write --outer.delay 1"

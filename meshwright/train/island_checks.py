@@ -32,17 +32,22 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
         return
     exchange, outer = find_exchange(config.outer.topology), config.outer
     exchange.check(layout.islands)
-    if not exchange.global_mean and (outer.kind != "local_sgd" or outer.compress != "none"):
+    if not exchange.global_mean and (outer.kind != "local_sgd" or outer.number_format != "none"):
         raise ConfigError(
             f"outer.topology = {exchange.name} averages the weights of a few islands, so that there is no movement of "
             "all to step along or to round; write --outer local_sgd and leave outer.compress out, or --outer.topology "
             "all_reduce"
         )
-    if not exchange.global_mean and (outer.fragments, outer.delay) != (1, 0):
+    if not exchange.global_mean and (outer.fragment_count, outer.delay_steps) != (1, 0):
         raise ConfigError(
-            f"outer.fragments = {outer.fragments} and outer.delay = {outer.delay} stream a movement from outer weights "
-            f"that all islands share, which outer.topology = {exchange.name} has none of; write --outer.topology "
-            "all_reduce, or leave both out"
+            f"outer.fragments = {outer.fragment_count} and outer.delay = {outer.delay_steps} stream a movement from "
+            f"outer weights that all islands share, which outer.topology = {exchange.name} has none of; write "
+            "--outer.topology all_reduce, or leave both out"
+        )
+    if outer.warmup >= config.train.steps:
+        raise ConfigError(
+            f"outer.warmup = {outer.warmup} leaves none of train.steps = {config.train.steps} in which islands train "
+            "by themselves; take fewer, or replicate in place of islands"
         )
     if config.train.rebalance:
         raise ConfigError(

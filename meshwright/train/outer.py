@@ -8,6 +8,9 @@ after n_i target tokens, all islands continue from
     b     = momentum b + delta
     theta = theta_0 - lr (delta + momentum b)                   Nesterov; lr b without
 
+In the first `outer.warmup` steps there is one island: gradients are summed over all, whose weights and moments stay
+equal, so that rounds begin from a model that has learned something (in the paper from a pretrained one).
+
 Where islands exchange with some others alone (`parallel.sync`: ring, exponential), each goes on from the mean of its
 own weights and theirs, and the outer weights are the mean over all, taken before they are evaluated or saved.
 
@@ -68,16 +71,16 @@ class OuterOptimizer:
         # A stage may hold frozen weights alone.
         first = (program.weights or program.frozen)[0].local
         self._device = torch.device("cuda", torch.cuda.current_device()) if mesh.world.on_cuda else first.device
-        self._fragments = make_fragments(program.weights, config.fragments, config.every)
+        self._fragments = make_fragments(program.weights, config.fragment_count, config.round_steps)
         # In the order of fragments, so that each is a run of the flat tensors.
         self._weights = [weight for fragment in self._fragments for weight in fragment.weights]
         self._start = torch.empty(self._fragments[-1].span.stop, dtype=first.dtype, device=first.device)
         self._momentum = torch.zeros_like(self._start)
         # Means that arrived before their time: a snapshot can't hold a collective under way.
-        self._received = torch.zeros_like(self._start) if config.delay else None
+        self._received = torch.zeros_like(self._start) if config.delay_steps else None
         # For each fragment the summary of `Transfer`, its norm and its distance.
         columns = len(VOTES) + 3 + 2 * self.islands
-        self._summaries = torch.zeros(config.fragments, columns, dtype=torch.float64, device=first.device)
+        self._summaries = torch.zeros(config.fragment_count, columns, dtype=torch.float64, device=first.device)
         self._start_views = self._split(self._start)
         self._counters = torch.zeros(_COUNTER_BYTES, dtype=torch.uint8, device=first.device)
         self._votes = [0.0] * len(VOTES)
@@ -95,6 +98,23 @@ class OuterOptimizer:
         for fragment in self._fragments:
             fragment.tokens = fragment.loss = 0.0
             fragment.transfer = None
+
+    def is_joint(self, step: int) -> bool:
+        """Returns whether all islands take the step after so many steps as one."""
+        return step < self._config.warmup
+
+    @torch.no_grad()
+    def sum_gradients(self) -> None:
+        """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
+        for fragment in self._fragments:
+            gradients = [weight.gradient for weight in fragment.weights]
+            present = [gradient for gradient in gradients if gradient is not None]
+            if not present:
+                continue
+            values = torch.cat([gradient.reshape(-1).to(self._device) for gradient in present])
+            self._group.all_reduce(values, "gradients before islands part").wait()
+            for gradient, view in zip(present, values.split([gradient.numel() for gradient in present])):
+                gradient.copy_(view.view_as(gradient))
 
     def request_stop(self, count: float) -> None:
         """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.
@@ -114,7 +134,7 @@ class OuterOptimizer:
 
     def sends_ahead(self, step: int, last: bool) -> bool:
         """Returns whether an exchange starts after so many steps whose result is taken in a later one."""
-        return bool(self._config.delay) and not last and bool(self._starting(step, last))
+        return bool(self._config.delay_steps) and not last and bool(self._starting(step, last))
 
     def ends_round(self, step: int, last: bool) -> bool:
         """Returns whether weights of this island change to those of a join after so many steps.
@@ -123,15 +143,20 @@ class OuterOptimizer:
             step: steps done.
             last: whether the run ends after this step, which ends all rounds too.
         """
-        return last or bool(self._arriving(step, last) if self._config.delay else self._starting(step, last))
+        return last or bool(self._arriving(step, last) if self._config.delay_steps else self._starting(step, last))
 
     def _starting(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange starts after so many steps."""
-        return [fragment for fragment in self._fragments if last or step % self._config.every == fragment.offset]
+        steps = step - self._config.warmup
+        return [
+            fragment
+            for fragment in self._fragments
+            if last or (steps > 0 and steps % self._config.round_steps == fragment.offset)
+        ]
 
     def _arriving(self, step: int, last: bool) -> list[Fragment]:
         """Returns the fragments whose exchange started before and is taken after so many steps."""
-        delay = self._config.delay
+        delay = self._config.delay_steps
         return [
             fragment
             for fragment in self._fragments
@@ -155,12 +180,16 @@ class OuterOptimizer:
         Returns:
             The join's figures; None within a round.
         """
+        if self.is_joint(step - 1):
+            self.restart()
+            if not last:
+                return None
         for fragment in self._fragments:
             fragment.count(tokens, loss)
         reports = [self._apply(fragment, self._config.own_share) for fragment in self._arriving(step, last)]
         for fragment in self._starting(step, last):
             self._begin(fragment, step)
-            if last or not self._config.delay:
+            if last or not self._config.delay_steps:
                 reports.append(self._apply(fragment, 0.0))
         if last and not self._exchange.global_mean:
             with torch.no_grad():
@@ -196,12 +225,12 @@ class OuterOptimizer:
         for view, outer, weight in zip(fragment.split(values), fragment.split(start), fragment.weights):
             view.copy_(outer - weight.local if self._exchange.global_mean else weight.local)
         # The exchange may overwrite the values, and with a delay the weights go on.
-        movement = fragment.split(values.clone()) if self._config.delay else None
+        movement = fragment.split(values.clone()) if self._config.delay_steps else None
         tokens, losses = ([0.0] * self.islands for _ in range(2))
         tokens[self.island], losses[self.island] = fragment.tokens, fragment.loss
         values_by_island = [*self._votes, self._stop_count, *tokens, *losses]
         summary = torch.tensor(values_by_island, dtype=torch.float64, device=self._device)
-        mean = self._exchange.start(values, fragment.tokens, self._group, fragment.joins, self._config.compress)
+        mean = self._exchange.start(values, fragment.tokens, self._group, fragment.joins, self._config.number_format)
         pending = (mean, self._group.all_reduce(summary, "the islands' losses"))
         fragment.transfer = Transfer(step, summary, mean.sent_bytes, pending, movement)
         fragment.tokens = fragment.loss = 0.0
@@ -360,7 +389,7 @@ class OuterOptimizer:
         *summary, norm, distance = self._summaries[fragment.index].tolist()
         mean = self._received[fragment.span]
         sent_bytes = self._exchange.sent_bytes(
-            mean.numel(), mean.element_size(), self._group.size, self._config.compress
+            mean.numel(), mean.element_size(), self._group.size, self._config.number_format
         )
         figures = torch.tensor(summary, dtype=torch.float64)
         return Transfer(step, figures, sent_bytes, mean=mean, norm=norm, distance=distance)

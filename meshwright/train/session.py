@@ -52,6 +52,7 @@ from meshwright.spec.layout_choices import LossChunk
 from meshwright.spec.placement import Box
 from meshwright.spec.plan import Plan
 from meshwright.train.chunked_loss import head_cross_entropy_sums
+from meshwright.train.config import OuterConfig
 from meshwright.train.faults import Faults, parse_faults
 from meshwright.train.feed import MicroBatch, TokenFeed
 from meshwright.train.hooks import Hook
@@ -97,6 +98,11 @@ class TrainJob:
     """Memory shared with the supervisor; None without one."""
     page_requests: PageRequests | None = None
     """What the page asks for, where this node's command serves it."""
+
+    @property
+    def outer(self) -> OuterConfig:
+        """How islands join: as the user said, and else as planned."""
+        return self.config.outer.filled(self.plan.outer)
 
 
 def model_compute(model: BuiltModel, trial: ForwardTrial, loss_chunk: LossChunk) -> Compute:
@@ -264,6 +270,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
     optimizer.outer = outer = _make_outer(job, program, optimizer)
+    stepper.outer = outer if isinstance(outer, OuterOptimizer) else None
     token_set = TokenSet.open(job.data_dir)
     faults = _make_faults(context, job, program, optimizer)
     folder, fence = job.run_dir / "checkpoints", job.memory.fence if job.memory is not None else None
@@ -424,7 +431,7 @@ def _make_outer(job: TrainJob, program: Program, optimizer: LocalAdamW) -> Outer
         return SiteOptimizer(program, job.config, job.fingerprint, optimizer.weights_changed)
     if job.plan.layout.islands == 1:
         return None
-    return OuterOptimizer(program, job.config.outer, optimizer.weights_changed)
+    return OuterOptimizer(program, job.outer, optimizer.weights_changed)
 
 
 def _make_feed(

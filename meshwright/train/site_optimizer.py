@@ -69,10 +69,15 @@ def check_site(config: RunConfig, layout: Layout) -> None:
         )
     if outer.topology != "all_reduce":
         raise ConfigError(f"outer.topology = {outer.topology} is for islands of one run; leave it out of a site's")
-    if (outer.fragments, outer.delay, outer.mix) != (1, 0, None):
+    if (outer.fragment_count, outer.delay_steps, outer.mix) != (1, 0, None):
         raise ConfigError(
-            f"outer.fragments = {outer.fragments}, outer.delay = {outer.delay} and outer.mix = {outer.mix} stream "
-            "between islands of one run; leave them out of a site's, whose movement goes to the server as a whole"
+            f"outer.fragments = {outer.fragment_count}, outer.delay = {outer.delay_steps} and outer.mix = {outer.mix} "
+            "stream between islands of one run; leave them out of a site's, whose movement goes to the server whole"
+        )
+    if outer.warmup:
+        raise ConfigError(
+            f"outer.warmup = {outer.warmup} sums gradients between islands of one run, and sites send none; leave it "
+            "out, and begin from a checkpoint's weights that all sites have"
         )
     if not outer.key_file:
         raise ConfigError("outer.meet needs outer.key_file, a copy of the server's key on this machine")
@@ -176,7 +181,7 @@ class SiteOptimizer:
             address=address,
             client=client,
             site=config.outer.site,
-            compress=config.outer.compress,
+            compress=config.outer.number_format,
             wait_s=config.outer.wait_s,
             stamp=lambda: self.stamp(),
         )
@@ -241,7 +246,7 @@ class SiteOptimizer:
             step: steps done.
             last: whether the run ends after this step.
         """
-        return last or step % self._config.every == 0 or self._stop_count > 0
+        return last or step % self._config.round_steps == 0 or self._stop_count > 0
 
     def sends_ahead(self, step: int, last: bool) -> bool:
         """Returns False: a site's movement leaves at the end of its round, which waits for the version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -124,6 +125,18 @@ def fill_missing(program: Program) -> None:
             weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
 
 
+class JointSteps(Protocol):
+    """Islands that take some steps as one (`train.outer.OuterOptimizer`)."""
+
+    islands: int
+
+    def is_joint(self, step: int) -> bool:
+        """Returns whether all islands take the step after so many steps as one."""
+
+    def sum_gradients(self) -> None:
+        """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
+
+
 class Stepper:
     """Runs optimizer steps on a program.
 
@@ -146,6 +159,8 @@ class Stepper:
         self.program, self.optimizer, self.scaler = program, optimizer, scaler
         self._clip, self._seed = clip, seed
         self._targets = 1
+        self.outer: JointSteps | None = None
+        """The islands that may take first steps as one; None without several."""
         self.probe: Callable[[torch.Tensor], None] | None = None
         """Called before clipping and update, when gradients are complete, with the factor to true gradients."""
         self._copies = program.reporters
@@ -177,14 +192,15 @@ class Stepper:
         Returns:
             Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
         """
-        program = self.program
+        program, outer = self.program, self.outer
+        joint = outer is not None and outer.is_joint(step)
         # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
         if program.term_counts is not None:
             local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
-            program.view.totals = self.island_sum(local_weights / program.ranks_per_batch)
+            program.view.totals = self._step_sum(local_weights / program.ranks_per_batch, joint)
         feedback = program.error_feedback
         if feedback is not None:
             feedback.begin_step(self.scaler.scale)
@@ -193,7 +209,9 @@ class Stepper:
         fill_missing(program)
         if stamp:
             stamp.phase("reduce", 0)
-        norm, vector, factor = self.globals(sums, stop)
+        if outer is not None and joint:
+            outer.sum_gradients()
+        norm, vector, factor = self.globals(sums, stop, outer.islands if outer is not None and joint else 1)
         if self.probe is not None:
             self.probe(factor)
         program.step_timer.lap("norm")
@@ -232,19 +250,22 @@ class Stepper:
             loss = loss + vector[term_index] / vector[term_index + 1].clamp(min=1.0)
         return loss
 
-    def globals(self, sums: torch.Tensor, stop: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def globals(
+        self, sums: torch.Tensor, stop: float, joint_islands: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """All-reduces the step's sums and the squared gradient norm, in one vector.
 
         Args:
             sums: (3 + 2 terms,) this rank's sums of `parallel.program.Compute`, partial over readers.
             stop: this rank's term of the stop count.
+            joint_islands: islands that take the step as one, each of which has the gradient of all.
 
         Returns:
             On the device, float64: the global norm of the true gradients, (); the summed vector of `FIELDS` and what
             follows, 1-D; and the factor from stored to true gradients, ().
         """
         program = self.program
-        squared = local_norm_squared(program)
+        squared = local_norm_squared(program) / joint_islands
         sums = sums.to(squared.device)
         # Ranks that read the same rows (tp, cp) report the same sums: count them once.
         sums = sums / self._copies
@@ -252,7 +273,7 @@ class Stepper:
         if program.expert_counts is not None:
             vector = torch.cat([vector, program.expert_counts.drain(vector.device)])
         # The step's only all-reduce over all its ranks: loss, targets, hits, norm, stop and expert counts together.
-        self.island_sum(vector)
+        self._step_sum(vector, joint_islands > 1)
         # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
@@ -261,8 +282,12 @@ class Stepper:
         """Returns ``sums`` of `parallel.program.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
+    def _step_sum(self, values: torch.Tensor, joint: bool) -> torch.Tensor:
+        """Returns ``values`` summed over the ranks that take this step together: an island's, or where joint all."""
+        return self.world_sum(values) if joint else self.island_sum(values)
+
     def island_sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Returns ``values``, any shape, summed over the ranks that take this step together; in place for several."""
+        """Returns ``values``, any shape, summed over the ranks of this rank's island; in place for several."""
         if self.program.mesh is not None and self.program.mesh.island.size > 1:
             self.program.mesh.island.all_reduce(values).wait()
         return values

@@ -451,6 +451,11 @@ class Trainer:
             deps.monitor.event(Event(kind="requested", rank=deps.rank, data={"step": self.step + 1, "what": actions}))
         return stop_count
 
+    def _is_joint(self, step: int) -> bool:
+        """Returns whether all islands take the step after so many steps as one (`outer.warmup`)."""
+        outer = self._deps.outer
+        return isinstance(outer, OuterOptimizer) and outer.is_joint(step)
+
     def _join_islands(
         self, outer: OuterOptimizer | SiteOptimizer, values: Mapping[str, float], updated: bool
     ) -> float | None:
@@ -466,9 +471,10 @@ class Trainer:
             when a rank's state is damaged.
         """
         self._phase("join", 0)
-        outer.request_stop(values["stop"])
         step, tokens = self.step + 1, values["targets"] if updated else 0.0
-        last = step == self._deps.config.train.steps
+        last, joint = step == self._deps.config.train.steps, self._is_joint(self.step)
+        if not joint:
+            outer.request_stop(values["stop"])
         if outer.sends_ahead(step, last):
             self._integrity.note_state()
         if outer.ends_round(step, last):
@@ -478,10 +484,12 @@ class Trainer:
                 return None
         self._join = outer.after_step(step, tokens, values["loss"], last)
         self._deps.program.step_timer.lap("join")
-        if self._join is None:
-            return 0.0
-        self._integrity.joined()
-        return self._join.stop_count
+        if self._join is not None:
+            self._integrity.joined()
+        # All islands counted alike in a step that they took as one.
+        if joint:
+            return values["stop"]
+        return self._join.stop_count if self._join is not None else 0.0
 
     def _record(
         self, launched: LaunchedStep, outcome: StepOutcome, values: Mapping[str, float], spent: Clocks, skipped: bool
@@ -571,7 +579,8 @@ class Trainer:
             )
             for hook in self._deps.hooks:
                 hook_requests |= hook(info)
-        if outer is None:
+        # After a step that all islands took as one, their hooks saw the same.
+        if outer is None or self._is_joint(self.step - 1):
             return requests | hook_requests
         # A hook sees its own island's losses: what it asks for happens on all islands after the next join.
         flags = {name: Request[name.upper()] for name in VOTES}

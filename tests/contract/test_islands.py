@@ -149,6 +149,12 @@ def test_what_islands_cannot_do_is_refused_by_name() -> None:
         check_islands(RunConfig(outer=OuterConfig(every=5)), one)
     check_islands(RunConfig(), one)
     config = RunConfig()
+    with pytest.raises(ConfigError, match=r"outer.warmup = 1000 leaves none of train.steps = 1000"):
+        check_islands(RunConfig(outer=OuterConfig(warmup=1000)), two)
+    with pytest.raises(ConfigError, match=r"outer.warmup = -1"):
+        OuterConfig(warmup=-1).check()
+    with pytest.raises(ConfigError, match=r"outer.warmup = 3 sums gradients between islands of one run"):
+        check_islands(RunConfig(outer=OuterConfig(warmup=3, meet="10.0.0.1:29600")), one)
     with pytest.raises(ConfigError, match="on_sick = rewind"):
         check_islands(dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, on_sick="rewind")), two)
     with pytest.raises(ConfigError, match="rebalance = 5 moves rows between ranks of all islands"):
@@ -253,6 +259,34 @@ def test_a_run_goes_on_to_the_bit_within_a_round(root: Path, layout: str) -> Non
     assert events(root, "ended", "resumed")[0]["step"] == 6
     reports = [row["outer"] for row in rows(root / "ended") if row["outer"]]
     assert [len(report["island_losses"]) for report in reports] == [2, 2, 2]
+
+
+@pytest.mark.slow
+def test_islands_take_first_steps_as_one(root: Path) -> None:
+    """As copies do, at their bytes; a run that ends before islands part goes on to the bit."""
+    more = ("--outer.warmup", "5", "--evaluation.every", "3")
+    whole = train(root, "whole", "islands=2", 10, 2, *more)
+    ends = ("--recovery.faults", "kill:rank=1,step=4", "--recovery.no-enabled")
+    train(root, "ended", "islands=2", 10, 2, *more, *ends, fails=True)
+    assert train(root, "ended", "islands=2", 10, 2, *more, "--recovery.no-enabled") == whole
+    assert events(root, "ended", "resumed")[0]["step"] == 2
+    options = ("--model.heads", "4", "--train.steps", "10", "--schedule.shape", "constant", "--evaluation.every", "3")
+    status, text = call(words(root, "copies", *options, layout="replicate=2", devices=2), root / "copies.log")
+    assert not status, text
+    copies = [(row["loss"], row["grad_norm"]) for row in rows(root / "copies")]
+    assert [loss for loss, _ in whole[:5]] == pytest.approx([loss for loss, _ in copies[:5]], rel=1e-5)
+    assert [norm for _, norm in whole[:5]] == pytest.approx([norm for _, norm in copies[:5]], rel=1e-4)
+    assert abs(whole[5][0] - copies[5][0]) > 1e-5, "island 0's own loss"
+    steps = rows(root / "whole")
+    assert [row["step"] for row in steps if row["outer"]] == [9, 10]
+    by_axis = [{entry["axis"]: entry["bytes"] for entry in row["comm"]} for row in steps]
+    exact, joined = by_axis[0]["islands"], by_axis[8]["islands"]
+    # A join sends as much, its weights' number, and the summary.
+    assert all(axes["islands"] == exact for axes in by_axis[:5]) and exact < joined < 1.01 * exact
+    assert all("islands" not in axes for axes in by_axis[5:8])
+    losses = {event["step"]: event["loss"] for event in events(root, "whole", "evaluated")}
+    exact_losses = {event["step"]: event["loss"] for event in events(root, "copies", "evaluated")}
+    assert losses[3] == pytest.approx(exact_losses[3], rel=1e-5), "evaluated at the weights of the step"
 
 
 @pytest.mark.slow

@@ -47,13 +47,16 @@ STREAM = ("--outer.fragments", "2", "--outer.delay", "3")
 def test_fragments_that_arrive_later_equal_a_plain_loop_on_one_device() -> None:
     stream = OuterRecipe(every=4, fragments=2, delay=1, mix=0.5)
     all_pass("llama", stream, 7, "islands=2", "islands=2,pp=2,microbatches=2", "islands=2,shard=2,zero=3")
-    # Two transfers are under way at once, and the end finds both.
-    all_pass("llama", dataclasses.replace(stream, fragments=3, delay=3, mix=0.25), 7, "islands=2,tp=2")
+    # Two transfers are under way at once, and the end finds both; before, islands take two steps as one.
+    late = dataclasses.replace(stream, fragments=3, delay=3, mix=0.25, warmup=2)
+    all_pass("llama", late, 9, "islands=2,tp=2", "islands=2,shard=2,zero=3")
 
 
 @pytest.mark.parametrize(("outer", "layout"), cases([
     (OuterRecipe(every=4, fragments=4, delay=2), "islands=2,cp=2"),
     (OuterRecipe(every=3, delay=2, mix=0.9, nesterov=False), "islands=4,microbatches=2"),
+    (OuterRecipe(every=3, warmup=4), "islands=2,pp=2,microbatches=2"),
+    (OuterRecipe(every=4, warmup=9), "islands=2,shard=2,zero=1"),
     (OuterRecipe(every=3, fragments=3), "islands=2,shard=2,zero=2"),
     (OuterRecipe(every=2, fragments=2, delay=1, lr=1.0, momentum=0.0), "islands=2,shard=2,zero=1"),
 ], ()))  # fmt: skip
@@ -62,7 +65,8 @@ def test_more_fragments_and_delays(outer: OuterRecipe, layout: str) -> None:
 
 
 def test_experts_may_be_spread_inside_an_island() -> None:
-    all_pass("mixtral", OuterRecipe(every=2, fragments=2, delay=1, mix=0.5), 3, "islands=2,shard=2,ep=2,zero=1")
+    outer = OuterRecipe(every=2, fragments=2, delay=1, mix=0.5, warmup=1)
+    all_pass("mixtral", outer, 4, "islands=2,shard=2,ep=2,zero=1")
 
 
 def verdict_of(monkeypatch: pytest.MonkeyPatch, text: str, **other: float) -> Any:
@@ -279,6 +283,8 @@ def test_ranks_of_islands_killed_at_random_steps(seed: int, root: Path) -> None:
     options += ("--train.batch", "12", "--recovery.snapshot-every", str(snapshot_every))
     if phase == "snapshot":
         step -= step % snapshot_every
+    # Killed before, as and after islands part.
+    options += ("--outer.warmup", str(draw.choice((0, 3, 8))))
     kill = ("--recovery.faults", f"kill:rank={rank},step={step},phase={phase}")
     began = time.monotonic()
     whole = train(root, "whole", layout, steps, ranks, *options)

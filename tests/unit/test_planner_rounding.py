@@ -136,13 +136,16 @@ def test_formats_that_were_not_measured_are_priced_by_the_bytes_that_move() -> N
 def test_joins_that_round_take_their_core() -> None:
     question = Question(job=JOB, cluster=machines())
     layout = Layout.parse("islands=2,precision=float32")
+    price = price_layout(question, layout, None).price
     for rounds in (Rounds(compress="int8"), Rounds(compress="int8", delay=20)):
-        join = price_join(dataclasses.replace(question, rounds=rounds), layout, 0.5)
+        question = dataclasses.replace(question, rounds=rounds)
+        join = price_join(question, layout, dataclasses.replace(price, step_s=0.5))
         _, nearest_ns, decode_ns, _ = NS["int8"]
         assert join.rounding_s == pytest.approx(1e-9 * SHAPE.parameters * (nearest_ns + 2 * decode_ns))
-        assert join.step_s == pytest.approx((join.exposed_s + join.rounding_s) / 30)
+        assert join.step_s == pytest.approx((join.exposed_s + join.work_s + join.rounding_s) / 30)
     assert join.exposed_s == 0.0 < join.rounding_s, "a delay hides the wire, and nothing that the core does"
-    assert price_join(question, layout, 0.5).rounding_s == 0.0
+    assert join.work_s == pytest.approx(CORE_BYTE_S * SHAPE.parameters * 260 / 256)
+    assert price_join(dataclasses.replace(question, rounds=Rounds()), layout, price).rounding_s == 0.0
 
 
 def test_rounded_sums_are_priced_by_format_for_many_layouts_at_once() -> None:
