@@ -6,6 +6,9 @@ The page's first document, all of its sections, and then its updates as a browse
 pause. The run's files grow meanwhile by a step each half second, a recorded step every ten and a sample of eight nodes'
 health every ten seconds. CPU is this thread's. `--browser` serves the page by `meshwright watch`, opens it in headless
 Chromium as the server begins and once more, and asks when it painted first and how much CPU browser and server take.
+`--training PAIRS` instead trains: two runs of two ranks beside each other, one of which serves its page to a reader,
+and compares processor seconds a step of the ranks, and of all processes of the command; bar 0.5 % more of the ranks.
+
 Bars: first document and paint under 1 s, updates under 100 ms of CPU a second and under 0.5 % of the machine's cores.
 Exit status 1 when one is missed.
 """
@@ -21,11 +24,13 @@ import os
 import random
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +40,13 @@ import aiohttp
 
 from meshwright.doctor.nvml import GpuState
 from meshwright.monitor import live_page
-from tests import simulated_run
+from tests import runs, simulated_run
 
 FIRST_BAR_S, UPDATE_BAR_S, SHARE_BAR = 1.0, 0.1, 0.005
 STEP_EVERY_S, RECORDED_EVERY, HEALTH_EVERY = 0.5, 10, 20
 NODES = 8
+TRAINED = (50, 650)
+"""Steps between which the processor seconds of training are compared."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -50,8 +57,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--browser", action="store_true")
+    parser.add_argument(
+        "--training", type=int, default=0, metavar="PAIRS", help="pairs of runs with and without a page"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.training:
+        return compare_training(options.training)
     with tempfile.TemporaryDirectory() as temporary:
         run = simulated_run.write(Path(temporary) / "run", options.steps, ranks=options.ranks, every=500)
         growth = Growth(run, options.steps, options.ranks)
@@ -211,6 +223,95 @@ def _cpu_s(pid: int) -> float:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     below = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(_cpu_s, map(int, below)))
+
+
+def compare_training(pairs: int) -> int:
+    """Trains with and without a page and prints its cost in processor seconds; returns 1 when the bar is missed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        runs.write_corpus(folder / "corpus.txt", sentences=3000)
+        runs.warm()
+        told = []
+        for number in range(pairs):
+            told.append(_train_pair(folder, number))
+            print(f"{number + 1}: " + ", ".join(f"{name} {value:+.2%}" for name, value in told[-1].items()), flush=True)
+    medians = {name: statistics.median(pair[name] for pair in told) for name in told[0]}
+    print("median: " + ", ".join(f"{name} {value:+.2%}" for name, value in medians.items()))
+    return 1 if medians["ranks"] >= SHARE_BAR else 0
+
+
+def _train_pair(folder: Path, number: int) -> dict[str, float]:
+    """Returns how many more processor seconds a step the run with a page takes, as a share of the other's."""
+    first, last = TRAINED
+    # What a run costs more because it began first is the other's turn in the next pair.
+    names = ["page", "none"] if number % 2 else ["none", "page"]
+    started = {}
+    for name in names:
+        more = ["--train.steps", str(10 * last), "--model.width", "128", "--checkpoint.every", "0"]
+        more += ["--monitor.port", "0"] if name == "page" else []
+        argv = runs.words(folder, f"{name}-{number}", *more, layout="shard=2,zero=2", devices=2)
+        started[name] = runs.Running(argv, folder / f"{name}-{number}.log")
+    reader = Reader(started["page"].output)
+    try:
+        for name in names:
+            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= first, 600.0)
+        reader.start()
+        before = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
+        for name in names:
+            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= last, 600.0)
+        after = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
+    finally:
+        reader.stop()
+        for running in started.values():
+            running.end()
+            running.wait()
+    assert reader.answers > 1, "nobody looked at the page"
+    result = {}
+    for title in ("ranks", "all processes"):
+        a_step = {
+            name: (after[name][title] - before[name][title]) / (after[name]["steps"] - before[name]["steps"])
+            for name in names
+        }
+        result[title] = a_step["page"] / a_step["none"] - 1
+    return result
+
+
+def _spent(running: runs.Running, run: Path) -> dict[str, float]:
+    """Returns the steps so far, and processor seconds of the ranks and of the whole command."""
+    ranks = [event["pid"] for event in runs.rows(run, "events.jsonl") if event["kind"] == "rank_started"]
+    return {
+        "steps": float(runs.last_step(run)),
+        "ranks": sum(map(_cpu_s, ranks)),
+        "all processes": _cpu_s(running.pid),
+    }
+
+
+class Reader(threading.Thread):
+    """Asks a page for what has changed, as a browser's script does.
+
+    Args:
+        log: of the command that serves it, which says its address.
+    """
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(daemon=True)
+        self._log, self._ended, self.answers = log, threading.Event(), 0
+
+    def run(self) -> None:
+        """Asks until it is stopped."""
+        address = re.search(r"http://\S+", self._log.read_text())
+        assert address is not None
+        version, pause_s = 0, 0.0
+        while not self._ended.wait(pause_s):
+            with urllib.request.urlopen(f"{address[0]}api/sections?since={version}", timeout=120) as answer:
+                news = json.load(answer)
+            version, pause_s, self.answers = news["version"], news["pause_ms"] / 1e3, self.answers + 1
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._ended.set()
+        if self.is_alive():
+            self.join()
 
 
 class Growth(threading.Thread):
