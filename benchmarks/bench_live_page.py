@@ -2,11 +2,15 @@
 
     python benchmarks/bench_live_page.py [--steps 10000] [--ranks 64] [--seconds 20] [--browser] [--json OUT]
 
-The page's first document, and then its updates as a browser asks for them: after each answer's own pause. The run's
-files grow meanwhile by a step each half second, a recorded step every ten and a sample of eight nodes' health every ten
-seconds. CPU is this thread's. `--browser` opens the page in headless Chromium and asks it when it painted first, and
-how much CPU its updates take. Bars: first document and paint under 1 s, updates under 100 ms of CPU a second and under
-0.5 % of the machine's cores. Exit status 1 when one is missed.
+The page's first document, all of its sections, and then its updates as a browser asks for them: after each answer's own
+pause. The run's files grow meanwhile by a step each half second, a recorded step every ten and a sample of eight nodes'
+health every ten seconds. CPU is this thread's. `--browser` serves the page by `meshwright watch`, opens it in headless
+Chromium as the server begins and once more, and asks when it painted first and how much CPU browser and server take.
+`--training PAIRS` instead trains: two runs of two ranks beside each other, one of which serves its page to a reader,
+and compares processor seconds a step of the ranks; the page's own process is told as a share of the cores. Bar 0.5 %.
+
+Bars: first document and paint under 1 s, updates under 100 ms of CPU a second and under 0.5 % of the machine's cores.
+Exit status 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -18,12 +22,15 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +39,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import aiohttp
 
 from meshwright.doctor.nvml import GpuState
-from meshwright.jobs.watch import make_server
 from meshwright.monitor import live_page
-from tests import simulated_run
+from tests import runs, simulated_run
 
 FIRST_BAR_S, UPDATE_BAR_S, SHARE_BAR = 1.0, 0.1, 0.005
 STEP_EVERY_S, RECORDED_EVERY, HEALTH_EVERY = 0.5, 10, 20
 NODES = 8
+TRAINED = (50, 650)
+"""Steps between which the processor seconds of training are compared."""
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
@@ -49,8 +57,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--browser", action="store_true")
+    parser.add_argument(
+        "--training", type=int, default=0, metavar="PAIRS", help="pairs of runs with and without a page"
+    )
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    if options.training:
+        return compare_training(options.training)
     with tempfile.TemporaryDirectory() as temporary:
         run = simulated_run.write(Path(temporary) / "run", options.steps, ranks=options.ranks, every=500)
         growth = Growth(run, options.steps, options.ranks)
@@ -74,9 +87,11 @@ def main() -> int:
 
 BARS = {
     "first document CPU s": FIRST_BAR_S,
-    "browser: first paint s": FIRST_BAR_S,
+    "browser, server begins: first paint s": FIRST_BAR_S,
+    "browser, server has read: first paint s": FIRST_BAR_S,
     "updates: CPU s a second": UPDATE_BAR_S,
     "browser: updates, CPU s a second": UPDATE_BAR_S,
+    "browser: updates, server's CPU s a second": UPDATE_BAR_S,
     "updates: share of the cores": SHARE_BAR,
 }
 
@@ -91,7 +106,11 @@ def measure(run: Path, seconds: float) -> dict[str, float]:
         "first document CPU s": time.thread_time() - cpu,
         "first document MB": len(document.encode()) / 1e6,
     }
-    begun, cpu, version, answers, size, slowest = time.monotonic(), time.thread_time(), 0, 0, 0, 0.0
+    cpu, version = time.thread_time(), 0
+    for _ in range(2):
+        version = page.sections_since(version)["version"]
+    result["all sections, CPU s"] = time.thread_time() - cpu
+    begun, cpu, answers, size, slowest = time.monotonic(), time.thread_time(), 0, 0, 0.0
     while time.monotonic() < begun + seconds:
         before = time.thread_time()
         answer: dict[str, Any] = page.sections_since(version)
@@ -111,7 +130,9 @@ def measure(run: Path, seconds: float) -> dict[str, float]:
 
 
 def in_browser(run: Path, folder: Path, seconds: float) -> dict[str, float]:
-    """Returns when a browser painted the served page first, and the CPU that its updates then take there.
+    """Returns when a browser painted the page, and the CPU that it and the page's server take.
+
+    The page is opened twice: as its server begins, which has yet to read the run's files, and when it has read them.
 
     Args:
         run: the run directory.
@@ -120,29 +141,39 @@ def in_browser(run: Path, folder: Path, seconds: float) -> dict[str, float]:
     """
     if CHROMIUM is None:
         raise SystemExit("no Chromium here; leave --browser out")
-    server = make_server(run, ("127.0.0.1", 0), None, 0.25)
-    threading.Thread(target=server.serve, daemon=True).start()
     flags = ("--headless=new", "--no-sandbox", "--disable-gpu", "--remote-debugging-port=0", "--window-size=1200,2400")
     browser = subprocess.Popen(
         [CHROMIUM, *flags, f"--user-data-dir={folder / 'profile'}", "about:blank"],
         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
+    server = None
     try:
         port_file, end = folder / "profile" / "DevToolsActivePort", time.monotonic() + 60
         while not port_file.exists() or len(port_file.read_text().split()) < 2:
             assert browser.poll() is None and time.monotonic() < end, "the browser doesn't start"
             time.sleep(0.1)
         port = port_file.read_text().split()[0]
-        address = f"http://127.0.0.1:{server.server_address[1]}/"
-        return asyncio.run(_watch_page(port, address, seconds))
+        command = [sys.executable, "-m", "meshwright", "watch", str(run), "--port", "0"]
+        server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1])
+        assert server.stderr is not None
+        addresses = re.findall(r"http://\S+", server.stderr.readline())
+        assert addresses, "the page isn't served"
+        return asyncio.run(_watch_page(port, addresses[0], seconds, browser.pid, server.pid))
     finally:
-        browser.terminate()
-        browser.wait(30)
-        server.shutdown()
-        server.server_close()
+        for process in (browser, server):
+            if process is not None:
+                process.terminate()
+                process.wait(30)
 
 
-async def _watch_page(port: str, address: str, seconds: float) -> dict[str, float]:
+_FIRST_SCREEN = """JSON.stringify({
+  paint: (performance.getEntriesByName('first-contentful-paint')[0] || {startTime: -1}).startTime,
+  curves: document.querySelector('#course svg') ? performance.now() : -1,
+  all: document.querySelector('#last-recorded-step svg') ? performance.now() : -1})"""
+"""When the first paint was, and since when at the latest the curves and the step of all ranks are there."""
+
+
+async def _watch_page(port: str, address: str, seconds: float, browser_pid: int, server_pid: int) -> dict[str, float]:
     async with aiohttp.ClientSession() as session:
         async with session.get(f"http://127.0.0.1:{port}/json/list") as answer:
             tab = next(entry for entry in await answer.json() if entry["type"] == "page")
@@ -156,29 +187,133 @@ async def _watch_page(port: str, address: str, seconds: float) -> dict[str, floa
                     continue
                 return dict(message["result"])
 
-            async def script_s() -> float:
-                metrics = {item["name"]: item["value"] for item in (await call("Performance.getMetrics"))["metrics"]}
-                return float(metrics["TaskDuration"])
+            async def open_page(name: str) -> dict[str, float]:
+                server_s, browser_s = _cpu_s(server_pid), _cpu_s(browser_pid)
+                await call("Page.navigate", url=address)
+                end, seen = time.monotonic() + 60, {"paint": -1.0, "curves": -1.0, "all": -1.0}
+                while min(seen.values()) < 0 and time.monotonic() < end:
+                    await asyncio.sleep(0.05)
+                    value = (await call("Runtime.evaluate", expression=_FIRST_SCREEN))["result"]["value"]
+                    seen = {
+                        key: was if was >= 0 else now
+                        for (key, was), now in zip(seen.items(), json.loads(value).values())
+                    }
+                return {
+                    f"browser, {name}: first paint s": seen["paint"] / 1e3,
+                    f"browser, {name}: curves s": seen["curves"] / 1e3,
+                    f"browser, {name}: all s": seen["all"] / 1e3,
+                    f"browser, {name}: server's CPU s until then": _cpu_s(server_pid) - server_s,
+                    f"browser, {name}: browser's CPU s until then": _cpu_s(browser_pid) - browser_s,
+                }
 
-            async def first_paint_ms() -> float:
-                expression = "(performance.getEntriesByName('first-contentful-paint')[0] || {startTime: -1}).startTime"
-                return float((await call("Runtime.evaluate", expression=expression))["result"]["value"])
-
-            await call("Performance.enable")
-            await call("Page.navigate", url=address)
-            end = time.monotonic() + 60
-            while (paint_ms := await first_paint_ms()) < 0 and time.monotonic() < end:
-                await asyncio.sleep(0.1)
-            painted_s = await script_s()
+            result = await open_page("server begins")
+            result |= await open_page("server has read")
             await asyncio.sleep(5.0)
-            begun, before_s = time.monotonic(), await script_s()
+            begun, browser_s, server_s = time.monotonic(), _cpu_s(browser_pid), _cpu_s(server_pid)
             await asyncio.sleep(seconds)
-            busy = (await script_s() - before_s) / (time.monotonic() - begun)
-            return {
-                "browser: first paint s": paint_ms / 1e3,
-                "browser: CPU s until then": painted_s,
-                "browser: updates, CPU s a second": busy,
+            wall_s = time.monotonic() - begun
+            return result | {
+                "browser: updates, CPU s a second": (_cpu_s(browser_pid) - browser_s) / wall_s,
+                "browser: updates, server's CPU s a second": (_cpu_s(server_pid) - server_s) / wall_s,
             }
+
+
+def _cpu_s(pid: int) -> float:
+    """Returns user and system seconds so far of a process and of those below it that still run."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    below = " ".join(path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")).split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + sum(map(_cpu_s, map(int, below)))
+
+
+def compare_training(pairs: int) -> int:
+    """Trains with and without a page and prints its cost in processor seconds; returns 1 when the bar is missed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        runs.write_corpus(folder / "corpus.txt", sentences=3000)
+        runs.warm()
+        told = []
+        for number in range(pairs):
+            told.append(_train_pair(folder, number))
+            print(f"{number + 1}: " + ", ".join(f"{name} {value:+.2%}" for name, value in told[-1].items()), flush=True)
+    medians = {name: statistics.median(pair[name] for pair in told) for name in told[0]}
+    print("median: " + ", ".join(f"{name} {value:+.2%}" for name, value in medians.items()))
+    return 1 if max(medians.values()) >= SHARE_BAR else 0
+
+
+def _train_pair(folder: Path, number: int) -> dict[str, float]:
+    """Returns how many more processor seconds a step the ranks with a page take, and what its own process takes."""
+    first, last = TRAINED
+    # What a run costs more because it began first is the other's turn in the next pair.
+    names = ["page", "none"] if number % 2 else ["none", "page"]
+    started = {}
+    for name in names:
+        more = ["--train.steps", str(10 * last), "--model.width", "128", "--checkpoint.every", "0"]
+        more += ["--monitor.port", "0"] if name == "page" else []
+        argv = runs.words(folder, f"{name}-{number}", *more, layout="shard=2,zero=2", devices=2)
+        started[name] = runs.Running(argv, folder / f"{name}-{number}.log")
+    reader = Reader(started["page"].output)
+    try:
+        for name in names:
+            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= first, 600.0)
+        reader.start()
+        before = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
+        for name in names:
+            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= last, 600.0)
+        after = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
+    finally:
+        reader.stop()
+        for running in started.values():
+            running.end()
+            running.wait()
+    assert reader.answers > 1, "nobody looked at the page"
+    spent = {name: {title: after[name][title] - before[name][title] for title in after[name]} for name in names}
+    steps = {name: spent[name]["steps"] for name in names}
+    ranks = {name: spent[name]["ranks"] / steps[name] for name in names}
+    beside = {name: spent[name]["all processes"] - spent[name]["ranks"] for name in names}
+    page_s = beside["page"] - beside["none"] * steps["page"] / steps["none"]
+    return {
+        "ranks": ranks["page"] / ranks["none"] - 1,
+        "page's process, of the cores": page_s / spent["page"]["wall"] / (os.cpu_count() or 1),
+    }
+
+
+def _spent(running: runs.Running, run: Path) -> dict[str, float]:
+    """Returns the steps so far, and processor seconds of the ranks and of the whole command."""
+    ranks = [event["pid"] for event in runs.rows(run, "events.jsonl") if event["kind"] == "rank_started"]
+    return {
+        "wall": time.monotonic(),
+        "steps": float(runs.last_step(run)),
+        "ranks": sum(map(_cpu_s, ranks)),
+        "all processes": _cpu_s(running.pid),
+    }
+
+
+class Reader(threading.Thread):
+    """Asks a page for what has changed, as a browser's script does.
+
+    Args:
+        log: of the command that serves it, which says its address.
+    """
+
+    def __init__(self, log: Path) -> None:
+        super().__init__(daemon=True)
+        self._log, self._ended, self.answers = log, threading.Event(), 0
+
+    def run(self) -> None:
+        """Asks until it is stopped."""
+        address = re.search(r"http://\S+", self._log.read_text())
+        assert address is not None
+        version, pause_s = 0, 0.0
+        while not self._ended.wait(pause_s):
+            with urllib.request.urlopen(f"{address[0]}api/sections?since={version}", timeout=120) as answer:
+                news = json.load(answer)
+            version, pause_s, self.answers = news["version"], news["pause_ms"] / 1e3, self.answers + 1
+
+    def stop(self) -> None:
+        """Ends it."""
+        self._ended.set()
+        if self.is_alive():
+            self.join()
 
 
 class Growth(threading.Thread):

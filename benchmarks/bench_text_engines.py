@@ -47,6 +47,7 @@ from loguru import logger
 
 from benchmarks.text_engines import processor_s
 from meshwright.data import filters as our_filters
+from meshwright.data import stages
 from meshwright.data.batches import run_batch_task
 from meshwright.data.config import DataConfig
 from meshwright.data.filters import FilterConfig
@@ -58,9 +59,17 @@ from tests.prepare_runs import contents
 from tests.ray_cluster import RayTestCluster
 from tests.slurm_cluster import SlurmCluster
 
-FILE_BYTES, PART_BYTES = 4e6, 12e6
+FILE_BYTES, PART_BYTES, LEAST_FILES = 4e6, 12e6, 12
 SIMILAR, RECALL_BAR, SPEED_BAR = 0.85, 0.95, 0.9
 STALL_S = 1200.0
+COMMAND = """
+import sys
+from meshwright.cli.main import main
+from meshwright.data import stages
+stages.GROUP_BYTES, stages.UNIT_BYTES = {}, {}
+sys.exit(main(sys.argv[1:]))
+"""
+"""The command, with the sizes of tasks that a text needs; the set doesn't depend on them."""
 LETTERS = {"en": "aeioulmnrst", "de": "aeuzkwpfgbh"}
 ADDRESS = "Write to person{}@uni-bonn.de."
 ENGINES: dict[str, tuple[Callable[[Path], Any], Callable[[], str]]] = {
@@ -144,6 +153,10 @@ class Corpus:
 
     def __init__(self, folder: Path, size: float, kept: float, pairs: int) -> None:
         self.bytes = self.documents = self.files = 0
+        self.file_bytes = min(FILE_BYTES, size / LEAST_FILES)
+        # A small text is still read and encoded in tasks enough to be killed in the middle of them.
+        self.group_bytes = min(stages.GROUP_BYTES, int(self.file_bytes))
+        self.unit_bytes = (min(stages.UNIT_BYTES[0], int(size * kept / 2 / LEAST_FILES)), stages.UNIT_BYTES[1])
         self._languages: list[str] = []
         self._pairs: list[tuple[int, int, float]] = []
         self.folder, self.model = folder / "text", folder / "languages.bin"
@@ -170,7 +183,7 @@ class Corpus:
         chosen = set(draw.sample(originals, min(pairs, len(originals) // 2)))
         while self.bytes < size:
             with (self.folder / f"{self.files:05d}.jsonl").open("w", encoding="utf-8") as file:
-                end = self.bytes + FILE_BYTES
+                end = self.bytes + self.file_bytes
                 while self.bytes < end:
                     number = self.documents
                     if waiting and waiting[0][0] <= number:
@@ -269,7 +282,8 @@ class Killed:
         self.out, self._log = folder / f"set-{name}", folder / f"{name}.log"
         self._started: list[subprocess.Popen[bytes]] = []
         self._argv = [
-            *(sys.executable, "-m", "meshwright", "prepare", str(corpus.folder), "--to", str(self.out)),
+            *(sys.executable, "-c", COMMAND.format(corpus.group_bytes, corpus.unit_bytes)),
+            *("prepare", str(corpus.folder), "--to", str(self.out)),
             *("--engine", name, *settings, "--validation-share", "0.01", "--filters.languages", "en"),
             *("--filters.language-model", filters.language_model),
             *("--filters.mask-personal", "true", "--filters.near-duplicates", "true"),
@@ -336,7 +350,7 @@ def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
         signatures = run.wait(process, "minhash-signature-*.done", max(2, int(0.3 * corpus.files)))
         cluster.kill_node(1)
         cluster.start_node(1)
-        encoding = run.kill_at(process, "unit-*.bin", 12)
+        encoding = run.kill_at(process, "unit-*.bin", LEAST_FILES // 2)
         run.finish(run.start())
         seconds = time.monotonic() - begun
         return {
@@ -364,7 +378,7 @@ class ThisProcess:
 def against_datatrove(corpus: Corpus, folder: Path, rounds: int) -> dict[str, Any]:
     """Returns tokens a second and core of both, and the median ratio of the rounds."""
     folder.mkdir(parents=True)
-    files = sorted(corpus.folder.iterdir())[: int(PART_BYTES / FILE_BYTES)]
+    files = sorted(corpus.folder.iterdir())[: max(1, int(PART_BYTES / corpus.file_bytes))]
     part = folder / "part"
     part.mkdir()
     for path in files:
@@ -385,7 +399,7 @@ def against_datatrove(corpus: Corpus, folder: Path, rounds: int) -> dict[str, An
     ]
     tokens = len(made.train.tokens) + len(made.validation.tokens)
     return {
-        "compared MB": len(files) * FILE_BYTES / 1e6,
+        "compared MB": len(files) * corpus.file_bytes / 1e6,
         "prepare tokens/s/core": tokens / statistics.median(own for own, _ in times),
         "datatrove tokens/s/core": tokens / statistics.median(other for _, other in times),
         "prepare / datatrove": statistics.median(other / own for own, other in times),

@@ -315,31 +315,24 @@ def bar_chart(
         format_value: formats a value.
         colours: colour of each segment's name; the legend lists them where a row has several values.
     """
-    bar_count = max((len(bars) for _, bars in rows), default=1)
     longest = max((sum(value or 0.0 for value in bar.values()) for _, bars in rows for bar in bars), default=0.0)
     if not longest > 0:
         return _empty(title)
-    # Two bars of a row are thinner and closer than those of two rows.
-    left, width, thickness = 150.0, 760.0, 22 if bar_count == 1 else 12
-    pitch = bar_count * (thickness + 3) + 8
     drawn_rows = []
-    for row_index, (label, bars) in enumerate(rows):
-        top, drawn_bars = 6 + pitch * row_index, []
-        for bar_index, bar in enumerate(bars):
-            total, x, segments = sum(value or 0.0 for value in bar.values()), left, []
+    for label, bars in rows:
+        drawn_bars = []
+        for bar in bars:
+            total, segments = sum(value or 0.0 for value in bar.values()), []
             for name, value in bar.items():
-                segment_width = (value or 0.0) / longest * width
                 share = f"{(value or 0.0) / total:.0%}" if total and len(bar) > 1 else ""
                 note = f"{name}: {format_value(value or 0.0)}, {share}" if share else ""
-                segments.append((x, segment_width, colours[name] % COLOURS, share, note))
-                x += segment_width
+                segments.append(((value or 0.0) / longest, colours[name] % COLOURS, share, note))
             unknown = [name for name, value in bar.items() if value is None]
-            text = f"not {unknown[0]}" if unknown else format_value(total)
-            drawn_bars.append((top + (thickness + 3) * bar_index, segments, x, text))
-        drawn_rows.append((top + (bar_count * (thickness + 3) - 3) / 2, label, drawn_bars))
+            drawn_bars.append((segments, f"not {unknown[0]}" if unknown else format_value(total)))
+        drawn_rows.append((label, drawn_bars))
     has_legend = any(len(bars) > 1 or len(bar) > 1 for _, bars in rows for bar in bars)
     keys = [(colour % COLOURS, name) for name, colour in colours.items()] if has_legend else []
-    return _render_bars(title, 6 + pitch * len(rows), left, thickness, drawn_rows, keys)
+    return _render_bars(title, drawn_rows, keys)
 
 
 def cell_grid(

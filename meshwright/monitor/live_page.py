@@ -17,7 +17,7 @@ from meshwright.monitor.charts import envelope
 from meshwright.monitor.page import Section, note, page, section_html, section_id
 from meshwright.monitor.progress import read_run_progress, waiting_sentences
 from meshwright.monitor.prometheus import format_metrics
-from meshwright.monitor.report import LAST_STEP, WAITS, run_sections
+from meshwright.monitor.report import LAST_STEP, WAITS, newest_head, run_sections
 from meshwright.monitor.rundir import RunFiles, RunReader, column
 from meshwright.monitor.timeline import TimelineReader
 from meshwright.monitor.timeline_sections import OFF
@@ -25,12 +25,14 @@ from meshwright.monitor.wait_history import WaitHistory
 
 MOST_STEPS = 24_000
 """Steps of a run that are kept in memory, some 5 KB each; of a longer run older ones are thinned."""
-LEAST_PAUSE_S = 1.0
+LEAST_PAUSE_S = 2.0
 """Least time between two renderings, however little they cost."""
 CPU_SHARE = 0.005
 """Share of the machine's cores that renderings may take while somebody looks."""
 WINDOW = 500
 """Newest steps of which times, memory and traffic are."""
+_FIRST_RENDERINGS = 2
+"""Renderings that follow each other without a pause: of all but timelines, which a reader sees first, then of all."""
 _NOW = "Now"
 _DRAWN = (LAST_STEP, WAITS)
 _POINTS = 1000
@@ -66,28 +68,29 @@ class LivePage:
         self._rendered: dict[str, _Rendered] = {}
         # By the clock, so that a page of an earlier server of this run is brought up to date.
         self._version = time.time_ns() // 1_000_000
+        self._renderings = 0
         self._next_at = -math.inf
         self._pause_s = LEAST_PAUSE_S
         self._lock = threading.Lock()
 
     def document(self) -> str:
-        """Returns the whole page as it was rendered last: it asks at once for what has changed since."""
-        with self._lock:
-            run = self._run or self._refresh()
-            return page(f"{run.path.resolve().name} · meshwright", self._sections, self._buttons, version=self._version)
+        """Returns the page with its newest figures alone, however long the run: its script asks for the sections."""
+        sections = [("", newest_head(self._run_dir))]
+        return page(f"{self._run_dir.resolve().name} · meshwright", sections, self._buttons)
 
     def sections_since(self, version: int) -> JsonObject:
         """Returns the sections that changed after a version, the present version, and when to ask again.
 
         Args:
-            version: of the last answer; 0 for all sections.
+            version: of the last answer; 0 for all sections as they were rendered last, after which a reader asks at
+                once for what has changed since.
         """
         with self._lock:
-            run = self._refresh()
+            run = self._run if self._run is not None and version == 0 else self._refresh()
             steps = f"step {run.steps[-1]['step']}" if run.steps else "no step yet"
             return {
                 "version": self._version,
-                "pause_ms": round(max(2.0, self._pause_s) * 1e3),
+                "pause_ms": round(self._pause_s * 1e3) if version else 0,
                 "state": f"{run.state}, {steps}",
                 "sections": {key: entry.html for key, entry in self._rendered.items() if entry.version > version},
             }
@@ -123,13 +126,14 @@ class LivePage:
             return self._run
         started_s = time.thread_time()
         run = self._reader.read()
-        grown = self._history.update(self._timelines)
-        if self._run is None:
+        self._renderings += 1
+        grown = self._renderings >= _FIRST_RENDERINGS and self._history.update(self._timelines)
+        if self._renderings <= _FIRST_RENDERINGS:
             # What was there before is read once: it says nothing of what the next rendering costs.
             started_s = time.thread_time()
         reuse = {} if grown else {heading: list(elements) for heading, elements in self._sections if heading in _DRAWN}
         if not self._history.shares:
-            reuse = {LAST_STEP: [note(OFF)], WAITS: []}
+            reuse = {LAST_STEP: [note(OFF)] if self._renderings >= _FIRST_RENDERINGS else [], WAITS: []}
         sections = run_sections(run, self._history, self._bound, WINDOW, reuse)
         sections.insert(1, (_NOW, self._now()))
         self._run, self._sections = run, sections
@@ -141,9 +145,10 @@ class LivePage:
         if changed:
             self._version = max(self._version + 1, time.time_ns() // 1_000_000)
             self._rendered |= {key: _Rendered(html, self._version) for key, html in changed.items()}
-        spent_s = time.thread_time() - started_s
-        self._pause_s = max(LEAST_PAUSE_S, spent_s / (CPU_SHARE * (os.cpu_count() or 1)))
-        self._next_at = time.monotonic() + self._pause_s
+        if self._renderings >= _FIRST_RENDERINGS:
+            spent_s = time.thread_time() - started_s
+            self._pause_s = max(LEAST_PAUSE_S, spent_s / (CPU_SHARE * (os.cpu_count() or 1)))
+            self._next_at = time.monotonic() + self._pause_s
         return run
 
     def _now(self) -> list[Markup]:

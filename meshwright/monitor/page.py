@@ -65,7 +65,6 @@ def page(
     sections: Sequence[Section],
     live: Sequence[tuple[str, str]] | None = None,
     script: str = "live.js",
-    version: int = 0,
 ) -> str:
     """Renders an HTML document.
 
@@ -74,11 +73,10 @@ def page(
         sections: its contents; a section without elements is left out, on a live page it is hidden.
         live: action and label of each button of a page that a server keeps up to date; None for one without a script.
         script: file beside the templates that keeps the page up to date.
-        version: of the contents, after which the script asks for changes; 0 for all of them.
     """
     keyed = [(section_id(heading), heading, elements) for heading, elements in sections]
     template = _environment().get_template("page.html")
-    return template.render(title=page_title, sections=keyed, live=live, script=script, version=version)
+    return template.render(title=page_title, sections=keyed, live=live, script=script)
 
 
 def login_page(name: str, token_place: str) -> str:

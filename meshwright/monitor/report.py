@@ -12,19 +12,20 @@ import dataclasses
 import itertools
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from markupsafe import Markup
 
+from meshwright.json_types import JsonObject
 from meshwright.monitor.energy import token_energy
 from meshwright.monitor.event_sections import checkpoints, devices, experts
 from meshwright.monitor.health import health, read_health
 from meshwright.monitor.island_section import islands
 from meshwright.monitor.page import Section, folded, note, page, preformatted, table, tiles, title
 from meshwright.monitor.progress import spans
-from meshwright.monitor.rundir import RunFiles, column, number, read_run
+from meshwright.monitor.rundir import RunFiles, RunReader, column, number, read_run
 from meshwright.monitor.sections import compression, compressors, course, drift, layout_grid, memory, time, traffic
 from meshwright.monitor.timeline_sections import pipeline, waits
 from meshwright.monitor.wait_history import WaitHistory
@@ -34,6 +35,10 @@ REPORT = "report.html"
 LAST_STEP, WAITS = "Last recorded step", "Who waits for whom"
 """Headings of the sections that are drawn from timelines alone."""
 _MAX_EVENTS = 300
+_LOSSES = 50
+"""Newest steps whose mean loss a tile shows."""
+_NEWEST_BYTES = 1 << 18
+"""Bytes at the end of a run's files in which the newest steps are, some KB each."""
 
 
 def render_safely(render: Callable[[], list[Markup]]) -> list[Markup]:
@@ -109,16 +114,33 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
     return path
 
 
+def newest_head(run_dir: Path) -> list[Markup]:
+    """Renders title, state and the newest figures, from the ends of a run's files alone."""
+    run = RunReader(run_dir, newest_bytes=_NEWEST_BYTES).read()
+    figures = _newest_loss(run.steps)
+    if run.steps:
+        figures.append(("Tokens", format_count(number(run.steps[-1].get("tokens_total"))), ""))
+    return [title(run.path.resolve().name, " · ".join(_facts(run))), tiles(figures)]
+
+
+def _facts(run: RunFiles) -> list[str]:
+    return [run.state, f"{run.steps[-1]['step'] if run.steps else 0} steps", *([run.layout] if run.layout else [])]
+
+
 def _head(run: RunFiles) -> list[Markup]:
     """Renders title, state and the tiles of main figures."""
-    steps_done = run.steps[-1]["step"] if run.steps else 0
     started = number(run.events[0].get("time")) if run.events else math.nan
-    facts = [run.state, f"{steps_done} steps"]
-    if run.layout:
-        facts.append(run.layout)
+    facts = _facts(run)
     if math.isfinite(started):
         facts.append(datetime.fromtimestamp(started).strftime("%Y-%m-%d %H:%M"))
     return [title(run.path.resolve().name, " · ".join(facts)), tiles(main_figures(run))]
+
+
+def _newest_loss(steps: Sequence[JsonObject]) -> list[tuple[str, str, str]]:
+    losses = [value for value in column(steps[-_LOSSES:], "loss") if math.isfinite(value)]
+    if not losses:
+        return []
+    return [("Training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")]
 
 
 def main_figures(run: RunFiles) -> list[tuple[str, str, str]]:
@@ -135,11 +157,7 @@ def main_figures(run: RunFiles) -> list[tuple[str, str, str]]:
         tile_entries.append(("Bits per byte", f"{final['bits_per_byte']:.3f}", compressor_text))
     if not steps:
         return tile_entries
-    losses = [value for value in column(steps[-50:], "loss") if math.isfinite(value)]
-    if losses:
-        tile_entries.append(
-            ("Training loss", f"{sum(losses) / len(losses):.4f}", f"mean of the last {len(losses)} steps")
-        )
+    tile_entries += _newest_loss(steps)
     # The median: pauses for checkpoints and evaluations would pull the mean down.
     throughputs = sorted(value for value in column(steps, "tokens_per_s") if math.isfinite(value))
     if throughputs:

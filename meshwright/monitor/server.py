@@ -6,6 +6,8 @@ takes the token (`monitor.guarded_server`).
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable
 from http import HTTPStatus
 from urllib.parse import parse_qs, urlsplit
@@ -17,6 +19,8 @@ from meshwright.monitor.page import login_page
 
 TOKEN = "page-token"
 """Name of the token's file in a run directory."""
+_DAMAGED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError)
+"""Errors of files that a run doesn't write so: the page of a damaged directory fails, and says so."""
 _LIVE_SCRIPT = read_script("live.js")
 
 Act = Callable[[str], None]
@@ -46,9 +50,16 @@ class PageServer(GuardedServer):
         super().__init__(address, _Handler, token, f"monitor.host = {address[0]}, monitor.port = {address[1]}")
 
     def serve(self) -> None:
-        """Serves until the process ends; the first reader needn't wait for a long run's files."""
+        """Serves until the process ends; a long run's files are read meanwhile."""
+        # Templates are compiled before the first reader.
         self.page.document()
+        threading.Thread(target=self._read_ahead, daemon=True).start()
         self.serve_forever()
+
+    def _read_ahead(self) -> None:
+        # Damaged files are answered to who asks.
+        with contextlib.suppress(*_DAMAGED):
+            self.page.sections_since(0)
 
 
 class _Handler(GuardedHandler):
@@ -76,8 +87,7 @@ class _Handler(GuardedHandler):
         elif self.has_token() or self.is_same_user():
             try:
                 text, content_type = pages[url.path]()
-            # Files that a run doesn't write so: the page of a damaged directory fails, and says so.
-            except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, OSError) as error:
+            except _DAMAGED as error:
                 text = f"the run's files can't be shown ({type(error).__name__})"
                 self.refuse(HTTPStatus.INTERNAL_SERVER_ERROR, text)
                 return

@@ -24,7 +24,7 @@ from meshwright.data.sources import CorpusFile
 from meshwright.data.tasks import CODEC, ReadTask
 from meshwright.errors import ConfigError, DataError
 from meshwright.jobs.prepare_engines import PrepareConfig, run_share
-from tests.prepare_runs import FinishedFiles, contents, write_texts
+from tests.prepare_runs import FILTERS_LACK, FinishedFiles, check_filtered, contents, write_filtered_texts, write_texts
 
 HAS_DATATROVE = importlib.util.find_spec("datatrove") is not None
 needs_datatrove = pytest.mark.skipif(not HAS_DATATROVE, reason="datatrove isn't here: pip install 'meshwright[text]'")
@@ -152,6 +152,17 @@ def test_jobs_of_an_array_share_a_batch_without_overlap(tmp_path: Path) -> None:
     assert shares == [[0, 3, 6], [1], [2, 5]]
     with pytest.raises(DataError, match="is no batch of tasks"):
         run_share(tmp_path / "none", 0, 1)
+
+
+@pytest.mark.skipif(bool(FILTERS_LACK), reason=FILTERS_LACK)
+def test_every_filter_gives_the_same_bytes_by_an_engine(tmp_path: Path) -> None:
+    """A task of an engine has its filters from its record alone."""
+    text, filters = write_filtered_texts(tmp_path / "texts")
+    config = DataConfig(paths=(text,), vocab_size=400, validation_share=0.2, filters=filters)
+    own = prepare(config, tmp_path / "own", workers=1)
+    made = prepare(config, tmp_path / "set", engine=lambda folder, processes, key: _ThisProcess(lost=1))
+    check_filtered(made.path)
+    assert contents(made.path) == contents(own.path)
 
 
 @needs_datatrove

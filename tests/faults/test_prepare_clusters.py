@@ -15,9 +15,10 @@ import pytest
 
 from meshwright.data import stages
 from meshwright.data.config import DataConfig
+from meshwright.data.filters import FilterConfig
 from meshwright.data.prepare import prepare
 from tests import ray_cluster, slurm_cluster
-from tests.prepare_runs import FinishedFiles, contents, write_texts
+from tests.prepare_runs import FILTERS_LACK, FinishedFiles, check_filtered, contents, write_filtered_texts, write_texts
 from tests.ray_cluster import RayTestCluster
 from tests.slurm_cluster import SlurmCluster
 
@@ -38,9 +39,12 @@ UNITS, GROUP = (1 << 16, 1 << 16), 1 << 16
 class Case:
     """A text, its set by the own pipeline, and the command that prepares it by an engine."""
 
-    def __init__(self, root: Path, engine: dict[str, object]) -> None:
-        text = write_texts(root / "text", most_lines=4000)
-        self.config = DataConfig(paths=(text,), vocab_size=400, validation_share=0.2)
+    def __init__(
+        self, root: Path, engine: dict[str, object], text: str = "", filters: FilterConfig | None = None
+    ) -> None:
+        text = text or write_texts(root / "text", most_lines=4000)
+        filters = filters or FilterConfig()
+        self.config = DataConfig(paths=(text,), vocab_size=400, validation_share=0.2, filters=filters)
         self.out, self.root = root / "set", root
         self.units = self.shards = 0
         self.own = prepare(self.config, root / "own", self._count, workers=2)
@@ -103,6 +107,16 @@ def kill_twice_and_finish(case: Case, lose_a_node: Callable[[], None]) -> None:
     assert contents(case.out) == contents(case.own.path)
 
 
+def filter_and_compare(root: Path, engine: dict[str, object]) -> None:
+    """Prepares with every filter, a file a task, and compares with one process."""
+    case = Case(root, engine, *write_filtered_texts(root, files=32))
+    assert case.shards >= 4, "tasks on several nodes"
+    process = case.start()
+    assert process.wait(2 * STARTED_S) == 0, case.log()
+    check_filtered(case.out)
+    assert contents(case.out) == contents(case.own.path)
+
+
 def lose_and_start(cluster: SlurmCluster) -> None:
     cluster.kill_node(1)
     cluster.start_node(1)
@@ -130,6 +144,8 @@ def test_slurm_gives_the_same_bytes_after_two_kills_and_a_lost_node(
         case.wait_for(process, lambda: len(case.finished.list("read-*.index")) >= 1)
         process.terminate()
         assert process.wait(STARTED_S) != 0 and cluster.call("squeue", "-h") == ""
+        if not FILTERS_LACK:
+            filter_and_compare(tmp_path / "filtered", {"engine": "slurm", "slurm": {"jobs": 3, "time": "30"}})
 
 
 @pytest.mark.skipif(bool(ray_cluster.missing()), reason=ray_cluster.missing() or "-")
@@ -140,3 +156,5 @@ def test_ray_gives_the_same_bytes_after_two_kills_and_a_lost_node(
     with RayTestCluster(tmp_path / "ray") as cluster:
         case = Case(tmp_path, {"engine": "ray", "ray": {"address": cluster.address}})
         kill_twice_and_finish(case, lambda: cluster.kill_node(1))
+        if not FILTERS_LACK:
+            filter_and_compare(tmp_path / "filtered", {"engine": "ray", "ray": {"address": cluster.address}})

@@ -17,26 +17,9 @@ from meshwright.data.filters import FilterConfig, check_filters
 from meshwright.data.prepare import prepare, prepared_path
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, DataError
+from tests.prepare_runs import ENGLISH, FILTERS_LACK, GERMAN, NOUNS, sentences, write_language_model
 
-LACKS = [name for name in ("datatrove", "spacy", "xxhash") if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(bool(LACKS), reason=f"no {', '.join(LACKS)} here: pip install 'meshwright[text]'")
-ENGLISH = [
-    "the", "of", "and", "to", "in", "that", "was", "with", "have", "for", "it", "his", "be", "not",
-    "but", "they", "which", "you", "were", "her", "all", "this", "one", "had",
-]  # fmt: skip
-GERMAN = [
-    "der", "die", "und", "das", "nicht", "von", "mit", "sich", "auf", "den", "ist", "ein", "dem", "wird",
-    "auch", "nach", "bei", "einer", "war", "noch", "wie", "hat", "sie",
-]  # fmt: skip
-NOUNS = ["".join(random.Random(i).choices("aeiouklmnrst", k=3 + i % 6)) for i in range(400)]
-
-
-def sentences(generator: random.Random, small_words: list[str], count: int) -> str:
-    lines = []
-    for _ in range(count):
-        words = [generator.choice(small_words if i % 2 else NOUNS) for i in range(12)]
-        lines.append(" ".join(words).capitalize() + ".")
-    return "\n".join(lines)
+pytestmark = pytest.mark.skipif(bool(FILTERS_LACK), reason=FILTERS_LACK)
 
 
 def prepared(root: Path, texts: list[str], filters: FilterConfig, **more: object) -> TokenSet:
@@ -141,18 +124,9 @@ def test_addresses_of_people_are_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("fasttext") is None, reason="fasttext isn't here")
 def test_a_language_model_of_ones_own_chooses_documents(tmp_path: Path) -> None:
-    import fasttext
-
+    model = write_language_model(tmp_path / "model.bin")
     generator = random.Random(5)
-    both = [("en", ENGLISH), ("de", GERMAN)] * 60
-    lines = [f"__label__{name} {sentences(generator, words, 2)}".replace("\n", " ") for name, words in both]
-    (tmp_path / "train.txt").write_text("\n".join(lines))
-    # Ten threads: fastText 0.9.2 fills a tenth of the first weights a thread, and leaves the rest as the memory was.
-    fasttext.train_supervised(str(tmp_path / "train.txt"), epoch=40, dim=8, thread=10, verbose=0).save_model(
-        str(tmp_path / "model.bin")
-    )
-    texts = [sentences(generator, words, 4) for _, words in both[:20]]
-    model = str(tmp_path / "model.bin")
+    texts = [sentences(generator, words, 4) for words in (ENGLISH, GERMAN) * 10]
     filters = FilterConfig(languages=("de",), language_model=model)
     made = prepared(tmp_path, texts, filters)
     assert documents(made) == texts[1::2] and made.manifest["documents_filtered"] == {"LanguageFilter": 10}

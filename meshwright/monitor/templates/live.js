@@ -3,8 +3,8 @@
 "use strict";
 (() => {
   const state = document.getElementById("state");
-  // What the document shows is as it was rendered last: only what has changed since is asked for.
-  let version = Number(state.dataset.version || 0);
+  // The document has the newest figures alone: every section is asked for once, then those that changed.
+  let version = 0;
   let pause_ms = 2000;
 
   const say = (text, bad) => {
@@ -27,13 +27,23 @@
 
   // The server's markup is rendered from escaped values; a section is replaced as a whole.
   const replace = (id, html) => {
-    const section = document.getElementById(id);
-    if (!section) return;
+    let section = document.getElementById(id);
+    if (!section) {
+      section = document.createElement("section");
+      section.id = id;
+      document.body.append(section);
+    }
     const open = [...section.querySelectorAll("details")].map((element) => element.open);
     section.innerHTML = html;
     section.hidden = !html;
     section.querySelectorAll("details").forEach((element, index) => { element.open = Boolean(open[index]); });
   };
+
+  // A tab that isn't painted has no frames: then a moment does.
+  const frame = () => new Promise((done) => {
+    requestAnimationFrame(() => setTimeout(done));
+    setTimeout(done, 200);
+  });
 
   const update = async () => {
     // A tab that nobody sees costs the run nothing.
@@ -42,7 +52,11 @@
         const answer = await fetch(`/api/sections?since=${version}`);
         if (answer.status === 401) return say("The token is missing; open the address that the run printed.", true);
         const news = await answer.json();
-        for (const [id, html] of Object.entries(news.sections)) replace(id, html);
+        for (const [id, html] of Object.entries(news.sections)) {
+          replace(id, html);
+          // What stands above a large drawing is painted before the next one is parsed.
+          if (html.length > 10000) await frame();
+        }
         version = news.version;
         pause_ms = news.pause_ms;
         say(news.state);
