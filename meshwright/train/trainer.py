@@ -26,12 +26,13 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import Faults
-from meshwright.train.feed import Feed
+from meshwright.train.feed import Feed, MicroBatch
 from meshwright.train.health import Health, Limits
 from meshwright.train.hooks import Hook, Request, StepInfo
 from meshwright.train.integrity import Integrity
 from meshwright.train.join_report import VOTES, JoinReport
 from meshwright.train.memory import CUT_SHARE, RankMemory
+from meshwright.train.noise_scale import NoiseScale, small_batch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
@@ -102,6 +103,7 @@ class Trainer:
             self._health, *state, deps.memory, *events,
             rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
         )  # fmt: skip
+        self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
         self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
         self._page_requested = Request.NONE
@@ -284,7 +286,7 @@ class Trainer:
         data_step = self.step + self.passed_over
         batches = deps.feed.micro_batches(data_step)
         deps.program.step_timer.lap("data")
-        rate = learning_rate(self.step, steps, config.optimizer.lr, config.schedule)
+        rate = learning_rate(self.step, steps, config.optimizer.peak(config.train.batch), config.schedule)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
@@ -294,6 +296,7 @@ class Trainer:
         def run(limits: Limits | None) -> StepOutcome:
             return deps.stepper.run(self.step, batches, targets, rate, stop_share, self._stamp, limits)
 
+        part = self._measure_part(batches, targets)
         scaled, first_outcome = deps.stepper.scaler.active, run(self._integrity.limits(self.step))
         outcome, values = self._integrity.settled(self.step, first_outcome, scaled, run)
         if self._integrity.damage is not None:
@@ -308,6 +311,9 @@ class Trainer:
         step_s, thread_s, rank_s = (clock() - start for clock, start in zip(_CLOCKS, started, strict=True))
         record = self._record(outcome, values, step_s, reason is not None)
         record = dataclasses.replace(record, processor_s={"thread": thread_s, "rank": rank_s})
+        if part is not None:
+            scalars = self._noise.observe(part, (values["grad_norm"], values["targets"]))
+            record = dataclasses.replace(record, scalars=scalars)
         self._handle_anomaly(record, reason)
         self.step += 1
         self._phase("record", 0)
@@ -318,6 +324,16 @@ class Trainer:
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         return record, values["stop"]
+
+    def _measure_part(self, batches: Sequence[MicroBatch], targets: int) -> tuple[float, float] | None:
+        """Returns gradient norm and targets of the noise scale's small batch; None in steps that don't measure it."""
+        deps = self._deps
+        if not self._noise.is_due(self.step):
+            return None
+        own_rows = sum(len(batch.tokens) for batch in batches)
+        rows = deps.config.train.batch
+        part = small_batch(batches, deps.program.first_row(own_rows), rows)
+        return deps.stepper.part_norm(self.step, part, targets, self._stamp)
 
     @contextlib.contextmanager
     def dialled_in(self) -> Iterator[None]:
@@ -439,7 +455,7 @@ class Trainer:
 
     def _requests(self, record: StepRecord, steps: int) -> tuple[StepRecord, Request]:
         """Calls the hooks, and records the step with their scalars; returns the record, and what is asked for."""
-        scalars: dict[str, float] = {}
+        scalars = dict(record.scalars)
         try:
             requests = self._ask_hooks(record, steps, scalars)
         finally:

@@ -1,3 +1,4 @@
+# long: a framework's flags and what reads them are one view of it
 """Megatron-LM's flags. Source: Megatron-LM d98e8a6 (megatron/training/arguments.py, core/model_parallel_config.py)."""
 
 from __future__ import annotations
