@@ -120,7 +120,7 @@ MEGATRON = Foreign(
         "mtp-*": "no layer for multi-token prediction is built",
         "decoupled-lr": "one learning rate holds for all weights",
         "decoupled-min-lr": "one learning rate holds for all weights",
-        "rampup-batch-size": "train.batch_growth grows the batch at stated steps",
+        "rampup-batch-size": "the batch is the same in all steps; a longer schedule.warmup keeps the first ones small",
         "lr-warmup-init": "a warm-up begins at 0",
         "lr-wsd-*": "schedule.decay_share is the share of the steps that decays, linearly",
         "override-opt*": "the recipe's schedule holds",
