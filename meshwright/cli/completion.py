@@ -32,7 +32,7 @@ _OWN_FLAGS = {
         *("--at", "--seconds", "--wait", "--json", "--random", "--every", "--seed", "--for", "--count", "--kinds"),
         "--dry-run",
     ),
-    "new": ("--model", "--data", "--devices", "--to"),
+    "new": ("--model", "--data", "--devices", "--to", "--from"),
     "runs": ("compare", "clean", "--json", "--html", "--whole", "--yes"),
 }
 """Flags and words of the verbs without a `HelpPage`."""

@@ -18,7 +18,7 @@ VERBS = {
     "verify": "prove that layouts compute what one device computes",
     "inspect": "what a model is made of, how each axis can split it, what a layout's ranks would hold",
     "prepare": "turn text into token files",
-    "new": "write a commented recipe after three questions",
+    "new": "write a commented recipe after three questions, or from another framework's file",
     "generate": "continue a prompt with a trained model",
     "doctor": "check the machines before a run: devices, links, clocks, disk, versions, ports, file system",
     "calibrate": "measure this machine: products, attention, memory, collectives; plans for it rest on that",

@@ -1,4 +1,4 @@
-"""``meshwright new``: writes a commented recipe after three questions."""
+"""``meshwright new``: writes a commented recipe after three questions, or from another framework's file."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from pathlib import Path
 
 from meshwright.cli.arguments import print_result, take_value
 from meshwright.errors import ConfigError
-from meshwright.jobs.new_recipe import new_recipe
+from meshwright.jobs.new_recipe import migrate_recipe, new_recipe
 from meshwright.jobs.progress import to_stderr
 
-USAGE = """usage: meshwright new [--model NAME] [--data PATH ...] [--devices N] [--to FILE]
+USAGE = """usage: meshwright new [--model NAME] [--data PATH ...] [--devices N] [--to FILE] [--from FILE]
 
-Writes a commented recipe. Asks on a terminal for what no flag says; elsewhere the defaults hold.
+Writes a commented recipe. Asks on a terminal for what no flag says; elsewhere the defaults hold. From the file of
+another framework it asks nothing: each key becomes a setting, or a comment that says why not (docs/migrating.md).
 
   --model NAME       a Hugging Face type (llama, gpt2, qwen3), a directory, or module:function (llama)
   --data PATH ...    files, directories and globs of text (the Python source of the interpreter)
   --devices N        ranks (all GPUs, else all cores)
   --to FILE          file to make (recipe.toml)
+  --from FILE        DeepSpeed's .json, accelerate's .yaml, torchtitan's .toml, or a script with flags of torchtitan
+                     or Megatron-LM, which is read and never run; --devices where it doesn't say how many
 
   meshwright new --model gpt2 --data my-text.txt --to mine.toml
+  meshwright new --from ds_config.json --model gpt2 --devices 8 --to mine.toml
   meshwright train mine.toml --dry-run
 
 Exit status: 0, or 2 for a file that exists, a text that doesn't, or a setting that can't be.
@@ -33,20 +37,38 @@ def run(argv: Sequence[str]) -> int:
     if {"-h", "--help", "--help-all"} & set(args):
         print_result(USAGE.rstrip())
         return 0
-    model, devices, to = (take_value(args, flag) for flag in ("--model", "--devices", "--to"))
+    model, devices, to, source = (take_value(args, flag) for flag in ("--model", "--devices", "--to", "--from"))
     data = _take_paths(args)
     if args:
         raise ConfigError(f"'{args[0]}' is not known here; meshwright new --help lists what is")
+    path = Path(to or "recipe.toml")
+    if source is not None:
+        _migrate(path, Path(source), model, data, devices)
+        return 0
     model = _answer("model: a Hugging Face type, a directory, or module:function", "llama", model)
     text = _answer("text: files, directories or globs; nothing for the Python source", "", data and " ".join(data))
     count = _answer("devices: a number, or all", "all", devices)
     if count != "all" and not count.isdigit():
         raise ConfigError(f"--devices {count}: give a number of ranks, or all")
-    path = Path(to or "recipe.toml")
     new_recipe(path, model, data or text.split(), None if count == "all" else int(count))
     to_stderr(f"wrote {path}; look at it, then: meshwright train {path}")
     print_result(str(path))
     return 0
+
+
+def _migrate(path: Path, source: Path, model: str | None, data: Sequence[str], devices: str | None) -> None:
+    """Writes a recipe from another framework's file, and says what isn't carried over."""
+    if devices is not None and not devices.isdigit():
+        raise ConfigError(f"--devices {devices}: give the number of ranks that the recipe is for")
+    count = None if devices is None else int(devices)
+    recipe = migrate_recipe(path, source, model, data, count)
+    for sentence in recipe.missing:
+        to_stderr(f"not carried over: {sentence}")
+    to_stderr(
+        f"wrote {path} from {source} ({recipe.framework}): {recipe.carried} settings, {len(recipe.needless)} keys "
+        f"needless here, {len(recipe.missing)} not carried over; look at it, then: meshwright train {path} --dry-run"
+    )
+    print_result(str(path))
 
 
 def _take_paths(args: list[str]) -> list[str]:

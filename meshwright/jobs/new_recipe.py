@@ -10,6 +10,7 @@ from pathlib import Path
 import tomli_w
 
 from meshwright.errors import ConfigError
+from meshwright.jobs.migrate.recipe import MigratedRecipe, migrate
 from meshwright.launch.devices import found_devices
 from meshwright.train.run_config import RunConfig
 
@@ -79,15 +80,51 @@ def new_recipe(path: Path, model: str = "llama", data: Sequence[str] = (), devic
         ConfigError: when the file exists or can't be written, no text matches, or a setting can't be.
         ClusterError: when more GPUs are asked for than there are.
     """
-    if path.suffix != ".toml":
-        raise ConfigError(f"{path}: a recipe is a .toml file; write --to {path.with_suffix('.toml')}")
+    _check_target(path)
     found_devices(devices)
-    for pattern in data:
-        if not Path(pattern).exists() and not any(Path().glob(pattern) if not Path(pattern).is_absolute() else ()):
-            raise ConfigError(f"--data {pattern}: no such file, directory or glob here; give the path of a text")
+    _check_paths(data)
     text = recipe_text(path.name, model, data, devices)
     config = RunConfig.from_dict(tomllib.loads(text))
     config.check_all()
+    _write(path, text)
+    return config
+
+
+def migrate_recipe(
+    path: Path, source: Path, model: str | None = None, data: Sequence[str] = (), devices: int | None = None
+) -> MigratedRecipe:
+    """Writes a recipe from a file of another framework.
+
+    Args:
+        path: file to make, ``.toml``.
+        source: file of DeepSpeed, accelerate, torchtitan or Megatron-LM.
+        model: model's name, in place of the file's.
+        data: files, directories and globs of text.
+        devices: number of ranks, where the file doesn't say.
+
+    Raises:
+        ConfigError: when the source can't be read or asks for a run that can't be, or as `new_recipe`.
+    """
+    _check_target(path)
+    _check_paths(data)
+    recipe = migrate(source, devices, model, data, path.name)
+    _write(path, recipe.text)
+    return recipe
+
+
+def _check_target(path: Path) -> None:
+    if path.suffix != ".toml":
+        raise ConfigError(f"{path}: a recipe is a .toml file; write --to {path.with_suffix('.toml')}")
+
+
+def _check_paths(data: Sequence[str]) -> None:
+    for pattern in data:
+        if not Path(pattern).exists() and not any(Path().glob(pattern) if not Path(pattern).is_absolute() else ()):
+            raise ConfigError(f"--data {pattern}: no such file, directory or glob here; give the path of a text")
+
+
+def _write(path: Path, text: str) -> None:
+    """Makes the file."""
     try:
         # "x": a recipe that somebody has edited is never overwritten.
         with path.open("x", encoding="utf-8") as file:
@@ -96,7 +133,6 @@ def new_recipe(path: Path, model: str = "llama", data: Sequence[str] = (), devic
         raise ConfigError(f"{path} exists, and isn't overwritten; give another --to") from None
     except OSError as error:
         raise ConfigError(f"{path} can't be written: {error.strerror}; give another --to") from None
-    return config
 
 
 def recipe_text(name: str, model: str, data: Sequence[str], devices: int | None) -> str:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from statistics import median
 
 from markupsafe import Markup
 
+from meshwright.errors import PlanError
 from meshwright.json_types import JsonObject
 from meshwright.monitor.charts import COLOURS, Series, line_chart
 from meshwright.monitor.page import Section, note, page, table, title, two_columns
 from meshwright.monitor.report import main_figures, render_safely
 from meshwright.monitor.rundir import RunFiles, column, number
+from meshwright.spec.layout import Layout
+from meshwright.units import format_count
 
 _CURVES = (
     ("grad_norm", "Gradient norm", "2-norm before clipping", False),
@@ -59,7 +63,45 @@ def compared_figures(runs: Sequence[RunFiles]) -> dict[str, tuple[str, ...]]:
             figures["Damaged"] = "its files hold values of other types"
         columns.append(figures)
     names = dict.fromkeys(name for figures in columns for name in figures)
-    return {name: tuple(figures.get(name, "") for figures in columns) for name in names}
+    figures_by_name = {name: tuple(figures.get(name, "") for figures in columns) for name in names}
+    return figures_by_name | scaling_figures(runs)
+
+
+def scaling_figures(runs: Sequence[RunFiles]) -> dict[str, tuple[str, ...]]:
+    """Returns the factors of the runs' speeds as text by name, where they have different numbers of devices.
+
+    Tokens/s are those of one device of the smallest run, times the devices, times the efficiency; the speed-up is the
+    product of the last two. Empty for a run without a layout or steps, and wholly where fewer than two sizes have both.
+    """
+    sizes = [(_devices(run), _median_speed(run)) for run in runs]
+    known = [(devices, speed) for devices, speed in sizes if devices and speed > 0]
+    if len({devices for devices, _ in known}) < 2:
+        return {}
+    least, base = min(known, key=lambda size: (size[0], -size[1]))
+    columns = []
+    for devices, speed in sizes:
+        if devices and speed > 0:
+            each = base / least
+            speedup = speed / each
+            columns.append((format_count(each), str(devices), f"{speedup:.2f}", f"{speedup / devices:.1%}"))
+        else:
+            columns.append(("", "", "", ""))
+    names = (f"Tokens/s of one device, of {least}", "Devices", "Speed-up over one device", "Efficiency")
+    return dict(zip(names, zip(*columns), strict=True))
+
+
+def _devices(run: RunFiles) -> int:
+    """Returns the ranks of a run's layout; 0 where it has none that can be read."""
+    try:
+        return Layout.parse(run.layout).world if run.layout else 0
+    except (PlanError, ValueError, TypeError):
+        return 0
+
+
+def _median_speed(run: RunFiles) -> float:
+    """Returns the median tokens/s of a run's steps; 0 where none is known."""
+    speeds = [speed for step in run.steps if math.isfinite(speed := number(step.get("tokens_per_s")))]
+    return median(speeds) if speeds else 0.0
 
 
 def comparison_page(names: Sequence[str], runs: Sequence[RunFiles]) -> str:

@@ -162,17 +162,20 @@ class Program:
         self.step_timer.lap("reduce")
         return functools.reduce(torch.add, sums_by_microbatch)
 
+    def first_row(self, rows: int) -> int:
+        """Returns the number, in the global batch, of the first of the ``rows`` rows that this rank reads."""
+        if self.mesh is None:
+            return 0
+        shares, reader = self.reader_shares, self.mesh.layout.reader(self.mesh.rank)[0]
+        # Rows of one share, times the shares of the readers before this one.
+        return rows // shares[reader] * sum(shares[:reader])
+
     def forward_with_rng(
         self, forward: Callable[[], T], batches: Sequence[RowBatch], microbatch: int, key: tuple[int, int]
     ) -> T:
         """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
         rows = [len(batch.tokens) for batch in batches]
-        first_row = 0
-        if self.mesh is not None:
-            shares, reader = self.reader_shares, self.mesh.layout.reader(self.mesh.rank)[0]
-            # Rows of one share, times the shares of the readers before this one.
-            first_row = sum(rows) // shares[reader] * sum(shares[:reader])
-        first_row += sum(rows[:microbatch])
+        first_row = self.first_row(sum(rows)) + sum(rows[:microbatch])
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)
         if self.dropout_rng is None:

@@ -241,7 +241,7 @@ def _plain_job(case: JobCase) -> PlainJob:
             documents=config.data.mask_documents,
         ),
         schedule=PlainSchedule(
-            peak=optimizer.lr,
+            peak=optimizer.peak(config.train.batch),
             warmup=schedule.warmup or 0,
             steps=config.train.steps,
             shape=schedule.shape,

@@ -21,6 +21,12 @@ class OptimizerConfig(Config):
 
     lr: float = 1e-3
     """Peak learning rate."""
+    lr_batch: int = 0
+    """Rows of the global batch that ``lr`` was found for: the peak is scaled from them to ``train.batch`` as
+    ``lr_rule`` says; 0 takes ``lr`` as it is."""
+    lr_rule: Literal["sqrt", "linear"] = "sqrt"
+    """How a peak grows with the batch: by the square root, for Adam (Malladi et al. 2022), or linearly, as for SGD
+    (Goyal et al. 2017); either holds up to the noise scale (docs/large-runs.md)."""
     beta1: float = 0.9
     """Decay of the mean of gradients."""
     beta2: float = 0.95
@@ -36,8 +42,19 @@ class OptimizerConfig(Config):
     implementation: Literal["fused", "foreach", "single"] = "fused"
     """Which of torch's AdamW kernels runs the update."""
 
+    def peak(self, batch: int) -> float:
+        """Returns the peak learning rate of a run whose global batch has ``batch`` rows."""
+        if not self.lr_batch:
+            return self.lr
+        ratio = batch / self.lr_batch
+        return self.lr * (ratio if self.lr_rule == "linear" else ratio**0.5)
+
     def check(self) -> None:
         """Refuses values for which AdamW isn't defined."""
+        if self.lr_batch < 0:
+            raise ConfigError(f"optimizer.lr_batch = {self.lr_batch}: give the rows that lr was found for, or 0")
+        if self.lr_rule != "sqrt" and not self.lr_batch:
+            raise ConfigError("optimizer.lr_rule has no effect without optimizer.lr_batch; give the rows of lr's batch")
         for name in ("lr", "eps", "weight_decay", "clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it can't be negative")
@@ -82,6 +99,9 @@ class TrainConfig(Config):
     """Rows of the global batch; every layout trains on the same rows in the same steps."""
     seed: int = 0
     """Seed of weights, data order and dropout."""
+    noise_scale: int = 0
+    """Every this many steps, measure the gradient noise scale, the batch beyond which more rows bring little: one more
+    forward and backward, of an eighth of the rows' targets (docs/large-runs.md). 0 never does."""
     rebalance: int = 0
     """Every this many steps, move rows from readers that compute slowly to faster ones, where that makes the step at
     least 5 % faster; the global batch stays the same. 0 never does."""
@@ -103,6 +123,13 @@ class TrainConfig(Config):
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
+        if self.noise_scale < 0:
+            raise ConfigError(f"train.noise_scale = {self.noise_scale}: give steps between measurements, or 0 for none")
+        if self.noise_scale and self.batch < 2:
+            raise ConfigError(
+                f"train.noise_scale compares a part of the batch with all of it, and train.batch = {self.batch}; give "
+                "2 rows or more, or leave it out"
+            )
         if self.rebalance < 0:
             raise ConfigError(f"train.rebalance = {self.rebalance}: give steps between decisions, or 0 for none")
         if self.replan < 0:

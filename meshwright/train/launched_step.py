@@ -42,6 +42,8 @@ class LaunchedStep:
     """Target tokens of its global batch by the data index."""
     started: Clocks
     """When the host began it."""
+    part: tuple[float, float] | None
+    """Gradient norm and targets of the noise scale's small batch; None where it isn't measured."""
     outcome: StepOutcome
     """Its numbers, on their way to the host."""
     run: Callable[[Callable[[], Limits | None]], StepOutcome]

@@ -229,6 +229,31 @@ class Stepper:
         program.step_timer.lap("optimizer")
         return outcome
 
+    def part_norm(
+        self, step: int, batches: Sequence[RowBatch], targets: int, stamp: Stamp | None = None
+    ) -> tuple[float, float]:
+        """Computes a gradient that no update takes; the step that follows is as if it hadn't been.
+
+        Args:
+            step: steps done, whose random numbers are drawn.
+            batches: this rank's micro-batches.
+            targets: target tokens of about as many rows, by which the loss is divided before backward.
+            stamp: reports progress.
+
+        Returns:
+            The norm of the mean gradient over the batches' targets on all ranks, and the number of these.
+        """
+        program = self.program
+        self._targets = max(1, targets)
+        buffers_before = program.moving_buffers.copy()
+        sums = program.forward_backward(batches, self.scaler.scale / self._targets, (self._seed, step), stamp)
+        fill_missing(program)
+        norm, vector, _ = self.globals(sums, 0.0)
+        program.clear_gradients()
+        program.moving_buffers.restore(buffers_before)
+        program.step_timer.lap("noise")
+        return float(norm), float(vector[1])
+
     def _is_valid(self, norm: torch.Tensor, vector: torch.Tensor, limits: tuple[float, float] | None) -> torch.Tensor:
         """Returns whether a step may update the weights, () bool on the device.
 

@@ -35,6 +35,7 @@ from meshwright.train.integrity import Integrity
 from meshwright.train.join_report import VOTES, JoinReport
 from meshwright.train.launched_step import Clocks, LaunchedStep
 from meshwright.train.memory import CUT_SHARE, RankMemory
+from meshwright.train.noise_scale import NoiseScale, small_batch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
@@ -106,6 +107,7 @@ class Trainer:
             self._health, *state, deps.memory, *events,
             rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
         )  # fmt: skip
+        self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
         self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
         self._last: StepRecord | None = None
@@ -336,7 +338,7 @@ class Trainer:
         # Batches are read in order: those of an abandoned step are kept for its second run.
         self._batches = batches = self._batches or deps.feed.micro_batches(data_step)
         deps.program.step_timer.lap("data")
-        rate = learning_rate(step, steps, config.optimizer.lr, config.schedule)
+        rate = learning_rate(step, steps, config.optimizer.peak(config.train.batch), config.schedule)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
@@ -350,7 +352,8 @@ class Trainer:
             self._settle_late()
             return self._integrity.limits(step)
 
-        return LaunchedStep(step=step, targets=targets, started=started, outcome=run(limits), run=run)
+        part = self._measure_part(batches, targets)
+        return LaunchedStep(step=step, targets=targets, started=started, part=part, outcome=run(limits), run=run)
 
     def _reads_at_end(self, step: int) -> bool:
         """Returns, the same on all ranks, whether the outcome of a step is read at its end.
@@ -406,6 +409,9 @@ class Trainer:
         # A step that is read late overlaps with the next one, which is counted from here on.
         spent, self._settled_at = now.since(launched.started, self._settled_at), now
         self._last = record = self._record(launched, outcome, values, spent, reason is not None)
+        if launched.part is not None:
+            scalars = self._noise.observe(launched.part, (values["grad_norm"], values["targets"]))
+            self._last = record = dataclasses.replace(record, scalars=scalars)
         self._handle_anomaly(record, reason)
         self.step = launched.step + 1
         self.tokens += record.tokens
@@ -423,6 +429,16 @@ class Trainer:
             launched.laps = program.step_timer.take()
             launched.traffic = program.mesh.log.take() if program.mesh is not None else StepTraffic()
         return launched.laps, launched.traffic
+
+    def _measure_part(self, batches: Sequence[MicroBatch], targets: int) -> tuple[float, float] | None:
+        """Returns gradient norm and targets of the noise scale's small batch; None in steps that don't measure it."""
+        deps = self._deps
+        if not self._noise.is_due(self.step):
+            return None
+        own_rows = sum(len(batch.tokens) for batch in batches)
+        rows = deps.config.train.batch
+        part = small_batch(batches, deps.program.first_row(own_rows), rows)
+        return deps.stepper.part_norm(self.step, part, targets, self._stamp)
 
     @contextlib.contextmanager
     def dialled_in(self) -> Iterator[None]:
@@ -556,7 +572,7 @@ class Trainer:
 
     def _requests(self, record: StepRecord, steps: int) -> Request:
         """Calls the hooks, and records the step with their scalars; returns what is asked for."""
-        scalars: dict[str, float] = {}
+        scalars = dict(record.scalars)
         try:
             return self._ask_hooks(record, steps, scalars)
         finally:

@@ -15,6 +15,7 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+from meshwright.train.noise_scale import small_batch
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
@@ -26,8 +27,12 @@ def model() -> BuiltModel:
     return build_meta(ModelConfig(name="mixtral", layers=2, width=32, heads=4), 64, 16)
 
 
-def work(rank: int, text: str, facts: ModelAnalysis) -> tuple[float, ...]:
-    """Runs two steps and returns the experts' shares in the second: a pipeline tries a new shape out in the first."""
+def work(rank: int, text: str, facts: ModelAnalysis) -> tuple[tuple[float, ...], list[float]]:
+    """Runs two steps and returns the experts' shares in the second: a pipeline tries a new shape out in the first.
+
+    Before the second it measures the small batch of the noise scale, whose norm and targets it returns too, with the
+    loss and norm of the second.
+    """
     layout = Layout.parse(f"precision=float64,{text}")
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
     program = build_program(model(), plan, torch.device("cpu"), facts=facts)
@@ -38,16 +43,23 @@ def work(rank: int, text: str, facts: ModelAnalysis) -> tuple[float, ...]:
     chunks: Any = zip(batch.tokens[rows].chunk(layout.microbatches), batch.targets[rows].chunk(layout.microbatches))
     micro = [MicroBatch(tokens, targets, None) for tokens, targets in chunks]
     targets = int((batch.targets != -100).sum())
-    return [stepper.run(step, micro, targets, 1e-3, False).experts for step in range(2)][1]
+    stepper.run(0, micro, targets, 1e-3, False)
+    small = small_batch(micro, program.first_row(len(batch.tokens[rows])), 4)
+    part = stepper.part_norm(1, small, targets)
+    outcome = stepper.run(1, micro, targets, 1e-3, False)
+    values = outcome.read()
+    return outcome.experts, [*part, values["loss"], values["grad_norm"]]
 
 
 @pytest.mark.slow
 def test_shares_are_those_of_one_rank() -> None:
     wanted: tuple[float, ...] = ()
+    norms: list[float] = []
     for text in ("replicate=1", "shard=2,ep=2,zero=1", "tp=2", "cp=2", "pp=2,microbatches=2"):
         facts = analyse_model(model(), Layout.parse(text))
         found = run_ranks(Layout.parse(text).world, work, text, facts)
-        wanted = wanted or found[0]
+        wanted, norms = wanted or found[0][0], norms or found[0][1]
         assert len(wanted) == 4 and sum(wanted) == pytest.approx(1.0) and max(wanted) > min(wanted)
-        for shares in found:
+        for shares, own_norms in found:
             assert shares == pytest.approx(wanted, abs=1e-12), text
+            assert own_norms == pytest.approx(norms, rel=1e-9), text

@@ -35,6 +35,7 @@ from meshwright.data.sources import list_sources
 from meshwright.data.tokenizer import given_tokenizer
 from meshwright.data.tokens import TokenSet, render_manifest
 from meshwright.errors import MeshwrightError
+from meshwright.jobs.migrate.recipe import migrate
 from meshwright.jobs.run_contents import read_text
 from meshwright.jobs.run_directory import run_config
 from meshwright.jobs.trained_model import newest_weights, run_model
@@ -281,6 +282,20 @@ def test_words_of_the_user(tmp_path: Path) -> None:
     attack(recipe, lambda: RunConfig.from_dict(read_toml(recipe)).check_all())
     attack(hosts, lambda: read_hostfile(hosts))
     attack(cluster, lambda: read_file(cluster))
+
+
+@pytest.mark.parametrize("suffix", [".json", ".yaml", ".toml", ".sh"])
+def test_configurations_of_other_frameworks(suffix: str, tmp_path: Path) -> None:
+    theirs = tmp_path / f"theirs{suffix}"
+    theirs.write_text(
+        {
+            ".json": '{"train_batch_size": 8, "zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW"}}',
+            ".yaml": "distributed_type: FSDP\nnum_processes: 4\nfsdp_config: {fsdp_sharding_strategy: 1}\n",
+            ".toml": "[training]\nseq_len = 64\n[parallelism]\ntensor_parallel_degree = 2\n",
+            ".sh": 'A=(--lr 1e-3 --bf16)\nB="$A --seed 1"\npython gpt.py ${A[@]} $B --micro-batch-size $((2 * 2))\n',
+        }[suffix]
+    )
+    attack(theirs, lambda: migrate(theirs, 4))
 
 
 def test_keys_claims_and_digests(tmp_path: Path) -> None:

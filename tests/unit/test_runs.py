@@ -81,6 +81,30 @@ def test_two_runs_side_by_side(tmp_path, capsys):
     assert main(["runs", "compare", runs[0], str(tmp_path)]) == 2
 
 
+def test_runs_of_several_sizes_have_the_factors_of_their_speed(tmp_path, capsys):
+    runs = []
+    for name, layout, speeds in (
+        ("two", "replicate=2", (90.0, 1000.0, 1010.0)),
+        ("eight", "replicate=2,shard=4,zero=1", (5.0, 3000.0, 3600.0)),
+    ):
+        run = a_run(tmp_path / name, steps=3)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        for line, speed in zip(lines, speeds, strict=True):
+            line |= {"tokens_per_s": speed, "layout": layout}
+        (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        plan = json.loads((run / "plan.json").read_text())
+        plan["layout"] = {"text": layout}
+        (run / "plan.json").write_text(json.dumps(plan))
+        runs.append(str(run))
+    assert main(["runs", "compare", *runs, "--html", str(tmp_path / "page.html"), "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)["figures"]
+    # 1000 tokens/s on 2 devices are 500 of each; 3000 are 6 times one device's, on 8.
+    assert figures["Tokens/s of one device, of 2"] == ["500", "500"] and figures["Devices"] == ["2", "8"]
+    assert figures["Speed-up over one device"] == ["2.00", "6.00"] and figures["Efficiency"] == ["100.0%", "75.0%"]
+    assert main(["runs", "compare", runs[0], runs[0], "--html", str(tmp_path / "page.html"), "--json"]) in (0, 2)
+    assert "Efficiency" not in capsys.readouterr().out
+
+
 def test_a_hostile_run_is_data(tmp_path, capsys):
     """Wrong types, huge numbers, deep nesting and commands to the terminal change a row, and end nothing."""
     run = a_run(tmp_path / "a")

@@ -1,0 +1,1 @@
+"""Configurations of other frameworks, turned into recipes."""

@@ -1,0 +1,197 @@
+"""Accelerate's YAML. Source: huggingface/accelerate of 2026 (commands/config/config_args.py, utils/dataclasses.py)."""
+
+from __future__ import annotations
+
+from meshwright.errors import ConfigError
+from meshwright.jobs.migrate.deepspeed import read_offload
+from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
+
+_FSDP, _DEEPSPEED = "fsdp_config.fsdp_", "deepspeed_config."
+_MEGATRON, _PARALLEL = "megatron_lm_config.megatron_lm_", "parallelism_config.parallelism_config_"
+ACCELERATE = Foreign(
+    name="accelerate",
+    settings={f"{_DEEPSPEED}gradient_clipping": "optimizer.clip", f"{_MEGATRON}gradient_clipping": "optimizer.clip"},
+    needless={
+        "compute_environment": "ranks start as --hostfile, --nodes, torchrun or --on say",
+        "machine_rank": "--node says it",
+        "main_process_ip": "--meet, or the launcher, says it",
+        "main_process_port": "--meet, or the launcher, says it",
+        "main_training_function": "meshwright has the loop",
+        "main_process_*": "the launcher says it",
+        "rdzv_backend": "ranks meet over meshwright's own port",
+        "same_network": "the cluster says it",
+        "enable_cpu_affinity": "the launcher binds ranks",
+        "num_machines": "--nodes or the hostfile says it",
+        "gpu_ids": "CUDA_VISIBLE_DEVICES says it",
+        "debug": "verify proves collectives before the first step",
+        "use_cpu": "ranks are on GPUs where there are some",
+        "tpu_*": "of TPUs alone",
+        "downcast_bf16": "of TPUs alone",
+        "dynamo_config.dynamo_*": "layers are compiled one by one, by the inductor",
+        f"{_FSDP}version": "FSDP2",
+        f"{_FSDP}auto_wrap_policy": "a repeated layer is a unit",
+        f"{_FSDP}transformer_layer_cls_to_wrap": "the repeated layers are found when the model is read",
+        f"{_FSDP}min_num_params": "a repeated layer is a unit",
+        f"{_FSDP}backward_prefetch*": "the next layer travels while one computes",
+        f"{_FSDP}forward_prefetch": "the next layer travels while one computes",
+        f"{_FSDP}cpu_ram_efficient_loading": "each rank reads its own slices",
+        f"{_FSDP}sync_module_states": "each rank reads its own slices of the same files",
+        f"{_FSDP}state_dict_type": "a checkpoint is sharded, and any layout loads it",
+        f"{_FSDP}use_orig_params": "FSDP2 keeps parameters as they are",
+        f"{_DEEPSPEED}zero3_init_flag": "weights are built as a rank's own part only",
+        f"{_DEEPSPEED}zero3_save_16bit_model": "meshwright export gathers and converts",
+        f"{_DEEPSPEED}deepspeed_moe_layer_cls_names": "experts are found when the model is read",
+        f"{_DEEPSPEED}deepspeed_multinode_launcher": "--hostfile, --on slurm and others start the nodes",
+        f"{_DEEPSPEED}deepspeed_hostfile": "--hostfile reads that file",
+        f"{_PARALLEL}cp_comm_strategy": "attention=gather in the layout, ring passes keys and values round",
+    },
+    missing={
+        f"{_FSDP}ignored_modules": "all weights are sharded",
+        f"{_DEEPSPEED}deepspeed_inclusion_filter": "leave the other nodes out of the hostfile",
+        f"{_DEEPSPEED}deepspeed_exclusion_filter": "leave these nodes out of the hostfile",
+        f"{_DEEPSPEED}offload_*_nvme_path": "nothing is offloaded to NVMe; offload=parameters keeps it in host memory",
+        "fp8_config.*": "precision=fp8 scales each tensor by its present values, fp8_rowwise each row",
+        "ipex_config.*": "torch's own operators run",
+        "mpirun_config.*": "--hostfile starts the nodes",
+    },
+    defaults={},
+    layout_keys={
+        "distributed_type": "FSDP, DEEPSPEED, MEGATRON_LM, MULTI_GPU, MULTI_CPU, NO; any other is refused",
+        "num_processes": "`devices`",
+        "mixed_precision": "`layout: precision`",
+        "gradient_accumulation_steps": "`layout: microbatches`",
+        "dynamo_config.dynamo_backend": "`layout: compile=true`",
+        "fsdp_config.fsdp_sharding_strategy": "`layout: shard, zero`; HYBRID_SHARD `replicate` by `num_machines`",
+        "fsdp_config.fsdp_reshard_after_forward": "`layout: zero=3`, or 2 where false",
+        "fsdp_config.fsdp_offload_params": "`layout: offload=parameters`",
+        "fsdp_config.fsdp_activation_checkpointing": "`layout: recompute=full`",
+        "deepspeed_config.deepspeed_config_file": "refused: give that file to `--from`",
+        "deepspeed_config.zero_stage": "`layout: shard, zero`",
+        "deepspeed_config.gradient_accumulation_steps": "`layout: microbatches`",
+        "deepspeed_config.offload_optimizer_device": "`layout: offload=optimizer`",
+        "deepspeed_config.offload_param_device": "`layout: offload=parameters`",
+        "parallelism_config.parallelism_config_dp_replicate_size": "`layout: replicate`",
+        "parallelism_config.parallelism_config_dp_shard_size": "`layout: shard`",
+        "parallelism_config.parallelism_config_tp_size": "`layout: tp`",
+        "parallelism_config.parallelism_config_cp_size": "`layout: cp`",
+        "megatron_lm_config.megatron_lm_tp_degree": "`layout: tp`",
+        "megatron_lm_config.megatron_lm_pp_degree": "`layout: pp`",
+        "megatron_lm_config.megatron_lm_num_micro_batches": "`layout: microbatches`",
+        "megatron_lm_config.megatron_lm_sequence_parallelism": "`layout: sequence=true`",
+        "megatron_lm_config.megatron_lm_recompute_activations": "`layout: recompute=selective`",
+        "megatron_lm_config.megatron_lm_use_distributed_optimizer": "`layout: shard, zero=1`",
+    },
+)
+_ACCUMULATED = "gradient_accumulation_steps"
+_KINDS = ("fsdp", "deepspeed", "megatron_lm", "multi_gpu", "multi_cpu", "no", "")
+_STRATEGIES = {
+    "full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0, "hybrid_shard": 3, "4": 3,
+    "hybrid_shard_zero2": 2, "5": 2,
+}  # fmt: skip
+"""ZeRO levels of FSDP's strategies, by name and number. Source: torch.distributed.fsdp, ShardingStrategy."""
+_PRECISIONS = {"bf16": "bf16", "fp16": "fp16", "fp8": "fp8"}
+
+
+def read_accelerate(config: Migration, path: str) -> None:
+    """Answers the keys that a layout is made of; optimizer, data and batch are in the user's script there.
+
+    Args:
+        config: the file's keys.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: for a kind of job that can't be, or another file that has the settings.
+    """
+    kind = config.word("distributed_type")
+    if kind not in _KINDS:
+        raise ConfigError(f"distributed_type: {kind.upper()} isn't trained here; FSDP, DEEPSPEED and MULTI_GPU are")
+    config.drop("the layout says it", "distributed_type")
+    other = config.take(f"{_DEEPSPEED}deepspeed_config_file")
+    if other is not None:
+        processes = config.take("num_processes")
+        raise ConfigError(
+            f"{path}: the settings are in {str(other)[:200]}; write meshwright new --from that file"
+            + (f" --devices {processes}" if isinstance(processes, int) else "")
+        )
+    said = config.count("num_processes")
+    ranks = config.devices or said or config.require_devices(path)
+    if said is not None:
+        why = f"--devices {ranks} goes over it" if ranks != said else f"devices = {ranks} says it"
+        config.drop(why, "num_processes")
+    config.devices = ranks
+    machines = config.values.get("num_machines")
+    _read_axes(config, kind, ranks, machines if isinstance(machines, int) and machines > 0 else 1)
+    precision = config.word("mixed_precision")
+    if precision in _PRECISIONS:
+        config.lay("precision", _PRECISIONS[precision], "mixed_precision")
+    else:
+        config.drop("float32", "mixed_precision")
+    names = (_ACCUMULATED, f"{_DEEPSPEED}{_ACCUMULATED}", f"{_MEGATRON}num_micro_batches")
+    microbatches = config.count(*names) or 1
+    if microbatches > 1:
+        config.lay("microbatches", microbatches, *names)
+    else:
+        config.drop("one micro-batch", *names)
+    if config.word("dynamo_config.dynamo_backend", "dynamo_backend") not in ("", "no"):
+        config.lay("compile", "true", "dynamo_config.dynamo_backend", "dynamo_backend")
+    else:
+        config.drop("off", "dynamo_config.dynamo_backend", "dynamo_backend")
+
+
+def _read_axes(config: Migration, kind: str, ranks: int, machines: int) -> None:
+    """Answers ZeRO, offload and degrees.
+
+    Args:
+        config: the file's keys.
+        kind: of the job, in small letters.
+        ranks: of the job.
+        machines: that they stand on.
+    """
+    tp_names, pp_name = (f"{_PARALLEL}tp_size", f"{_MEGATRON}tp_degree"), f"{_MEGATRON}pp_degree"
+    tp = config.lay_degree("tp", config.count(*tp_names), *tp_names)
+    cp = config.lay_degree("cp", config.count(f"{_PARALLEL}cp_size"), f"{_PARALLEL}cp_size")
+    pp = config.lay_degree("pp", config.count(pp_name), pp_name)
+    if cp > 1:
+        config.lay("attention", "gather", f"{_PARALLEL}cp_size")
+    if config.flag(f"{_MEGATRON}sequence_parallelism") and tp > 1:
+        config.lay("sequence", "true", f"{_MEGATRON}sequence_parallelism")
+    data_ranks = divided(ranks, tp * cp * pp, f"{ranks} processes over tp x cp x pp")
+    copies = config.count(f"{_PARALLEL}dp_replicate_size") or 1
+    shard = config.number(f"{_PARALLEL}dp_shard_size") or 0
+    names = (f"{_PARALLEL}dp_replicate_size", f"{_PARALLEL}dp_shard_size")
+    if shard > 0 and copies * shard != data_ranks:
+        raise ConfigError(
+            f"{config.origin(*names)}: they share out {int(copies * shard)} ranks, and {ranks} processes have "
+            f"{data_ranks} that read rows; give --devices {int(copies * shard) * tp * cp * pp}"
+        )
+    strategy_name, reshard_name = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
+    strategy, reshard = config.word(strategy_name), config.word(reshard_name)
+    zero = _STRATEGIES.get(strategy or reshard, 2 if reshard == "false" else 3) if kind == "fsdp" else 0
+    zero_name, optimizer_name = f"{_DEEPSPEED}zero_stage", f"{_MEGATRON}use_distributed_optimizer"
+    if kind == "deepspeed":
+        stage = config.count(zero_name, least=0)
+        zero = 2 if stage is None else stage  # accelerate's default
+    if config.flag(optimizer_name):
+        zero = 1
+    group = data_ranks // copies
+    if (strategy or reshard).startswith("hybrid") or strategy in ("4", "5"):
+        group = divided(data_ranks, machines, f"{data_ranks} ranks over num_machines")
+    zero_names = (strategy_name, reshard_name, zero_name, optimizer_name)
+    config.lay_data_axes(zero, data_ranks, group, *names, *zero_names)
+    if config.flag(f"{_FSDP}offload_params"):
+        config.lay("offload", "parameters", f"{_FSDP}offload_params")
+    else:
+        config.drop("off", f"{_FSDP}offload_params")
+    read_offload(config, f"{_DEEPSPEED}offload_optimizer_device", f"{_DEEPSPEED}offload_param_device")
+    _read_recompute(config)
+
+
+def _read_recompute(config: Migration) -> None:
+    for name, mode in (
+        (f"{_FSDP}activation_checkpointing", "full"),
+        (f"{_MEGATRON}recompute_activations", "selective"),
+    ):
+        if config.flag(name):
+            config.lay("recompute", mode, name)
+        else:
+            config.drop("off", name)

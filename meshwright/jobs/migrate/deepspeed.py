@@ -1,0 +1,244 @@
+"""DeepSpeed's JSON configuration. Source: DeepSpeed edaa722 (runtime/config.py, runtime/zero/config.py)."""
+
+from __future__ import annotations
+
+from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
+
+_ZERO = "zero_optimization."
+_OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
+DEEPSPEED = Foreign(
+    name="deepspeed",
+    settings={
+        "gradient_clipping": "optimizer.clip",
+        f"{_OPTIMIZER}lr": "optimizer.lr",
+        f"{_OPTIMIZER}eps": "optimizer.eps",
+        f"{_OPTIMIZER}weight_decay": "optimizer.weight_decay",
+        f"{_SCHEDULER}total_num_steps": "train.steps",
+        f"{_SCHEDULER}warmup_num_steps": "schedule.warmup",
+        "steps_per_print": "monitor.every",
+        "seed": "train.seed",
+    },
+    needless={
+        f"{_ZERO}overlap_comm": "communication always goes on under compute",
+        f"{_ZERO}contiguous_gradients": "FSDP units have one buffer each",
+        f"{_ZERO}reduce_scatter": "gradients of shards are always reduce-scattered",
+        f"{_ZERO}*bucket_size": "a layer is a unit of communication",
+        f"{_ZERO}allgather_partitions": "weights of shards are always gathered",
+        f"{_ZERO}sub_group_size": "the update runs over a layer's shards at a time",
+        f"{_ZERO}stage3_*": "a layer is gathered when it runs; the next one travels meanwhile",
+        f"{_ZERO}round_robin_gradients": "a rank's shard is a slice of every layer",
+        f"{_ZERO}gather_16bit_weights_on_model_save": "meshwright export gathers and converts",
+        f"{_ZERO}ignore_unused_parameters": "weights without a gradient are found when the model is read",
+        f"{_ZERO}offload_*.pin_memory": "host memory is always pinned",
+        f"{_ZERO}offload_*.buffer_*": "sizes follow from the layers",
+        f"{_ZERO}offload_*.fast_init": "of NVMe alone",
+        f"{_ZERO}elastic_checkpoint": "any layout loads any checkpoint",
+        f"{_ZERO}load_from_fp32_weights": "checkpoints hold the float32 weights",
+        "fp16.loss_scale_window": "the scale doubles after 1000 steps without overflow",
+        "fp16.hysteresis": "the scale halves at each overflow",
+        "fp16.min_loss_scale": "the scale is bounded by itself",
+        "fp16.initial_scale_power": "the scale starts at 2^16",
+        "fp16.auto_cast": "precision casts inputs",
+        "bf16.*": "bf16 always has float32 master weights and sums",
+        "communication_data_type": "sums are of float32; compress=bf16 in the layout rounds them",
+        "prescale_gradients": "gradients are averaged over tokens",
+        "gradient_predivide_factor": "gradients are averaged over tokens",
+        "zero_allow_untested_optimizer": "AdamW is the optimizer",
+        "zero_force_ds_cpu_optimizer": "offload=optimizer runs torch's AdamW on the host",
+        "wall_clock_breakdown": "metrics.jsonl has the parts of each step",
+        "memory_breakdown": "metrics.jsonl has the peak of each step",
+        "dump_state": "the run directory has the config",
+        "flops_profiler.*": "MFU is in every line",
+        "comms_logger.*": "metrics.jsonl has bytes and seconds by axis",
+        "tensorboard.*": "tensorboard/ is always written",
+        "csv_monitor.*": "metrics.jsonl is always written",
+        "checkpoint.*": "a setting of how DeepSpeed writes files",
+        "aio.*": "of NVMe alone",
+        "activation_checkpointing.*": "choices of how DeepSpeed keeps them; recompute in the layout says how much",
+        "tensor_parallel.*": "choices of how AutoTP finds weights; the model is read here",
+        "expert_parallel.preset_model": "the model is read here",
+        "optimizer.params.torch_adam": "torch's AdamW runs",
+        "optimizer.params.fused": "torch's fused AdamW runs",
+        "optimizer.params.bias_correction": "AdamW corrects its moments",
+        "elasticity.*": "recovery replans by itself; the global batch stays the same",
+        "zero_allow_comm_data_type*": "sums are of float32",
+    },
+    missing={
+        f"{_ZERO}zero_quantized_weights": "compress_weights=int8 in the layout does the like",
+        f"{_ZERO}zero_quantized_gradients": "compress=int8 in the layout does the like over copies",
+        f"{_ZERO}zero_quantized_nontrainable_weights": "all weights are trained here",
+        f"{_ZERO}offload_*.nvme_path": "nothing is offloaded to NVMe; offload=parameters keeps it in host memory",
+        f"{_ZERO}offload_*.ratio": "offload takes all of the state",
+        f"{_ZERO}zenflow.*": "updates are never late here; offload=optimizer is exact",
+        "fp16.loss_scale": "the scale of fp16 is dynamic",
+        "wandb.*": 'write trackers = ["wandb"] under [monitor]',
+        "comet.*": 'write trackers = ["mlflow"] under [monitor]',
+        "data_efficiency.*": "rows keep their length and order",
+        "curriculum_learning.*": "rows keep their length and order",
+        "progressive_layer_drop.*": "all layers run in every step",
+        "compression_training.*": "models aren't pruned or quantised in training",
+        "sparse_attention.*": "attention is the model's own",
+        "autotuning.*": "meshwright plan searches layouts in a second",
+        "amp.*": "precision=bf16 in the layout",
+        "torch_autocast.*": "precision=bf16 in the layout",
+        "compile.*": "compile=true in the layout",
+        "hybrid_engine.*": "no reinforcement learning here",
+        "sparse_gradients": "gradients are dense",
+    },
+    defaults={"optimizer.clip": 0.0},
+    layout_keys={
+        "train_batch_size": "`train.batch`",
+        "train_micro_batch_size_per_gpu": "`layout: microbatches`",
+        "gradient_accumulation_steps": "`layout: microbatches`",
+        "zero_optimization.stage": "`layout: shard, zero`",
+        "zero_optimization.mics_shard_size": "`layout: shard` of that degree, the rest `replicate`",
+        "zero_optimization.zero_hpz_partition_size": "`layout: secondary`",
+        "zero_optimization.offload_optimizer.device": "`layout: offload=optimizer`; NVMe is left out",
+        "zero_optimization.offload_param.device": "`layout: offload=parameters`; NVMe is left out",
+        "bf16.enabled": "`layout: precision=bf16`",
+        "fp16.enabled": "`layout: precision=fp16`",
+        "tensor_parallel.autotp_size": "`layout: tp`",
+        "expert_parallel.autoep_size": "`layout: ep`",
+        "optimizer.type": "AdamW; any other is left out",
+        "optimizer.params.betas": "`optimizer.beta1`, `optimizer.beta2`",
+        "optimizer.params.adam_w_mode": "AdamW's decay; Adam's is left out",
+        "scheduler.type": "`schedule.shape`: WarmupLR constant, WarmupDecayLR linear, WarmupCosineLR cosine",
+        "scheduler.params.warmup_max_lr": "`optimizer.lr`",
+        "scheduler.params.warmup_min_lr": "0, where a warm-up begins here",
+        "scheduler.params.warmup_type": "`linear`; `log`, its default, is left out",
+        "scheduler.params.cos_min_ratio": "`schedule.floor`",
+        "scheduler.params.warmup_min_ratio": "0, where a warm-up begins here",
+    },
+)
+_SHAPES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
+_ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
+
+
+def read_deepspeed(config: Migration, path: str) -> None:
+    """Answers the keys that a layout and an optimizer are made of.
+
+    Args:
+        config: the file's keys.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: when its batch sizes contradict each other, or nothing says how many devices there are.
+    """
+    _read_batch(config, path)
+    read_precision(config, "bf16.enabled", "fp16.enabled")
+    read_offload(config, f"{_ZERO}offload_optimizer.device", f"{_ZERO}offload_param.device")
+    _read_optimizer(config)
+    _read_scheduler(config)
+
+
+def _read_batch(config: Migration, path: str) -> None:
+    """Answers batch sizes, ZeRO and the axes, which share one product."""
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    rows, micro, accumulated = (config.count(name) for name in names)
+    tp = config.lay_degree(
+        "tp", config.count("tensor_parallel.autotp_size", least=0) or 1, "tensor_parallel.autotp_size"
+    )
+    if rows and micro and accumulated:
+        ranks = divided(rows, micro * accumulated, " / ".join(names))
+        if config.devices not in (None, ranks * tp):
+            config.require_devices(path)
+            ranks = divided(config.devices or 0, tp, "devices / tensor_parallel.autotp_size")
+            accumulated = divided(rows, micro * ranks, f"{names[0]} over {config.devices} devices")
+        config.devices = ranks * tp
+    else:
+        ranks = divided(config.require_devices(path), tp, "devices / tensor_parallel.autotp_size")
+        if rows and (micro or accumulated):
+            part = divided(
+                rows, ranks * (micro or accumulated or 1), f"{names[0]} over micro-batches of {ranks} data ranks"
+            )
+            accumulated = part if micro else accumulated
+        # Without an accumulation DeepSpeed runs one micro-batch.
+        accumulated = accumulated or 1
+        if not rows and micro:
+            rows = micro * accumulated * ranks
+    config.set("train.batch", rows or accumulated * ranks, *names, why="one row of each rank; set it")
+    if accumulated > 1:
+        config.lay("microbatches", accumulated, *names[1:])
+    enabled = config.take("expert_parallel.enabled")
+    size = config.count("expert_parallel.autoep_size") if enabled is not False else None
+    config.drop("autoep_size says it", "expert_parallel.enabled")
+    config.lay_degree("ep", size, "expert_parallel.autoep_size")
+    stage, mics = f"{_ZERO}stage", f"{_ZERO}mics_shard_size"
+    zero, shard = config.count(stage, least=0) or 0, config.number(mics) or 0
+    config.lay_data_axes(zero, ranks, max(0, int(shard)), stage, mics)
+    secondary = config.count(f"{_ZERO}zero_hpz_partition_size")
+    if (secondary or 1) > 1 and zero == 3 and secondary != ranks:
+        config.lay("secondary", secondary, f"{_ZERO}zero_hpz_partition_size")
+    else:
+        config.drop("all ranks that share the state", f"{_ZERO}zero_hpz_partition_size")
+
+
+def read_precision(config: Migration, bf16: str, fp16: str) -> None:
+    """Answers the keys of two low precisions, which are on or off."""
+    for key, precision in ((bf16, "bf16"), (fp16, "fp16")):
+        if config.flag(key):
+            config.lay("precision", precision, key)
+        else:
+            config.drop("off", key)
+
+
+def read_offload(config: Migration, optimizer: str, parameters: str) -> None:
+    """Answers where optimizer state and parameters lie."""
+    for key, choice in ((optimizer, "optimizer"), (parameters, "parameters")):
+        device = config.word(key)
+        if device == "cpu":
+            config.lay("offload", choice, key)
+        elif device == "nvme":
+            config.leave(f"nothing is offloaded to NVMe; offload={choice} keeps it in host memory", key)
+        else:
+            config.drop("off", key)
+
+
+def _read_optimizer(config: Migration) -> None:
+    kind = config.word("optimizer.type")
+    if kind in _ADAMS:
+        config.drop("AdamW is the optimizer", "optimizer.type")
+    elif kind:
+        config.leave("AdamW is the only optimizer; its rate and decay want values of their own", "optimizer.type")
+    if config.take("optimizer.params.adam_w_mode") is False:
+        config.leave("weight decay is decoupled, as AdamW's", "optimizer.params.adam_w_mode")
+    else:
+        config.drop("weight decay is decoupled", "optimizer.params.adam_w_mode")
+    betas = config.take("optimizer.params.betas")
+    if isinstance(betas, list) and len(betas) == 2:
+        config.set("optimizer.beta1", betas[0], "optimizer.params.betas")
+        config.set("optimizer.beta2", betas[1], "optimizer.params.betas")
+    elif kind in _ADAMS and betas is None:
+        config.set("optimizer.beta2", 0.999, why="default of deepspeed")
+
+
+def _read_scheduler(config: Migration) -> None:
+    kind = config.word("scheduler.type")
+    shape = _SHAPES.get(kind)
+    if shape:
+        config.set("schedule.shape", shape, "scheduler.type")
+        floor = config.number(f"{_SCHEDULER}cos_min_ratio")
+        if shape != "constant":
+            default = 0.0001 if shape == "cosine" else 0.0
+            config.set(
+                "schedule.floor", default if floor is None else floor, f"{_SCHEDULER}cos_min_ratio", "scheduler.type"
+            )
+    elif kind:
+        config.leave("shapes are cosine, linear, wsd and constant, after a linear warm-up", "scheduler.type")
+    peak = config.number(f"{_SCHEDULER}warmup_max_lr")
+    if peak is not None:
+        config.set("optimizer.lr", peak, f"{_SCHEDULER}warmup_max_lr")
+        if config.values.get(f"{_OPTIMIZER}lr") not in (None, "auto"):
+            config.take(f"{_OPTIMIZER}lr")
+            config.drop("the schedule's peak goes over it there", f"{_OPTIMIZER}lr")
+    for name in ("warmup_min_lr", "warmup_min_ratio"):
+        if config.number(_SCHEDULER + name):
+            config.leave("a warm-up begins at 0", _SCHEDULER + name)
+        else:
+            config.drop("a warm-up begins at 0", _SCHEDULER + name)
+    warmup_type = config.word(f"{_SCHEDULER}warmup_type")
+    if warmup_type == "linear":
+        config.drop("a warm-up is linear", f"{_SCHEDULER}warmup_type")
+    elif shape:
+        why = "a warm-up is linear; deepspeed's is logarithmic unless warmup_type says linear"
+        config.leave(why, "scheduler.type" if not warmup_type else f"{_SCHEDULER}warmup_type")

@@ -1,0 +1,307 @@
+"""Torchtitan's flags of 2026 and its TOML files of before.
+
+Source: torchtitan b5bcd76 (config/configs.py, components/optimizer), and the train_configs of its releases up to 0.2.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+
+from meshwright.errors import ConfigError
+from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
+from meshwright.planner.emit import TORCHTITAN_SCHEDULES
+from meshwright.planner.presets import presets
+from meshwright.spec.layout import DEFAULT_SCHEDULE
+
+_P, _T, _AC = "parallelism.", "training.", "activation_checkpoint."
+TORCHTITAN = Foreign(
+    name="torchtitan",
+    settings={
+        "optimizer.lr": "optimizer.lr",
+        "optimizer.beta1": "optimizer.beta1",
+        "optimizer.beta2": "optimizer.beta2",
+        "optimizer.eps": "optimizer.eps",
+        "optimizer.weight_decay": "optimizer.weight_decay",
+        f"{_T}max_norm": "optimizer.clip",
+        f"{_T}steps": "train.steps",
+        f"{_T}seed": "train.seed",
+        "debug.seed": "train.seed",
+        "lr_scheduler.warmup_steps": "schedule.warmup",
+        "lr_scheduler.min_lr_factor": "schedule.floor",
+        "lr_scheduler.lr_min": "schedule.floor",
+        "lr_scheduler.decay_ratio": "schedule.decay_share",
+        "checkpoint.interval": "checkpoint.every",
+        "checkpoint.keep_latest_k": "checkpoint.keep",
+        "validation.freq": "evaluation.every",
+        "metrics.log_freq": "monitor.every",
+    },
+    needless={
+        "job.*": "a run has a directory of its own; --run names it",
+        "profiling.*": "monitor.timeline records phases and waits of chosen steps",
+        "profiler.*": "monitor.timeline records phases and waits of chosen steps",
+        "metrics.enable_tensorboard": "tensorboard/ is always written",
+        "metrics.*": "metrics.jsonl and tensorboard/ are in the run directory",
+        "checkpoint.*": "checkpoints are in the run directory, written while training goes on; any layout loads them",
+        "validation.*": "the last evaluation takes all held-out text",
+        "comm.*": "launch has limits of waiting; hangs are named",
+        f"{_T}gc_freq": "a setting of Python's garbage collection",
+        f"{_T}mixed_precision_reduce": "sums are of float32; compress=bf16 in the layout rounds them",
+        f"{_P}disable_loss_parallel": "with tp the loss is over parts of the vocabulary; its numbers are the same",
+        f"{_P}enable_compiled_autograd": "layers are compiled one by one",
+        f"{_P}fsdp_reshard_after_forward": "no ranks share the state",
+        f"{_P}num_pp_microbatches": "no pipeline",
+        f"{_P}pipeline_parallel_*": "no pipeline, or stages are balanced by cost; split= in the layout says otherwise",
+        f"{_P}spmd_backend": "a choice of how it is built there",
+        f"{_P}context_parallel_*": "causal rows are balanced under gather and ring",
+        f"{_P}expert_tensor_parallel_degree": "ep divides the ranks of shard x cp x tp a second time",
+        "experimental.enable_async_tensor_parallel": "tp's collectives are under compute where they can",
+        f"{_P}enable_async_tensor_parallel": "tp's collectives are under compute where they can",
+        "compile.*": "layers are compiled one by one, by the inductor",
+        "optimizer.implementation": "optimizer.implementation is fused, and single on request",
+        "optimizer.fused": "the fused kernel runs",
+        "optimizer.early_step_in_backward": "the update runs after the norm is known, which clipping needs",
+        f"{_AC}selective_ac_option": "recompute=selective keeps products of matrices; selective:K in K layers",
+        f"{_AC}*": "recompute in the layout says what is kept",
+        "model.print_after_conversion": "meshwright inspect shows the model",
+        "debug.*": "meshwright verify is for that",
+        "float8.enable_fsdp_float8_all_gather": "compress_weights=fp8 in the layout does the like",
+        "float8.*": "precision=fp8 or fp8_rowwise in the layout",
+    },
+    missing={
+        f"{_T}dataset": 'write paths = ["..."] of text under [data]',
+        f"{_T}dataset_path": 'write paths = ["..."] of text under [data]',
+        "dataloader.*": 'write paths = ["..."] of text under [data]',
+        "model.*path*": "a directory in Hugging Face format is model.name, or data.tokenizer",
+        "hf_assets_path": "a directory in Hugging Face format is data.tokenizer",
+        "model.flavor": "no public sizes are known by that name; write layers, width and heads under [model]",
+        "model.name": "no public sizes are known by that name; write the Hugging Face type under [model]",
+        "model.norm_type": "the norm is the model type's",
+        "optimizer.name": "AdamW is the only optimizer; its rate and decay want values of their own",
+        "optimizer.*": "AdamW is the only optimizer, with one group of settings",
+        "lr_scheduler.total_steps": "the schedule goes over train.steps",
+        f"{_T}gradient_accumulation_steps": "microbatches in the layout",
+        f"{_T}dtype": "master weights are float32; bf16 alone, without them, isn't trained",
+        f"{_T}deterministic": "runs on one layout repeat where torch's kernels do",
+        "fault_tolerance.*": "recovery is on; islands and outer.* are DiLoCo",
+        "experimental.custom_import": "code of its own can't be brought along",
+        "experimental.custom_args_module": "code of its own can't be brought along",
+        "quantize.*": "precision=fp8 in the layout",
+        "mx.*": "precision=fp8 in the layout; MX formats aren't there",
+        "ema.*": "no average of the weights is kept",
+    },
+    defaults={
+        "optimizer.lr": 8e-4,
+        "optimizer.decay": "all",
+        "schedule.shape": "linear",
+        "schedule.floor": 0.0,
+        "schedule.warmup": 200,
+    },
+    layout_keys={
+        "parallelism.data_parallel_replicate_degree": "`layout: replicate`",
+        "parallelism.data_parallel_shard_degree": "`layout: shard`; -1 by `--devices`",
+        "parallelism.fsdp_reshard_after_forward": "`layout: zero=3`; 2 for `never`, or `default` with a pipeline",
+        "parallelism.tensor_parallel_degree": "`layout: tp`",
+        "parallelism.enable_sequence_parallel": "`layout: sequence=true`, unless off",
+        "parallelism.context_parallel_degree": "`layout: cp, attention=gather`",
+        "parallelism.context_parallel_rotate_method": "`layout: attention`: allgather gather, alltoall ring",
+        "parallelism.expert_parallel_degree": "`layout: ep`",
+        "parallelism.pipeline_parallel_degree": "`layout: pp`",
+        "parallelism.pipeline_parallel_schedule": "`layout: schedule`; one that isn't there is left out",
+        "parallelism.pipeline_parallel_layers_per_stage": "`layout: stages`",
+        "parallelism.num_pp_microbatches": "`layout: microbatches`",
+        "parallelism.pipeline_parallel_microbatch_size": "`layout: microbatches`",
+        "training.num_tokens_per_microbatch_per_dp_rank": "`layout: microbatches`",
+        "training.num_tokens_per_train_step": "`train.batch`, by the rows' length",
+        "training.max_context_length": "`data.sequence`",
+        "training.seq_len": "`data.sequence`",
+        "training.local_batch_size": "`train.batch`",
+        "training.batch_size": "`train.batch`",
+        "training.global_batch_size": "`train.batch`, `layout: microbatches`",
+        "training.mixed_precision_param": "`layout: precision`",
+        "training.enable_cpu_offload": "`layout: offload=parameters`",
+        "training.compile": "`layout: compile=true`",
+        "compile.enable": "`layout: compile=true`",
+        "activation_checkpoint.mode": "`layout: recompute`",
+        "model.converters": "`layout: precision=fp8` for float8",
+        "model.name": "`model.name`",
+        "model.flavor": "the model's sizes, where they are public",
+        "optimizer.name": "AdamW; any other is left out",
+        "lr_scheduler.decay_type": "`schedule.shape`; sqrt is left out",
+    },
+)
+FLAVORS = MappingProxyType({"llama3": "llama-3", "qwen3": "qwen3", "deepseek_v3": "deepseek-v3"})
+"""Names of our presets begin so, where torchtitan's model has this name and a flavor follows."""
+
+
+def read_torchtitan(config: Migration, path: str) -> None:
+    """Answers the keys that a layout, a batch and a model are made of.
+
+    Args:
+        config: the file's keys.
+        path: of the file, for messages.
+
+    Raises:
+        ConfigError: when degrees or batch sizes contradict each other, or nothing says how many devices there are.
+    """
+    # Older files have pp under [experimental] and degrees under [training].
+    for name in list(config.values):
+        section, _, key = name.rpartition(".")
+        if section in ("experimental", "training") and key.endswith(("_degree", "_schedule")):
+            config.values.setdefault(_P + key, config.values.pop(name))
+    layers = _read_model(config)
+    readers, shard, pp = _read_degrees(config, path)
+    if shard > 1:
+        reshard = config.word(f"{_P}fsdp_reshard_after_forward")
+        zero = 2 if reshard == "never" or (pp > 1 and reshard != "always") else 3
+        config.lay("zero", zero, f"{_P}fsdp_reshard_after_forward", why="FSDP2")
+    _read_batch(config, readers, pp)
+    if pp > 1:
+        _read_pipeline(config, pp, layers)
+    _read_choices(config)
+
+
+def _read_degrees(config: Migration, path: str) -> tuple[int, int, int]:
+    """Answers the degrees; returns the readers of rows, the ranks that share the state, and the pipeline's."""
+    keys = {
+        axis: f"{_P}{word}_parallel_degree" for axis, word in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline"))
+    }
+    tp, cp, pp = (config.lay_degree(axis, config.count(key), key) for axis, key in keys.items())
+    ep_key, copies_key, shard_key = (
+        f"{_P}{word}_degree" for word in ("expert_parallel", "data_parallel_replicate", "data_parallel_shard")
+    )
+    config.lay_degree("ep", config.count(ep_key), ep_key)
+    copies = config.count(copies_key) or 1
+    shard = config.number(shard_key)
+    inner = tp * cp * pp
+    if shard is None or shard < 1:  # -1, and its default: what is left
+        ranks = config.require_devices(path)
+        shard = divided(ranks, inner * copies, f"devices = {ranks} over the degrees")
+    shard = int(shard)
+    if config.devices not in (None, inner * copies * shard):
+        raise ConfigError(
+            f"the degrees of {path} multiply to {inner * copies * shard} devices, not {config.devices}; leave "
+            f"--devices out, or set {shard_key} to -1 there"
+        )
+    config.devices = inner * copies * shard
+    config.lay_degree("replicate", copies, copies_key)
+    config.lay_degree("shard", shard, shard_key)
+    if "shard" in config.layout and not config.origin(shard_key):
+        config.lay("shard", shard, why="what the other degrees leave")
+    sequence_key = f"{_P}enable_sequence_parallel"
+    if tp > 1 and config.take(sequence_key) in (None, True, "true"):
+        config.lay("sequence", "true", sequence_key, why="torchtitan's tp splits tokens too")
+    else:
+        config.drop("off", sequence_key)
+    method = config.word(f"{_P}context_parallel_rotate_method", "experimental.context_parallel_rotate_method")
+    if cp > 1:
+        config.lay("attention", "ring" if method == "alltoall" else "gather", keys["cp"])
+    config.drop(
+        "attention in the layout", f"{_P}context_parallel_rotate_method", "experimental.context_parallel_rotate_method"
+    )
+    return copies * shard, shard, pp
+
+
+def _read_batch(config: Migration, readers: int, pp: int) -> None:
+    """Answers rows, tokens and micro-batches, in tokens (2026) or in rows (before)."""
+    sequence_keys = (f"{_T}max_context_length", f"{_T}seq_len")
+    sequence = config.count(*sequence_keys) or 2048
+    config.set("data.sequence", sequence, *sequence_keys, why="default of torchtitan")
+    pp_key = f"{_P}num_pp_microbatches"
+    in_tokens = (f"{_T}num_tokens_per_train_step", f"{_T}num_tokens_per_microbatch_per_dp_rank")
+    if any(key in config.values for key in in_tokens):
+        step, part = config.number(in_tokens[0]) or -1, config.count(in_tokens[1]) or 16384
+        piped = (config.count(pp_key) or 1) if pp > 1 else 1
+        step = int(step) if step > 0 else part * piped * readers
+        rows = divided(step, sequence, f"{in_tokens[0]} over {sequence} tokens a row")
+        microbatches = divided(step, part * readers, f"{in_tokens[0]} over {readers} readers")
+        config.drop("follows from the step's tokens", pp_key)
+        config.set("train.batch", rows, *in_tokens)
+        names: tuple[str, ...] = in_tokens
+    else:
+        local_keys, part_key = (f"{_T}local_batch_size", f"{_T}batch_size"), f"{_P}pipeline_parallel_microbatch_size"
+        local = config.count(*local_keys) or 8
+        whole = config.number(f"{_T}global_batch_size") or -1
+        whole = int(whole) if whole > 0 else local * readers
+        names = (f"{_T}global_batch_size", *local_keys)
+        microbatches = divided(whole, local * readers, f"global_batch_size over {readers} readers of {local} rows")
+        if pp > 1:
+            part = config.count(part_key) or 1
+            microbatches *= config.count(pp_key) or divided(local, part, f"local_batch_size over {part_key}")
+            names += (part_key, pp_key)
+        config.set("train.batch", whole, *names, why="default of torchtitan, 8 rows of each reader")
+    if microbatches > 1:
+        config.lay("microbatches", microbatches, *names)
+
+
+def _read_pipeline(config: Migration, pp: int, layers: int) -> None:
+    """Answers schedule and stages."""
+    name = f"{_P}pipeline_parallel_schedule"
+    written = config.word(name)
+    schedule = next((ours for ours, theirs in TORCHTITAN_SCHEDULES.items() if theirs.lower() == written), "")
+    if schedule == DEFAULT_SCHEDULE:
+        config.drop(f"{schedule} runs where a layout names none", name)
+    elif schedule:
+        config.lay("schedule", schedule, name)
+    else:
+        config.leave(f"schedules of both are {', '.join(TORCHTITAN_SCHEDULES)}; 1f1b runs", name)
+    each = config.count(f"{_P}pipeline_parallel_layers_per_stage")
+    if each and layers and (stages := -(-layers // each)) > pp:
+        config.lay("stages", divided(stages, pp, "stages over pp"), f"{_P}pipeline_parallel_layers_per_stage")
+    else:
+        config.drop("stages follow from the schedule", f"{_P}pipeline_parallel_layers_per_stage")
+
+
+def _read_choices(config: Migration) -> None:
+    """Answers precision, recompute, compile, offload, optimizer and schedule."""
+    converters = str(config.take("model.converters") or "")
+    if "float8" in converters:
+        config.lay("precision", "fp8", "model.converters")
+    else:
+        config.drop("none", "model.converters")
+        if config.word(f"{_T}mixed_precision_param") != "float32":
+            config.lay("precision", "bf16", f"{_T}mixed_precision_param", why="default of torchtitan")
+    config.drop("precision in the layout", f"{_T}mixed_precision_param")
+    mode = config.word(f"{_AC}mode", "activation-checkpoint")
+    names = (f"{_AC}mode", "activation-checkpoint")
+    if mode in ("full", "selective"):
+        config.lay("recompute", mode, *names)
+    elif mode == "none":
+        config.drop("off", *names)
+    else:
+        config.leave("recompute is none, full or selective", *names)
+    for keys, choice, value in (
+        (("compile.enable", f"{_T}compile"), "compile", "true"),
+        ((f"{_T}enable_cpu_offload",), "offload", "parameters"),
+    ):
+        if config.flag(*keys):
+            config.lay(choice, value, *keys)
+        else:
+            config.drop("off", *keys)
+    if config.word("optimizer.name") in ("adamw", "adam"):
+        config.drop("AdamW is the optimizer", "optimizer.name")
+    elif config.origin("optimizer.name"):
+        config.leave(TORCHTITAN.missing["optimizer.name"], "optimizer.name")
+    decay = config.word("lr_scheduler.decay_type")
+    ratio = config.values.get("lr_scheduler.decay_ratio")
+    if ratio is not None:
+        config.set("schedule.shape", "wsd", "lr_scheduler.decay_type", why="lr_scheduler.decay_ratio")
+    elif decay in ("linear", "cosine"):
+        config.set("schedule.shape", decay, "lr_scheduler.decay_type")
+    if decay and (decay not in ("linear", "cosine") or (ratio is not None and decay != "linear")):
+        config.leave("shapes are cosine, linear and wsd, which decays linearly", "lr_scheduler.decay_type")
+
+
+def _read_model(config: Migration) -> int:
+    """Answers the model where its sizes are public; returns its layers, 0 where they aren't known."""
+    name, flavor = (str(config.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    preset = presets().get(f"{FLAVORS.get(name.lower(), '?')}-{flavor.lower()}")
+    if preset is None or not preset.sizes.gated or preset.sizes.latent or preset.sizes.experts:
+        return 0
+    config.take("model.name"), config.take("model.flavor")
+    sizes = preset.sizes
+    keys = ("model.name", "model.flavor")
+    config.set("model.name", "llama" if name.lower() == "llama3" else name.lower(), *keys)
+    for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab"):
+        if getattr(sizes, field):
+            config.set(f"model.{field}", getattr(sizes, field), *keys)
+    return sizes.layers
