@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 from meshwright.train import session, step
+from meshwright.train.health import Health, Limits
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.step import Stepper
 from meshwright.train.trainer import Trainer, TrainerDeps
@@ -234,19 +236,38 @@ def test_a_request_acts_after_the_step_that_spread_it(root: Path) -> None:
     assert noted["abandoned"] == [5, 11, 16]
 
 
+def plant_limits_by_the_last_norm() -> None:
+    """Lets a step update the weights or not by a digit of the norm of the step before: any older one says another."""
+    judge, last_norm = Health.judge, [0.0]
+
+    def judged(self: Health, loss: float, norm: float) -> str | None:
+        reason = judge(self, loss, norm)
+        last_norm[0] = norm
+        return reason
+
+    Health.judge = judged  # type: ignore[method-assign]
+    Health.limits = property(  # type: ignore[assignment, method-assign]
+        lambda self: Limits(math.inf, 0.0 if int(last_norm[0] * 1e4) % 2 else math.inf)
+    )
+
+
 @pytest.mark.parametrize(
-    ("name", "more"),
+    ("name", "more", "before"),
     cases(
-        [("spike", ("--recovery.spike", "1.001", "--train.steps", "48")), ("norm", ("--recovery.largest-norm", "2.0"))],
-        ("spike",),
+        [
+            ("last", (), plant_limits_by_the_last_norm),
+            ("spike", ("--recovery.spike", "1.001", "--train.steps", "48", "--optimizer.lr", "1e-7"), lambda: None),
+            ("norm", ("--recovery.largest-norm", "2.0", "--optimizer.lr", "1e-7"), lambda: None),
+        ]
     ),
 )
-def test_limits_that_follow_from_the_step_before(name: str, more: tuple[str, ...], root: Path) -> None:
-    """Many steps are over them: a limit that lacks the last step's numbers would let others pass."""
-    # A rate that teaches nothing: losses and norms vary as the rows do.
-    end, _, noted = both(root, name, *SKIP, "--optimizer.lr", "1e-7", *more, layout="replicate=1")
+def test_limits_follow_from_the_step_before(
+    name: str, more: tuple[str, ...], before: Callable[[], None], root: Path
+) -> None:
+    """Many steps are over them; at a rate that teaches nothing, losses and norms vary as the rows do."""
+    end, _, noted = both(root, name, *SKIP, *more, before=before, layout="replicate=1")
     skipped = [row for row in rows(end, "events.jsonl") if row["kind"] == "step_skipped"]
-    assert len(skipped) > 4 and len(noted["abandoned"]) > 2 and len(noted["late"]) > 4, noted
+    assert len(skipped) > 4 and len(noted["abandoned"]) > 2 and len(noted["late"]) > 2, noted
 
 
 @pytest.mark.parametrize(
