@@ -8,8 +8,8 @@ of its own; where there are more nodes than cores, each has an equal share of on
 trains alone does. All calibrate together over the wires. Then each way, a layout and further words of `meshwright
 train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first); ``auto``
 leaves the layout to the planner, as in ``auto --allow islands``; where that leaves it how islands join too, the run is
-told to be long, and is ended after two of the rounds that the plan says. A round is one rank alone and then each way.
-Told are the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
+told to be long, and is ended after two of the rounds that the plan says. A round is one rank alone and each way. Told
+are the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
 islands without the join), the efficiency against one rank alone with the same batch in the same round, and rank 0's
 processor seconds of a step: of the thread that computes, and of all its threads. What a step takes beyond these and
 the wait is neither: a core that other programs have.

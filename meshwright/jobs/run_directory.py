@@ -43,7 +43,10 @@ def claim_directory(config: RunConfig) -> RunConfig:
     # An existing run is resumed only by a config of the same curve.
     if (folder / CONFIG).exists():
         planned = planned_outer(folder)
-        differing = differences(_with_joins(run_config(folder), planned), _with_joins(config, planned))
+        old, new = run_config(folder).joining(planned), config.joining(planned)
+        # What the user left open of how islands join counts as planned, else as usual.
+        old, new = (dataclasses.replace(each, outer=each.outer.resolved) for each in (old, new))
+        differing = differences(old, new)
         if differing:
             raise ConfigError(
                 f"run directory {folder} belongs to another config: {'; '.join(differing)}; give another --run, or the "
@@ -74,14 +77,12 @@ def wait_for(path: Path, limit_s: float) -> None:
 
 
 def planned_outer(run_dir: Path) -> Mapping[str, int | str]:
-    """Returns how the islands of a run's last plan join (`Plan.outer`); nothing for a new run, or without islands."""
+    """Returns how the islands of a run's last plan join (`Plan.outer`); nothing for a new run, or without islands.
+
+    A run that goes on joins them as it did, whatever the planner would choose now.
+    """
     path = run_dir / PLAN
     return Plan.from_json(json.loads(path.read_text(encoding="utf-8"))).outer if path.exists() else {}
-
-
-def _with_joins(config: RunConfig, planned: Mapping[str, int | str]) -> RunConfig:
-    """Returns the config with planned or usual values for what the user left open of how islands join."""
-    return dataclasses.replace(config, outer=config.outer.filled(planned).resolved)
 
 
 def refuse_code(run_dir: Path, config: RunConfig, trust: bool) -> None:

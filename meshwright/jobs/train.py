@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -196,8 +196,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     run_dir = Path(config.run)
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)
-    # A run that goes on joins its islands as it did, whatever the planner would choose now.
-    offers = make_plans(_with_outer(config, planned_outer(run_dir)), model, machines, max(1, trial_count), say)
+    offers = make_plans(config.joining(planned_outer(run_dir)), model, machines, max(1, trial_count), say)
     check_attention(model.built, offers[0][0].layout.compute_precision, offers[0][1], machines.devices)
     check_float8(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0], machines.devices, token_set)
@@ -297,7 +296,7 @@ def _make_planning(
     config: RunConfig, model: ReadModel, job: TrainJob, devices: Devices, machines: Machines, say: Say
 ) -> Planning:
     """Returns how a run gets plans and jobs for other numbers of ranks."""
-    planned_config = _with_outer(config, job.plan.outer)
+    planned_config = config.joining(job.plan.outer)
 
     def plan_for_ranks(ranks: int) -> tuple[Plan, ModelAnalysis]:
         return plan_for_fewer_ranks(planned_config, model, machines.for_ranks(ranks), job.plan.layout, say)
@@ -339,14 +338,9 @@ def _loss_facts(plan: Plan, analysis: ModelAnalysis) -> tuple[Layout, bool]:
     return plan.layout, analysis.trial is not None and not analysis.trial.objective.plain
 
 
-def _with_outer(config: RunConfig, planned: Mapping[str, int | str]) -> RunConfig:
-    """Returns the config with a plan's settings for islands where the user gave none."""
-    return dataclasses.replace(config, outer=config.outer.filled(planned))
-
-
 def _check_before_start(config: RunConfig, model: ReadModel, plan: Plan, devices: Devices, token_set: TokenSet) -> None:
     """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
-    config, layout = _with_outer(config, plan.outer), plan.layout
+    config, layout = config.joining(plan.outer), plan.layout
     check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
     if config.outer.meet:
         probe_server(config, model, layout)
@@ -381,19 +375,13 @@ def _layout_header_rows(built: BuiltModel, plan: Plan, analysis: ModelAnalysis, 
     memory = ", ".join(f"{category} {format_bytes(size)}" for category, size in plan.prediction.memory.items())
     return {
         "devices": f"{plan.ranks} x {kind}",
-        "layout": f"{plan.layout} ({plan.reason})",
-        **_join_header_row(plan),
+        "layout": plan.describe(),
         "state": f"{memory} a rank",
         **unsplit_header_row(plan.layout, analysis),
         **attention_header_row(built, analysis, kind),
         **float8_header_row(built, plan.layout, analysis, kind),
         **logits_header_row(plan.layout, analysis),
     }
-
-
-def _join_header_row(plan: Plan) -> dict[str, str]:
-    """Returns the row that says how islands join; none without several."""
-    return {"joins": ", ".join(f"{name} {value}" for name, value in plan.outer.items())} if plan.outer else {}
 
 
 def logits_header_row(layout: Layout, analysis: ModelAnalysis) -> dict[str, str]:

@@ -101,6 +101,11 @@ class Plan:
     """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty without
     islands."""
 
+    def describe(self) -> str:
+        """Returns the layout, how its islands join, and why it was chosen."""
+        joins = ", ".join(f"{name} {value}" for name, value in self.outer.items())
+        return f"{self.layout} ({'; '.join(filter(None, (self.reason, joins)))})"
+
     def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""
         return dataclasses.asdict(self) | {"layout": self.layout.to_json()}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Self
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.config import Config
@@ -69,6 +72,10 @@ class RunConfig(Config):
     """What ``--on kubernetes`` asks for."""
     ray: RayConfig = field(default_factory=RayConfig)
     """What ``--on ray`` asks for."""
+
+    def joining(self, planned: Mapping[str, int | str]) -> Self:
+        """Returns the config with a plan's settings for islands (`Plan.outer`) where the user gave none."""
+        return dataclasses.replace(self, outer=self.outer.filled(planned))
 
     def check(self) -> None:
         """Refuses combinations without effect."""

@@ -193,25 +193,24 @@ class Stepper:
             Global sums; loss and norm are those of the global batch, normalised by its true number of targets.
         """
         program, outer = self.program, self.outer
-        joint = outer is not None and outer.is_joint(step)
+        joint_islands = outer.islands if outer is not None and outer.is_joint(step) else 1
         # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
         scale = self.scaler.scale / self._targets
         if program.term_counts is not None:
             local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
-            program.view.totals = self._step_sum(local_weights / program.ranks_per_batch, joint)
-        feedback = program.error_feedback
-        if feedback is not None:
+            program.view.totals = self._step_sum(local_weights / program.ranks_per_batch, joint_islands)
+        if (feedback := program.error_feedback) is not None:
             feedback.begin_step(self.scaler.scale)
         sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
         if stamp:
             stamp.phase("reduce", 0)
-        if outer is not None and joint:
+        if outer is not None and joint_islands > 1:
             outer.sum_gradients()
-        norm, vector, factor = self.globals(sums, stop, outer.islands if outer is not None and joint else 1)
+        norm, vector, factor = self.globals(sums, stop, joint_islands)
         if self.probe is not None:
             self.probe(factor)
         program.step_timer.lap("norm")
@@ -298,7 +297,7 @@ class Stepper:
         if program.expert_counts is not None:
             vector = torch.cat([vector, program.expert_counts.drain(vector.device)])
         # The step's only all-reduce over all its ranks: loss, targets, hits, norm, stop and expert counts together.
-        self._step_sum(vector, joint_islands > 1)
+        self._step_sum(vector, joint_islands)
         # Gradients were scaled by scale / expected targets; the true mean divides by the counted ones.
         factor = self._targets / (vector[1].clamp(min=1.0) * self.scaler.scale)
         return vector[3].sqrt() * factor, vector, factor
@@ -307,9 +306,9 @@ class Stepper:
         """Returns ``sums`` of `parallel.program.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
-    def _step_sum(self, values: torch.Tensor, joint: bool) -> torch.Tensor:
-        """Returns ``values`` summed over the ranks that take this step together: an island's, or where joint all."""
-        return self.world_sum(values) if joint else self.island_sum(values)
+    def _step_sum(self, values: torch.Tensor, joint_islands: int) -> torch.Tensor:
+        """Returns ``values`` summed over the ranks that take this step together: an island's, or those of several."""
+        return self.world_sum(values) if joint_islands > 1 else self.island_sum(values)
 
     def island_sum(self, values: torch.Tensor) -> torch.Tensor:
         """Returns ``values``, any shape, summed over the ranks of this rank's island; in place for several."""
