@@ -69,7 +69,7 @@ from meshwright.data import stages
 stages.GROUP_BYTES, stages.UNIT_BYTES = {}, {}
 sys.exit(main(sys.argv[1:]))
 """
-"""The command, with the sizes of tasks that a text needs; the set doesn't depend on them."""
+"""The command, with the sizes of tasks that a text needs: names that replace addresses go round within a task."""
 LETTERS = {"en": "aeioulmnrst", "de": "aeuzkwpfgbh"}
 ADDRESS = "Write to person{}@uni-bonn.de."
 ENGINES: dict[str, tuple[Callable[[Path], Any], Callable[[], str]]] = {
@@ -110,6 +110,7 @@ def main() -> int:
         if options.engines:
             with ThreadPoolExecutor() as threads:
                 engines = {name: threads.submit(killed_twice, corpus, name, folder) for name in options.engines}
+                stages.GROUP_BYTES, stages.UNIT_BYTES = corpus.group_bytes, corpus.unit_bytes
                 made = prepare(corpus.config(), folder / "own", workers=2)
             found = corpus.judge(made)
             results |= found
@@ -349,8 +350,9 @@ def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
         process = run.start()
         signatures = run.wait(process, "minhash-signature-*.done", max(2, int(0.3 * corpus.files)))
         cluster.kill_node(1)
-        cluster.start_node(1)
         encoding = run.kill_at(process, "unit-*.bin", LEAST_FILES // 2)
+        # A daemon may take minutes to start on busy cores: too late for the kill before.
+        cluster.start_node(1)
         run.finish(run.start())
         seconds = time.monotonic() - begun
         return {
