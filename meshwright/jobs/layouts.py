@@ -33,6 +33,7 @@ from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, check_shapes
+from meshwright.train.noise_scale import check_noise_scale
 from meshwright.train.run_config import RunConfig
 from meshwright.train.share_balance import check_rebalance
 from meshwright.train.stage_times import is_plain, may_change_degrees, names_choice
@@ -78,6 +79,7 @@ def analyse_layout(config: RunConfig, model: ReadModel, layout: Layout, devices:
     analysis = model.analyse(layout, config.data.sequence)
     check_shapes(analysis, layout, config.train.batch, config.data.sequence)
     check_rebalance(config.train, layout, analysis.rows)
+    check_noise_scale(config.train.noise_scale, layout, analysis.has_own_loss)
     return analysis
 
 

@@ -61,7 +61,6 @@ from meshwright.train.fragments import check_fragments
 from meshwright.train.hooks import Hook
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis
-from meshwright.train.noise_scale import check_noise_scale
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.run_config import RunConfig
@@ -201,7 +200,6 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     check_float8(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0], machines.devices, token_set)
     watched = config.recovery.enabled and context is None
-    check_noise_scale(config.train.noise_scale, *_loss_facts(*offers[0]))
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
     job = _make_job(config, model, token_set, offers[0], hooks)
     if trial_count:
@@ -331,11 +329,6 @@ def _make_planning(
         leaner_plan=next_leaner_plan,
         replan=replan,
     )
-
-
-def _loss_facts(plan: Plan, analysis: ModelAnalysis) -> tuple[Layout, bool]:
-    """Returns the layout, and whether the model's loss has terms of its own."""
-    return plan.layout, analysis.trial is not None and not analysis.trial.objective.plain
 
 
 def _check_before_start(config: RunConfig, model: ReadModel, plan: Plan, devices: Devices, token_set: TokenSet) -> None:

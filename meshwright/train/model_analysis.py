@@ -42,6 +42,11 @@ class ModelAnalysis:
     trial: ForwardTrial | None = None
     """Its own loss, and the buffers that forward changes; None for a custom training loop."""
 
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model's loss has terms beside the cross-entropy of its targets."""
+        return self.trial is not None and not self.trial.objective.plain
+
 
 def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     """Refuses a layout under which the model's loss or buffers would differ from those on one device.
