@@ -18,6 +18,7 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
+from meshwright.planner.cost.pipeline_floor import MAX_SIMULATED_ACTIONS, simulated_actions
 from meshwright.planner.cost.pipeline_simulation import simulated_price, simulated_steps_s
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.cost.rounding import CORE_BYTE
@@ -279,7 +280,8 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
         result: of the search; some layout fits.
         show: most layouts in the answer.
     """
-    kept = simulate_kept(question, result)
+    batch, prices, left_out_s = simulate_kept(question, result)
+    kept = batch, prices
     candidates = [price_candidate(question, layout) for layout in _best_by_kind(question, *kept, max(show, FINALISTS))]
     best, ties = sort_candidates(candidates[:FINALISTS], question.same)
     return Choice(
@@ -292,16 +294,17 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
         priced=result.priced,
         too_large=result.too_large,
         search_s=result.search_s,
-        notes=notes(question, best[0]),
+        notes=(*_limit_notes(question, best[0], float(prices.step_s[0]), left_out_s), *notes(question, best[0])),
         kept=_kept_layouts(question, *kept),
     )
 
 
-def simulate_kept(question: Question, result: SearchResult) -> tuple[LayoutBatch, Prices]:
-    """Returns what a search kept with the seconds that are printed, fastest first.
+def simulate_kept(question: Question, result: SearchResult) -> tuple[LayoutBatch, Prices, float]:
+    """Returns what a search kept with the seconds that are printed, fastest first, and the bound of what it left out.
 
     A search keeps the layouts with the least lower bounds. Where one that it left out may still be faster than the
-    fastest, because its bound is, it searches again and keeps more.
+    fastest, because its bound is, it searches again and keeps more, up to `MOST_KEPT`. Of all others no step is shorter
+    than the returned seconds.
 
     Args:
         question: job, cluster and bounds.
@@ -318,7 +321,33 @@ def simulate_kept(question: Question, result: SearchResult) -> tuple[LayoutBatch
         keep *= 4
         result = search_space(question, float(steps_s.min()), keep)
     order = np.argsort(steps_s, kind="stable")[:KEPT]
-    return batch.take(order), dataclasses.replace(prices, step_s=steps_s).take(order)
+    left_out_s = float(prices.step_s[-1]) if batch.count >= keep else np.inf
+    return batch.take(order), dataclasses.replace(prices, step_s=steps_s).take(order), left_out_s
+
+
+def _limit_notes(question: Question, plan: Candidate, fastest_s: float, left_out_s: float) -> list[str]:
+    """Returns sentences on limits of the search that a plan met.
+
+    Args:
+        question: job, cluster and bounds.
+        plan: the first choice.
+        fastest_s: seconds of the fastest layout that was simulated.
+        left_out_s: seconds below which no other layout's step can be.
+    """
+    sentences, layout = [], plan.layout
+    if left_out_s < fastest_s:
+        sentences.append(
+            f"the {MOST_KEPT:,} layouts of least bound were simulated; of the others none can be more than "
+            f"{1.0 - left_out_s / fastest_s:.1%} faster, by its lower bound"
+        )
+    if layout.degree(Mechanics.STAGES) > 1 and question.runtime.runtime.simulated:
+        actions = int(simulated_actions(layout.degree(Mechanics.STAGES), layout.stages_per_rank, layout.microbatches))
+        if actions > MAX_SIMULATED_ACTIONS:
+            sentences.append(
+                f"its pipeline's {actions:,} actions are too many to simulate (at most {MAX_SIMULATED_ACTIONS:,}): its "
+                "time is the longer of a lower bound and its schedule's formula"
+            )
+    return sentences
 
 
 def _kept_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> tuple[tuple[float, Layout], ...]:

@@ -157,6 +157,8 @@ class LayerSharding:
     """Whether everything outside of the groups works token by token."""
     sequence_refused: str = ""
     """Why not, if not."""
+    saves_after_sums: bool = False
+    """Whether backward reads what follows the last row-parallel linear, so that recompute sends its sum again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from meshwright.errors import PlanError
 from meshwright.models.analysis.context import Context, read_context, read_sequence
 from meshwright.models.analysis.experts import require_experts
@@ -86,6 +88,30 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         )
 
 
+def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
+    """Refuses a layout under which an embedding's own rule for its rows would see other rows than on one device.
+
+    Raises:
+        PlanError: with the embedding, its option, and the nearest that works.
+    """
+    readers, tp = len(layout.reader_shares()), layout.degree(Mechanics.MATRICES)
+    for name, module in model.module.named_modules():
+        if not isinstance(module, nn.Embedding):
+            continue
+        if module.max_norm is not None and (readers > 1 or tp > 1 or layout.zero):
+            raise PlanError(
+                f"'{name}' has max_norm={module.max_norm:g}: each call shortens in place the rows of {name}.weight "
+                f"that it looks up, and ranks of {layout} would each change other rows or copies; nearest that works: "
+                "pp or cp without ZeRO, or an embedding without max_norm"
+            )
+        if module.scale_grad_by_freq and module.weight.requires_grad and readers * layout.microbatches > 1:
+            raise PlanError(
+                f"'{name}' has scale_grad_by_freq=True: the gradient of each row of {name}.weight is divided by how "
+                f"often one call looks it up, and {layout} looks a batch up in {readers * layout.microbatches} calls; "
+                "nearest that works: one reader and microbatches=1 (pp or cp), or an embedding without it"
+            )
+
+
 def analyse_model(
     model: BuiltModel, layout: Layout, earlier: ModelAnalysis | None = None, tokens: int = 0
 ) -> ModelAnalysis:
@@ -109,6 +135,7 @@ def analyse_model(
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
+    _check_embeddings(model, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:

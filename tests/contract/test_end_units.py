@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from meshwright.errors import PlanError
 from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -109,6 +111,16 @@ class Asked(Plain):
         return self.head(self.norm(x).to(self.head.weight.device)) / self.head.weight.shape[0]
 
 
+class Typed(Plain):
+    """Scales activations where its head's weight is a plain one, which a shard isn't."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(self.norm(x) * (2.0 if type(self.head.weight) is nn.Parameter else 1.0))
+
+
 class Backward(Plain):
     """Has a hook on its head that takes logits, and makes a tensor like its weight in backward."""
 
@@ -119,6 +131,30 @@ class Backward(Plain):
     def watch(self, head: nn.Linear, _args: object, logits: torch.Tensor) -> None:
         if logits.requires_grad:
             logits.register_hook(lambda grad: grad + head.weight.new_zeros(grad.shape[-1]))
+
+
+class Shortened(Plain):
+    """Has an embedding whose rows are shortened as they are looked up."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.embedding = nn.Embedding(vocab, 16, max_norm=1.0)
+
+
+class Divided(Plain):
+    """Has an embedding whose gradient is divided by the number of times that a call looks each row up."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.embedding = nn.Embedding(vocab, 16, scale_grad_by_freq=True)
+
+
+def shortened(vocab: int) -> nn.Module:
+    return Shortened(vocab)
+
+
+def divided(vocab: int) -> nn.Module:
+    return Divided(vocab)
 
 
 def plain(vocab: int) -> nn.Module:
@@ -149,6 +185,10 @@ def asked(vocab: int) -> nn.Module:
     return Asked(vocab)
 
 
+def typed(vocab: int) -> nn.Module:
+    return Typed(vocab)
+
+
 def backward(vocab: int) -> nn.Module:
     return Backward(vocab)
 
@@ -161,6 +201,7 @@ EXPECTED = {
     "outside": EndUnits(embedding="embedding"),
     "twice": EndUnits(head=("norm", "head")),
     "asked": EndUnits(embedding="embedding"),
+    "typed": EndUnits(embedding="embedding"),
     "backward": EndUnits(embedding="embedding", head=("norm", "head")),
 }
 
@@ -178,12 +219,43 @@ def test_units_are_what_nothing_else_reads(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "cast", "squared", "outside", "backward"])
+@pytest.mark.parametrize("name", ["plain", "cast", "squared", "outside", "typed", "backward"])
 def test_a_model_equals_one_device_whatever_reads_its_ends(name: str) -> None:
     batches = random_batches(1, 8, CONTEXT, VOCAB, documents=False)
     case = Case(build=lambda: build(name), batches=batches, recipe=OptimizerRecipe(), timeout_s=200)
     (verdict,) = verify(case, [Layout.parse("shard=2,zero=3,microbatches=2,precision=float64")])
     assert verdict.passed and verdict.worst.error < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("name", "refused", "allowed"),
+    [
+        (
+            "shortened",
+            ("replicate=2", "shard=2,zero=3", "shard=2,zero=1", "tp=2", "shard=2,cp=2,zero=1"),
+            ("microbatches=2",),
+        ),
+        ("divided", ("replicate=2", "shard=2,zero=3", "shard=2,zero=1", "microbatches=2"), ("recompute=full",)),
+    ],
+)
+def test_lookups_that_depend_on_the_rows_of_a_call_are_refused(
+    name: str, refused: tuple[str, ...], allowed: tuple[str, ...]
+) -> None:
+    option = {"shortened": "max_norm=1", "divided": "scale_grad_by_freq=True"}[name]
+    for text in refused:
+        with pytest.raises(PlanError, match=f"'embedding' has {option}.*embedding.weight.*nearest that works"):
+            analyse_model(build(name), Layout.parse(text))
+    for text in allowed:
+        analyse_model(build(name), Layout.parse(text))
+
+
+@pytest.mark.slow
+def test_lookups_that_are_allowed_equal_one_device() -> None:
+    for name, text in (("shortened", "microbatches=2"), ("divided", "recompute=full")):
+        batches = random_batches(2, 8, CONTEXT, VOCAB, documents=False)
+        case = Case(build=partial(build, name), batches=batches, recipe=OptimizerRecipe(), timeout_s=200)
+        (verdict,) = verify(case, [Layout.parse(f"{text},precision=float64")])
+        assert verdict.passed and verdict.worst.error < 1e-9
 
 
 def test_gathered_bytes_are_of_two_neighbours_and_the_rest() -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.errors import PlanError
+from meshwright.planner import choose as choose_module
 from meshwright.planner.choose import (
     Candidate,
     Choice,
     Question,
     add_named_layouts,
+    build_choice,
     choose,
     price_candidate,
     search_space,
@@ -361,3 +364,25 @@ def test_the_space_contains_what_it_is_made_of(shape: object) -> None:
                  "pp=2,replicate=4,schedule=gpipe,precision=bf16", "replicate=8,microbatches=3,precision=bf16",
                  "cp=2,replicate=4,attention=gather,precision=bf16"):  # fmt: skip
         assert not contains(job, space, every, asked.base, Layout.parse(text)), text
+
+
+def test_a_plan_says_what_the_limits_of_its_search_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With three layouts kept, the others' least bound holds for the fastest that a search without limits finds."""
+    asked = dataclasses.replace(question("32xh100", rows=64), limits={"fixed": {"pp": 8}})
+    whole = choose(asked)
+    assert not any("by its lower bound" in note for note in whole.notes)
+    for limit in ("KEPT", "MOST_KEPT"):
+        monkeypatch.setattr(choose_module, limit, 3)
+    cut = build_choice(asked, search_space(asked, keep=3), 3)
+    (note,) = (note for note in cut.notes if "by its lower bound" in note)
+    share = float(re.findall(r"more than ([0-9.]+)% faster", note)[0]) / 100.0
+    assert min(option.price.step_s for option in whole.best) >= cut.best[0].price.step_s * (1.0 - share - 1e-3)
+
+
+@pytest.mark.parametrize(("microbatches", "noted"), [(128, False), (4096, True)])
+def test_a_plan_says_where_its_pipeline_is_too_long_to_be_simulated(microbatches: int, noted: bool) -> None:
+    fixed = {"pp": 64, "microbatches": microbatches, "tp": 1}
+    sizes = TableSizes(name="deep", layers=64, width=1024, heads=8, vocab=1000)
+    asked = question("64xh100", shape_from_sizes(sizes), 4096)
+    plan = choose(dataclasses.replace(asked, limits={"fixed": fixed, "schedules": ("1f1b",)}))
+    assert any("too many to simulate" in note for note in plan.notes) == noted

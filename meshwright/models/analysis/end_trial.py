@@ -153,19 +153,22 @@ def _watch_calls(watched: dict[nn.Module, str], calls: list[str]) -> Iterator[No
             handle.remove()
 
 
+class _StandIn(nn.Parameter):
+    """A weight of another class than a plain one's, as a shard is."""
+
+
 @contextmanager
 def _without_weights_outside(module: nn.Module, names: Sequence[str]) -> Iterator[list[nn.Parameter]]:
     """Replaces weights of submodules by others without numbers, except while their submodule runs; yields the former.
 
-    As under ZeRO, where a freed weight is a shard in the type of the masters: the stand-in has another type.
+    As under ZeRO, where a freed weight is a shard in the type of the masters: the stand-in has another type and class.
     """
     handles, own_weights, restore = [], list[nn.Parameter](), list[Callable[[], None]]()
     for submodule in (module.get_submodule(name) for name in names):
         for owner in submodule.modules():
             weights = {key: item for key, item in owner._parameters.items() if item is not None}
             stand_ins = {
-                key: nn.Parameter(torch.full_like(item, torch.nan, dtype=torch.float32))
-                for key, item in weights.items()
+                key: _StandIn(torch.full_like(item, torch.nan, dtype=torch.float32)) for key, item in weights.items()
             }
             own_weights += weights.values()
 

@@ -22,6 +22,7 @@ from meshwright.models.analysis.groups import find_groups, matrix_names
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.rehearsal import rehearse_layer, rehearse_model
 from meshwright.models.analysis.rescale import rescale_group
+from meshwright.models.analysis.saved_tensors import SavedCounts, count_saved_tensors, saves_after_sums
 from meshwright.models.analysis.shape_attributes import fit_shape_attributes
 from meshwright.models.analysis.trace import LayerTrace, trace
 from meshwright.models.build import BuiltModel
@@ -88,6 +89,7 @@ def analyse_sharding(
         raise ConfigError(
             f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
         ) from error
+    saved_counts = count_saved_tensors(modules, lambda: clone.run(documents=True))
     read_by_kind: dict[Hashable, tuple[LayerSharding, LayerEvidence]] = {}
     layers: dict[str, LayerSharding] = {}
     evidence: dict[str, LayerEvidence] = {}
@@ -99,7 +101,7 @@ def analyse_sharding(
         kind_key = _layer_kind_key(modules[name])
         # layers of one kind share one LayerSharding object; layer_kinds() relies on its identity
         if kind_key not in read_by_kind:
-            read_by_kind[kind_key] = _read_layer_rows(layer_traces[name], trace_layers, degree)
+            read_by_kind[kind_key] = _read_layer_rows(layer_traces[name], trace_layers, saved_counts[name], degree)
         layers[name], evidence[name] = read_by_kind[kind_key]
     model_trials: list[ModelTrial] = []
     table = _add_vocabulary(clone, ShardingTable(layers=layers), model_trials)
@@ -129,13 +131,14 @@ def _layer_kind_key(layer: nn.Module) -> Hashable:
 
 
 def _read_layer_rows(
-    traced: LayerTrace, trace_layers: Callable[[bool], dict[str, LayerTrace]], degree: int
+    traced: LayerTrace, trace_layers: Callable[[bool], dict[str, LayerTrace]], saved_counts: SavedCounts, degree: int
 ) -> tuple[LayerSharding, LayerEvidence]:
     """Finds, adapts and rehearses the groups of one kind of layer.
 
     Args:
         traced: a layer of that kind.
         trace_layers: returns every layer's trace; with True, norms over all features are passed through.
+        saved_counts: of the layer.
         degree: number of ranks in each rehearsal of a group.
     """
     evidence = LayerEvidence(
@@ -163,6 +166,7 @@ def _read_layer_rows(
         faults=tuple(sorted(attempt.faults & attempt.refused.keys())),
     )
     trial = rehearse_layer(traced, rows, 2, sequence=True)
+    rows = dataclasses.replace(rows, saves_after_sums=saves_after_sums(saved_counts, rows))
     return (
         dataclasses.replace(rows, sequence=not trial.failure, sequence_refused=trial.failure),
         dataclasses.replace(evidence, matrices=traced_groups.matrices, groups=tuple(attempt.evidence), sequence=trial),

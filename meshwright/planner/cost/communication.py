@@ -136,7 +136,8 @@ class CommunicationTimes:
 
     def _gathers(self, ranks: Any, collectives: Any = None) -> WireTime:
         """Returns the gathers of all parameters of a rank once, (N, P)."""
-        return self._gathers_of(*ranks.parameters, collectives)
+        dense, experts = ranks.parameters
+        return self._gathers_of(dense, experts, collectives)
 
     def _gathers_of(self, dense: Array, experts: Array, collectives: Any = None) -> WireTime:
         """Returns the gathers of ``dense`` and ``experts`` parameters, (N, P) each."""
