@@ -123,17 +123,15 @@ class TrainConfig(Config):
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
-        if self.noise_scale < 0:
-            raise ConfigError(f"train.noise_scale = {self.noise_scale}: give steps between measurements, or 0 for none")
+        between = {"noise_scale": "measurements", "rebalance": "decisions", "replan": "questions"}
+        for name, what in between.items():
+            if getattr(self, name) < 0:
+                raise ConfigError(f"train.{name} = {getattr(self, name)}: give steps between {what}, or 0 for none")
         if self.noise_scale and self.batch < 2:
             raise ConfigError(
                 f"train.noise_scale compares a part of the batch with all of it, and train.batch = {self.batch}; give "
                 "2 rows or more, or leave it out"
             )
-        if self.rebalance < 0:
-            raise ConfigError(f"train.rebalance = {self.rebalance}: give steps between decisions, or 0 for none")
-        if self.replan < 0:
-            raise ConfigError(f"train.replan = {self.replan}: give steps between questions, or 0 for none")
         if self.sample_tokens < 0:
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:

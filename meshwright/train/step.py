@@ -183,8 +183,7 @@ class Stepper:
             targets: target tokens of the global batch by the data index. The loss is divided by them before backward,
                 so that gradients have the same values under every layout, up to rounding.
             lr: learning rate.
-            stop: this rank's term of the stop count: 1 if asked to stop, less for a lesser request; all ranks get the
-                sum.
+            stop: this rank's term of the stop count, which is summed: 1 if asked to stop, less for a lesser request.
             stamp: reports progress.
             limits: returns the largest (loss, norm) with which weights are updated, None for any finite ones; called
                 once all but the update is queued. It may wait for the step before, and raise `StepAbandoned`.
@@ -196,14 +195,13 @@ class Stepper:
         joint_islands = outer.islands if outer is not None and outer.is_joint(step) else 1
         # A batch whose targets are all masked would divide by zero.
         self._targets = max(1, targets)
-        scale = self.scaler.scale / self._targets
         if program.term_counts is not None:
             local_weights = torch.stack([program.term_counts(batch) for batch in batches]).sum(dim=0)
             # Ranks that read the same rows each report the full weight: count it once.
             program.view.totals = self._step_sum(local_weights / program.ranks_per_batch, joint_islands)
         if (feedback := program.error_feedback) is not None:
             feedback.begin_step(self.scaler.scale)
-        sums = program.forward_backward(batches, scale, (self._seed, step), stamp)
+        sums = program.forward_backward(batches, self.scaler.scale / self._targets, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
         fill_missing(program)
         if stamp:
