@@ -174,7 +174,7 @@ def outer_bytes(question: Question, layout: Layout) -> float:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exchange:
+class ExchangePrice:
     """The exchanges of a round, one a fragment; arrays are (F,)."""
 
     sent_bytes: Array
@@ -209,7 +209,7 @@ class Exchange:
         )
 
 
-def price_exchange(question: Question, layout: Layout) -> Exchange:
+def price_exchange(question: Question, layout: Layout) -> ExchangePrice:
     """Returns the price of the exchanges between the islands of a layout.
 
     Args:
@@ -240,7 +240,7 @@ def price_exchange(question: Question, layout: Layout) -> Exchange:
     core_s = wire_s * (runtime.reduce_floor if not core_byte_s else 1.0)
     if core_byte_s and nodes > 1:
         core_s = sent_bytes * core_byte_s
-    return Exchange(sent_bytes=sent_bytes, wire_s=wire_s, core_s=core_s, rounding_s=rounding_s)
+    return ExchangePrice(sent_bytes=sent_bytes, wire_s=wire_s, core_s=core_s, rounding_s=rounding_s)
 
 
 def fragment_shares(shape: ModelShape, fragments: int) -> Array:

@@ -115,7 +115,9 @@ def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
         plan = SimpleNamespace(layout=Layout.parse(layout))
         built = SimpleNamespace(module=torch.nn.Linear(2, 2))
         config = RunConfig()
-        job = SimpleNamespace(plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path)
+        job = SimpleNamespace(
+            plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path, outer=config.outer
+        )
         text = SimpleNamespace(vocab_size=9, train=SimpleNamespace(ends=[4]))
         assert config.train.prove, "it is made unless told otherwise"
         train_proof.prove_before(cast(Any, job), cast(Any, text), forks=True, nodes=nodes)

@@ -19,7 +19,7 @@ from meshwright.jobs.run_directory import claim_directory, planned_outer, write_
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.islands import Exchange, fragment_shares, price_join
+from meshwright.planner.islands import ExchangePrice, fragment_shares, price_join
 from meshwright.planner.measured_price import price_layout
 from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK
 from meshwright.planner.rounds import JOIN, Rounds
@@ -67,7 +67,7 @@ def test_an_exchange_costs_what_a_link_makes_it_cost(share: float) -> None:
     for steps, fragments, delay in itertools.product((12, 30), (1, 2, 4), (0, 1, 2)):
         wire_s = share * step_s * draw.uniform(0.95, 1.05, fragments)
         rounds, zeros = Rounds(steps=steps, fragments=fragments, delay=delay), np.zeros(fragments)
-        exchange = Exchange(sent_bytes=zeros, wire_s=wire_s, core_s=zeros, rounding_s=zeros)
+        exchange = ExchangePrice(sent_bytes=zeros, wire_s=wire_s, core_s=zeros, rounding_s=zeros)
         priced_s = step_s + exchange.join(rounds, step_s).step_s
         expected_s = simulated_step_s(rounds, wire_s.tolist(), [0.0] * fragments, step_s)
         assert priced_s == pytest.approx(expected_s, rel=0.02), (steps, fragments, delay)

@@ -153,7 +153,7 @@ def _watch_calls(watched: dict[nn.Module, str], calls: list[str]) -> Iterator[No
             handle.remove()
 
 
-class _StandIn(nn.Parameter):
+class _ShardLike(nn.Parameter):
     """A weight of another class than a plain one's, as a shard is."""
 
 
@@ -168,7 +168,7 @@ def _without_weights_outside(module: nn.Module, names: Sequence[str]) -> Iterato
         for owner in submodule.modules():
             weights = {key: item for key, item in owner._parameters.items() if item is not None}
             stand_ins = {
-                key: _StandIn(torch.full_like(item, torch.nan, dtype=torch.float32)) for key, item in weights.items()
+                key: _ShardLike(torch.full_like(item, torch.nan, dtype=torch.float32)) for key, item in weights.items()
             }
             own_weights += weights.values()
 
