@@ -76,7 +76,7 @@ def test_a_core_that_rounds_computes_as_much_later() -> None:
         expected_s = 1e-9 * parameters * (1.5 * round_ns + 2.0 * decode_ns + 0.5 * book_ns)
         added_s = parts(f"replicate=2,compress={name}", cluster)["reduce"] - parts("replicate=2", cluster)["reduce"]
         assert added_s == pytest.approx(expected_s, rel=0.01)
-    # Of ZeRO-3's rounded weights a rank rounds its half, and decodes all, for forward; for backward those of the layers.
+    # Of ZeRO-3's rounded weights a rank rounds its half and decodes all, for forward; for backward of the layers alone.
     ends = 2 * 2048 * 256
     expected_s = 1e-9 * (2 * parameters - ends) * (0.5 * NS["int8"][1] + NS["int8"][2])
     exact, rounded = (parts(f"shard=2,zero=3{more}", cluster)["gather"] for more in ("", ",compress_weights=int8"))
