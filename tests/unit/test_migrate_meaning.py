@@ -135,3 +135,46 @@ def test_nothing_of_a_file_steers_a_terminal(tmp_path: Path, capsys: pytest.Capt
     assert main(["new", "--from", str(path), "--devices", "4", "--to", str(tmp_path / "to.toml")]) == 0
     told = capsys.readouterr().err
     assert "--y ?[31m?: under a condition" in told and "\x1b" not in told + (tmp_path / "to.toml").read_text()
+
+
+FLAGS = "--num-layers 8 --global-batch-size 64 --micro-batch-size 2 --lr 1e-3 "
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text", "expected"),
+    [
+        (".sh", FLAGS + "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2", "stages=2"),
+        (
+            ".sh",
+            FLAGS + "--pipeline-model-parallel-size 2 --recompute-granularity full --recompute-method block "
+            "--recompute-num-layers 4",
+            "recompute=full",
+        ),
+        (".sh", "torchrun --nproc_per_node 8 pretrain_gpt.py " + FLAGS, "replicate=4"),
+        (".yaml", "num_processes: 4\ndistributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: 2}", "zero=2"),
+        (".yaml", "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: SHARD_GRAD_OP}", "zero=2"),
+        (".yaml", "distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 0}", "replicate=4"),
+        (".yaml", "distributed_type: FSDP\nnum_machines: 2\nfsdp_config: {fsdp_sharding_strategy: 4}", "replicate=2"),
+        (".json", '{"train_batch_size": 32, "gradient_accumulation_steps": 2}', "microbatches=2"),
+        (".json", '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 2}', "microbatches=4"),
+        (".json", '{"zero_optimization": {"stage": 3, "mics_shard_size": 1}}', "replicate=4"),
+        (
+            ".toml",
+            '[parallelism]\ncontext_parallel_degree = 2\ncontext_parallel_rotate_method = "alltoall"',
+            "attention=ring",
+        ),
+    ],
+    ids=range(11),
+)
+def test_a_key_is_this_part_of_the_layout(suffix: str, text: str, expected: str, tmp_path: Path) -> None:
+    assert expected in str(migrated(tmp_path, suffix, text).layout).split(",")
+
+
+def test_schedules_keep_their_shape(tmp_path: Path) -> None:
+    samples = "--train-samples 64000 --lr-warmup-samples 640"
+    assert migrated(tmp_path, ".sh", FLAGS + samples).config.schedule.warmup == 10
+    cosine = {"type": "WarmupCosineLR", "params": {"warmup_num_steps": 10, "total_num_steps": 900}}
+    assert deepspeed(tmp_path, scheduler=cosine).config.schedule.floor == 0.0001
+    piped = "pipeline_parallel_degree = 2\nnum_pp_microbatches = 3"
+    with pytest.raises(ConfigError, match="8 rows don't divide over 6 micro-batches"):
+        migrated(tmp_path, ".toml", f"[training]\nlocal_batch_size = 4\n[parallelism]\n{piped}")
