@@ -134,6 +134,8 @@ def test_nothing_of_a_file_steers_a_terminal(tmp_path: Path, capsys: pytest.Capt
     path.write_text(SCRIPT + "--x '\x1b[31m'\nif $A; then B=(--y '\x1b[31m\u202e'); fi", encoding="utf-8")
     assert main(["new", "--from", str(path), "--devices", "4", "--to", str(tmp_path / "to.toml")]) == 0
     told = capsys.readouterr().err
+    for devices in ("0", "²", "1e3"):
+        assert main(["new", "--from", str(path), "--devices", devices, "--to", str(tmp_path / "other.toml")]) == 2
     assert "--y ?[31m?: under a condition" in told and "\x1b" not in told + (tmp_path / "to.toml").read_text()
 
 
