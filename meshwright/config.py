@@ -124,7 +124,10 @@ def _coerce(hint: Any, value: Any, path: str, base: Any) -> Any:
             return hint.from_dict(value, path, base)
         # TOML writes 1 where a float is meant.
         if hint is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            try:
+                return float(value)
+            except OverflowError:
+                raise ConfigError(f"{path} is a number too large for a float; give a smaller one") from None
         if hint is Path and isinstance(value, str):
             return Path(value)
         if isinstance(value, hint) and not (isinstance(value, bool) and hint is not bool):

@@ -48,7 +48,7 @@ def run(argv: Sequence[str]) -> int:
     model = _answer("model: a Hugging Face type, a directory, or module:function", "llama", model)
     text = _answer("text: files, directories or globs; nothing for the Python source", "", data and " ".join(data))
     count = _answer("devices: a number, or all", "all", devices)
-    if count != "all" and not count.isdigit():
+    if count != "all" and not count.isdecimal():
         raise ConfigError(f"--devices {count}: give a number of ranks, or all")
     new_recipe(path, model, data or text.split(), None if count == "all" else int(count))
     to_stderr(f"wrote {path}; look at it, then: meshwright train {path}")
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _migrate(path: Path, source: Path, model: str | None, data: Sequence[str], devices: str | None) -> None:
     """Writes a recipe from another framework's file, and says what isn't carried over."""
-    if devices is not None and not devices.isdigit():
+    if devices is not None and (not devices.isdecimal() or not int(devices[:9])):
         raise ConfigError(f"--devices {devices}: give the number of ranks that the recipe is for")
     count = None if devices is None else int(devices)
     recipe = migrate_recipe(path, source, model, data, count)

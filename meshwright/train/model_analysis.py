@@ -98,11 +98,11 @@ def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
     for name, module in model.module.named_modules():
         if not isinstance(module, nn.Embedding):
             continue
-        if module.max_norm is not None and (readers > 1 or tp > 1 or layout.zero):
+        if module.max_norm is not None and (readers > 1 or tp > 1):
             raise PlanError(
                 f"'{name}' has max_norm={module.max_norm:g}: each call shortens in place the rows of {name}.weight "
                 f"that it looks up, and ranks of {layout} would each change other rows or copies; nearest that works: "
-                "pp or cp without ZeRO, or an embedding without max_norm"
+                "pp or cp, or an embedding without max_norm"
             )
         if module.scale_grad_by_freq and module.weight.requires_grad and readers * layout.microbatches > 1:
             raise PlanError(

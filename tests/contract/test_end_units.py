@@ -247,6 +247,14 @@ def test_lookups_that_depend_on_the_rows_of_a_call_are_refused(
             analyse_model(build(name), Layout.parse(text))
     for text in allowed:
         analyse_model(build(name), Layout.parse(text))
+    # A frozen embedding has no gradient to divide; its rows are shortened all the same.
+    frozen = build(name)
+    frozen.module.get_submodule("embedding").requires_grad_(False)
+    if name == "divided":
+        analyse_model(frozen, Layout.parse("replicate=2"))
+    else:
+        with pytest.raises(PlanError, match=option):
+            analyse_model(frozen, Layout.parse("replicate=2"))
 
 
 @pytest.mark.slow

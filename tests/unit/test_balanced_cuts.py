@@ -62,3 +62,8 @@ def test_one_table_gives_every_number_of_stages() -> None:
         alone += bounds[0][-2] == len(costs)
         assert possible[0] and tuple(bounds[0]) == best
     assert 1 < alone < 5
+
+
+def test_a_head_that_no_cut_may_part_has_a_layer_beside_it() -> None:
+    assert Cuts([[[1.0, 1.0]]], [[5.0]]).bounds(2)[0].tolist() == [[0, 2, 2]]
+    assert Cuts([[[1.0, 1.0]]], [[5.0]], blocked=[2]).bounds(2)[0].tolist() == [[0, 1, 2]]

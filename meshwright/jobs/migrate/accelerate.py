@@ -83,7 +83,7 @@ ACCELERATE = Foreign(
     },
 )
 _ACCUMULATED = "gradient_accumulation_steps"
-_KINDS = ("fsdp", "deepspeed", "megatron_lm", "multi_gpu", "multi_cpu", "no", "")
+_KINDS = ("fsdp", "deepspeed", "megatron_lm", "multi_gpu", "multi_cpu", "no", "false", "")
 _STRATEGIES = {
     "full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0, "hybrid_shard": 3, "4": 3,
     "hybrid_shard_zero2": 2, "5": 2,
@@ -124,6 +124,8 @@ def read_accelerate(config: Migration, path: str) -> None:
     precision = config.word("mixed_precision")
     if precision in _PRECISIONS:
         config.lay("precision", _PRECISIONS[precision], "mixed_precision")
+    elif precision not in ("no", "false", ""):
+        config.leave(f"precision is one of {', '.join(_PRECISIONS)} in the layout", "mixed_precision")
     else:
         config.drop("float32", "mixed_precision")
     names = (_ACCUMULATED, f"{_DEEPSPEED}{_ACCUMULATED}", f"{_MEGATRON}num_micro_batches")
@@ -166,6 +168,12 @@ def _read_axes(config: Migration, kind: str, ranks: int, machines: int) -> None:
         )
     strategy_name, reshard_name = f"{_FSDP}sharding_strategy", f"{_FSDP}reshard_after_forward"
     strategy, reshard = config.word(strategy_name), config.word(reshard_name)
+    if reshard and str(config.values.get(f"{_FSDP}version")) == "2":
+        strategy = ""  # of FSDP1, which FSDP2 doesn't read
+    if (strategy or reshard) not in (*_STRATEGIES, "true", "false", ""):
+        raise ConfigError(
+            f"{config.origin(strategy_name, reshard_name)}: strategies are FULL_SHARD, SHARD_GRAD_OP, ..."
+        )
     zero = _STRATEGIES.get(strategy or reshard, 2 if reshard == "false" else 3) if kind == "fsdp" else 0
     zero_name, optimizer_name = f"{_DEEPSPEED}zero_stage", f"{_MEGATRON}use_distributed_optimizer"
     if kind == "deepspeed":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
 
 _ZERO = "zero_optimization."
@@ -110,6 +111,7 @@ DEEPSPEED = Foreign(
         "scheduler.params.warmup_min_ratio": "0, where a warm-up begins here",
     },
 )
+_DEFAULT = "default of deepspeed"
 _SHAPES = {"warmuplr": "constant", "warmupdecaylr": "linear", "warmupcosinelr": "cosine"}
 _ADAMS = ("adam", "adamw", "fusedadam", "deepspeedcpuadam")
 
@@ -174,9 +176,15 @@ def _read_batch(config: Migration, path: str) -> None:
 
 
 def read_precision(config: Migration, bf16: str, fp16: str) -> None:
-    """Answers the keys of two low precisions, which are on or off."""
+    """Answers the keys of two low precisions, which are on or off.
+
+    Raises:
+        ConfigError: when both are on.
+    """
     for key, precision in ((bf16, "bf16"), (fp16, "fp16")):
         if config.flag(key):
+            if "precision" in config.layout:
+                raise ConfigError(f"{config.origin(bf16, fp16)}: only one of them can hold; leave bf16")
             config.lay("precision", precision, key)
         else:
             config.drop("off", key)
@@ -208,8 +216,17 @@ def _read_optimizer(config: Migration) -> None:
     if isinstance(betas, list) and len(betas) == 2:
         config.set("optimizer.beta1", betas[0], "optimizer.params.betas")
         config.set("optimizer.beta2", betas[1], "optimizer.params.betas")
-    elif kind in _ADAMS and betas is None:
-        config.set("optimizer.beta2", 0.999, why="default of deepspeed")
+    elif betas is not None:
+        raise ConfigError(f"{config.origin('optimizer.params.betas')}: they are two numbers, as [0.9, 0.95]")
+    elif kind in _ADAMS:
+        config.set("optimizer.beta2", 0.999, why=_DEFAULT)
+    if kind in _ADAMS and f"{_OPTIMIZER}weight_decay" not in config.values:
+        config.set("optimizer.weight_decay", 0.0, why=_DEFAULT)
+    if kind and "scheduler.type" not in config.values:
+        config.missing.append(
+            "scheduler: the file has none, so the rate stays unless the script changes it; shape, warmup and floor are "
+            "those of [schedule]"
+        )
 
 
 def _read_scheduler(config: Migration) -> None:
@@ -225,6 +242,10 @@ def _read_scheduler(config: Migration) -> None:
             )
     elif kind:
         config.leave("shapes are cosine, linear, wsd and constant, after a linear warm-up", "scheduler.type")
+    if shape and f"{_SCHEDULER}warmup_num_steps" not in config.values:
+        config.set("schedule.warmup", 1000, why=_DEFAULT)
+    if shape in ("constant", "linear") and f"{_SCHEDULER}warmup_max_lr" not in config.values:
+        config.values[f"{_SCHEDULER}warmup_max_lr"] = 0.001  # its default, which goes over the optimizer's rate
     peak = config.number(f"{_SCHEDULER}warmup_max_lr")
     if peak is not None:
         config.set("optimizer.lr", peak, f"{_SCHEDULER}warmup_max_lr")

@@ -103,7 +103,8 @@ class Migration:
         if isinstance(value, str):  # JSON and YAML write 2e8 so at times
             with contextlib.suppress(ValueError):
                 value = float(value)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # A greater whole number has no float, which isfinite would make of it.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
             raise ConfigError(f"{names[0]} = {format_value(value)}: it is to be a number")
         return value
 
@@ -136,7 +137,14 @@ class Migration:
         return ", ".join(self._origins[name] for name in names if name in self._origins)
 
     def set(self, setting: str, value: object, *names: str, why: str = "") -> None:
-        """Gives a setting of ours a value, with the keys that it comes from."""
+        """Gives a setting of ours a value, with the keys that it comes from.
+
+        Raises:
+            ConfigError: for a value that no setting has.
+        """
+        plain = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, (bool, int, float, str)) for item in plain):
+            raise ConfigError(f"{self.origin(*names)}: {setting} takes a number or a word")
         self.settings[setting] = Carried(value=value, origin=self.origin(*names) or why)
 
     def lay(self, key: str, value: object, *names: str, why: str = "") -> None:
@@ -202,7 +210,7 @@ class Migration:
         foreign = self.foreign
         for name, setting in foreign.settings.items():
             if name in self.values and (value := self.take(name)) is not None:
-                self.set(setting, value, name)
+                self.set(setting, _number_if_one(value), name)
         for name in list(self.values):
             is_auto = self.values[name] == AUTO
             value = self.take(name)
@@ -231,6 +239,14 @@ class Migration:
         return self.devices
 
 
+def _number_if_one(value: object) -> object:
+    """Returns 2e-5 for "2e-5", as JSON and YAML write it at times, and 2000 for 2000.0; else the value."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _answer(name: str, table: Mapping[str, str]) -> str:
     """Returns a table's sentence about a key; empty where it has none."""
     return table.get(name) or next((why for glob, why in table.items() if fnmatchcase(name, glob)), "")
@@ -239,8 +255,13 @@ def _answer(name: str, table: Mapping[str, str]) -> str:
 def format_value(value: object) -> str:
     """Returns a foreign value in one short line, in which nothing can end a comment."""
     text = str(value).lower() if isinstance(value, bool) else "none" if value is None else str(value)
-    text = "".join(char if char.isprintable() else "?" for char in text)
+    text = printable(text)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def printable(text: str) -> str:
+    """Returns text without what ends a line or steers a terminal."""
+    return "".join(char if char.isprintable() else "?" for char in text)
 
 
 def divided(whole: int, part: int, what: str) -> int:
@@ -263,15 +284,15 @@ def flatten(values: Mapping[str, object], prefix: str = "", depth: int = 0) -> d
     """Returns nested mappings as one, keys joined by dots.
 
     Raises:
-        ConfigError: for more levels than any of these files has.
+        ConfigError: for more levels than any of these files has, or a key that is there twice.
     """
     if depth > 6:
         raise ConfigError(f"{prefix[:60]}: nested more than 6 deep, which no configuration of these frameworks is")
     flat: dict[str, object] = {}
     for key, value in values.items():
-        name = "".join(char if char.isprintable() else "?" for char in f"{prefix}{key}")[:120]
-        if isinstance(value, Mapping) and value:
-            flat |= flatten(value, f"{name}.", depth + 1)
-        else:
-            flat[name] = value
+        name = printable(f"{prefix}{key}")[:120]
+        inner = flatten(value, f"{name}.", depth + 1) if isinstance(value, Mapping) and value else {name: value}
+        if both := flat.keys() & inner.keys():
+            raise ConfigError(f"{min(both)} stands in it twice; leave one of them")
+        flat |= inner
     return flat

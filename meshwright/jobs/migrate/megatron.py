@@ -21,8 +21,6 @@ MEGATRON = Foreign(
         "num-layers": "model.layers",
         "hidden-size": "model.width",
         "num-attention-heads": "model.heads",
-        "num-query-groups": "model.kv_heads",
-        "ffn-hidden-size": "model.ffn",
         "num-experts": "model.experts",
         "save-interval": "checkpoint.every",
         "eval-interval": "evaluation.every",
@@ -64,7 +62,6 @@ MEGATRON = Foreign(
         "min-loss-scale": "the scale is bounded by itself",
         "hysteresis": "the scale halves at each overflow",
         "no-gradient-accumulation-fusion": "kernels are torch's",
-        "group-query-attention": "num-query-groups says it",
         "no-async-tensor-model-parallel-allreduce": "tp's sums are under compute where they can",
         "moe-token-dispatcher-type": "tokens travel by all-to-all",
         "moe-grouped-gemm": "experts of a rank are one grouped product where torch has it",
@@ -198,6 +195,10 @@ MEGATRON = Foreign(
         "swiglu": '`model.name = "llama"`, `"mixtral"` with experts; without it gpt2',
         "untie-embeddings-and-output-weights": "`model.tie`",
         "vocab-size": "`model.vocab`",
+        "group-query-attention": "`model.kv_heads`: num-query-groups, or 1",
+        "num-query-groups": "`model.kv_heads`, beside group-query-attention",
+        "ffn-hidden-size": "`model.ffn`",
+        "use-rotary-position-embeddings": "rotary positions, as llama and mixtral have",
         "reset-position-ids": "`data.mask_documents`",
         "reset-attention-mask": "`data.mask_documents`",
         "eod-mask-loss": "`data.mask_documents`",
@@ -300,6 +301,8 @@ def _read_choices(config: Migration, layers: int) -> None:
     """Answers precision, recompute and offload."""
     for name, precision in (("bf16", "bf16"), ("fp16", "fp16"), ("fp8-format", "fp8")):
         if config.flag(name) or (precision == "fp8" and config.origin(name)):
+            if precision == "fp16" and "precision" in config.layout:
+                raise ConfigError("bf16 and fp16: only one of them can hold; leave bf16")
             config.lay("precision", precision, name)
     names = ("recompute-granularity", "recompute-activations")
     mode = config.word(names[0]) or ("selective" if config.flag(names[1]) else "")
@@ -375,17 +378,41 @@ def _read_overrides(config: Migration, gated: bool, experts: bool) -> None:
             # A string that is a value of TOML is one there.
             written = _ROTARY.format(value) if name == "rotary-base" else value
             config.set(f"model.{setting}", written, name)
-    for name, own in (
-        ("normalization", "rmsnorm"),
-        ("position-embedding-type", "rope"),
-        ("disable-bias-linear", "true"),
-    ):
-        if gated and str(config.values.get(name, "")).lower() == own:
-            config.take(name)
-            config.drop("a block of llama and mixtral has it", name)
-    for name in () if gated else ("num-query-groups", "num-experts"):
+    if gated:
+        _read_block(config, experts)
+    for name in () if gated else ("group-query-attention", "num-query-groups", "num-experts"):
         if config.take(name) is not None:
             config.leave("gpt2 has none; take a model type that has, as mixtral", name)
+
+
+def _read_block(config: Migration, experts: bool) -> None:
+    """Answers what a block of llama and mixtral has, by its keys or by the framework's defaults."""
+    rotary = "use-rotary-position-embeddings"
+    if config.flag(rotary):
+        config.values.setdefault("position-embedding-type", "rope")
+    config.drop("a block of llama and mixtral has it", rotary)
+    for name, own, default in (
+        ("normalization", "rmsnorm", "LayerNorm"),
+        ("position-embedding-type", "rope", "learned_absolute"),
+        ("disable-bias-linear", "true", "biases"),
+    ):
+        if str(config.values.get(name, "")).lower() == own:
+            config.take(name)
+            config.drop("a block of llama and mixtral has it", name)
+        elif name not in config.values:
+            config.missing.append(f"{name}: not given, which is {default} there; llama and mixtral have {own}")
+    groups = config.count("num-query-groups")
+    if config.flag("group-query-attention"):
+        config.set("model.kv_heads", groups or 1, "group-query-attention", "num-query-groups")
+    else:
+        config.drop("no effect without group-query-attention", "num-query-groups")
+    defaults: dict[str, object] = {"model.overrides.rms_norm_eps": 1e-5}
+    if experts:
+        defaults |= {"model.overrides.rope_parameters": _ROTARY.format(10000)}
+        defaults["model.overrides.router_aux_loss_coef"] = 0.0
+    for setting, value in defaults.items():
+        if setting not in config.settings:
+            config.set(setting, value, why="default of megatron")
 
 
 def _read_model(config: Migration) -> None:
@@ -400,6 +427,11 @@ def _read_model(config: Migration) -> None:
         "untie-embeddings-and-output-weights",
         why="default of megatron",
     )
+    ffn, width = config.count("ffn-hidden-size"), config.values.get("hidden-size")
+    if ffn:
+        config.set("model.ffn", ffn, "ffn-hidden-size")
+    elif gated and isinstance(width, int):
+        config.set("model.ffn", int(width * 8 / 3 / 64) * 64, why="default of megatron")
     vocab = config.count("vocab-size")
     if vocab:
         config.set("model.vocab", vocab, "vocab-size")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -20,7 +21,7 @@ import yaml
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.jobs.migrate.accelerate import ACCELERATE, read_accelerate
 from meshwright.jobs.migrate.deepspeed import DEEPSPEED, read_deepspeed
-from meshwright.jobs.migrate.foreign import Foreign, Migration, flatten
+from meshwright.jobs.migrate.foreign import Foreign, Migration, flatten, printable
 from meshwright.jobs.migrate.megatron import MEGATRON, read_megatron
 from meshwright.jobs.migrate.shell import read_script
 from meshwright.jobs.migrate.torchtitan import TORCHTITAN, read_torchtitan
@@ -30,6 +31,8 @@ from meshwright.train.run_config import RunConfig
 
 MOST_BYTES = 1 << 20
 """Largest file that is read."""
+_DEEP_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){16}")
+"""A key of TOML whose reading would take very long, for its square."""
 MOST_KEYS = 2000
 """Keys of a file; those of the frameworks have a hundred or two."""
 READERS: Mapping[str, tuple[Foreign, Callable[[Migration, str], None]]] = MappingProxyType(
@@ -82,7 +85,10 @@ def migrate(
     Raises:
         ConfigError: when the file can't be read, is none of these, contradicts itself, or asks for a run that can't be.
     """
-    framework, values, said, open_words = _read(path)
+    try:
+        framework, values, said, open_words = _read(path)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {printable(str(error))}") from None
     foreign, read = READERS[framework]
     if len(values) > MOST_KEYS:
         raise ConfigError(f"{path} has {len(values)} keys, and at most {MOST_KEYS} are read; give the training's alone")
@@ -94,14 +100,14 @@ def migrate(
             _set_model(config, model)
         if data:
             config.set("data.paths", list(data), why="--data")
-        config.missing += open_words
+        config.missing += (printable(sentence) for sentence in open_words)
         _set_batch(config)
         layout = _layout(config)
         text = _recipe_text(config, layout, path.name, name)
         run_config = RunConfig.from_dict(tomllib.loads(text))
         run_config.check_all()
     except MeshwrightError as error:
-        raise ConfigError(f"{path} ({framework}): {error}") from None
+        raise ConfigError(f"{path} ({framework}): {printable(str(error))}") from None
     _check_batch(path, run_config, layout)
     return MigratedRecipe(
         framework=framework,
@@ -120,32 +126,30 @@ def _read(path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
         with path.open("rb") as file:
             data = file.read(MOST_BYTES + 1)
     except OSError as error:
-        raise ConfigError(
-            f"{path} can't be read ({error.strerror}); give the path of the other framework's file"
-        ) from None
+        raise ConfigError(f"it can't be read ({error.strerror}); give the path of the other framework's file") from None
     if len(data) > MOST_BYTES:
-        raise ConfigError(
-            f"{path} has more than {MOST_BYTES >> 10} KiB, which no configuration of these frameworks has"
-        )
+        raise ConfigError(f"it has more than {MOST_BYTES >> 10} KiB, which no configuration of these frameworks has")
     try:
         text = data.decode("utf-8")
         tree: object = None
         if path.suffix == ".json":
-            tree = json.loads(text)
+            tree = json.loads(text, object_pairs_hook=_without_repeats)
         elif path.suffix in (".yaml", ".yml"):
-            tree = _load_yaml(text, path)
+            tree = _load_yaml(text)
         elif path.suffix == ".toml":
+            if _DEEP_KEY.search(text):
+                raise ConfigError("a key of more than 16 parts, which no configuration of torchtitan has")
             tree = tomllib.loads(text)
         else:
-            return _read_flags(text, path)
+            return _read_flags(text)
     except (ValueError, yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"{path} is not valid {path.suffix[1:].upper() or 'text'}: {str(error)[:200]}") from None
+        raise ConfigError(f"it is not valid {path.suffix[1:].upper() or 'text'}: {str(error)[:200]}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"{path} holds a {type(tree).__name__}; a configuration is a mapping of keys to values")
+        raise ConfigError(f"it holds a {type(tree).__name__}; a configuration is a mapping of keys to values")
     framework = {".json": "deepspeed", ".toml": "torchtitan"}.get(path.suffix, "accelerate")
     values = flatten(tree)
     if not any(_is_known(key, READERS[framework][0]) for key in values):
-        raise ConfigError(f"{path} has none of the keys of a configuration of {framework}; docs/migrating.md has them")
+        raise ConfigError(f"it has none of the keys of a configuration of {framework}; docs/migrating.md has them")
     return framework, values, None, []
 
 
@@ -155,26 +159,44 @@ def _is_known(key: str, foreign: Foreign) -> bool:
     return key in known or any(key.partition(".")[0] == name.partition(".")[0] for name in known)
 
 
-def _load_yaml(text: str, path: Path) -> object:
+def _load_yaml(text: str) -> object:
     """Reads YAML without tags, anchors and aliases: plain values, each written out."""
     for token in yaml.scan(text):
         if isinstance(token, (yaml.TagToken, yaml.AnchorToken, yaml.AliasToken)):
             raise ConfigError(
-                f"{path}, line {token.start_mark.line + 1}: a YAML tag, anchor or alias, which aren't read; write the "
-                "value out"
+                f"line {token.start_mark.line + 1}: a YAML tag, anchor or alias, which aren't read; write the value out"
             )
-    return yaml.safe_load(text)
+    return yaml.load(text, _YamlLoader)
 
 
-def _read_flags(text: str, path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
-    try:
-        script = read_script(text)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+class _YamlLoader(yaml.SafeLoader):
+    """Plain values, without a key that is there twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        names = [key.value for key, _ in node.value]
+        _without_repeats([(str(name), None) for name in names])
+        return super().construct_mapping(node, deep)
+
+
+def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """Returns a mapping whose keys are each there once.
+
+    Raises:
+        ConfigError: one is there twice, of which a reader would take the last in silence.
+    """
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ConfigError(f"{printable(name)[:60]} stands in it twice; leave one of them")
+    return values
+
+
+def _read_flags(text: str) -> tuple[str, dict[str, object], int | None, list[str]]:
+    script = read_script(text)
     is_torchtitan = any("." in name for name in script.flags)
     values: dict[str, object] = {}
     for flag, words in script.flags.items():
-        name = flag if is_torchtitan else flag.replace("_", "-")
+        name = flag.replace("-", "_") if "." in flag else flag if is_torchtitan else flag.replace("_", "-")
         values[name] = _scalar(words)
     launcher = {name.replace("_", "-"): words for name, words in script.launcher.items()}
     per_node, nodes = (_scalar(launcher.get(key, ["?"])) for key in ("nproc-per-node", "nnodes"))
@@ -188,7 +210,7 @@ def _read_flags(text: str, path: Path) -> tuple[str, dict[str, object], int | No
     framework = "torchtitan" if is_torchtitan else "megatron"
     for name, value in values.items():
         if "$" in str(value) and _is_number_of(name, READERS[framework][0]):
-            raise ConfigError(f"{path}: --{name} {value}: only a run of the script knows it; write the value out")
+            raise ConfigError(f"--{name} {value}: only a run of the script knows it; write the value out")
     return framework, values, said, notes
 
 
@@ -249,7 +271,9 @@ def _check_batch(path: Path, config: RunConfig, layout: Layout) -> None:
 def _recipe_text(config: Migration, layout: Layout, source: str, name: str) -> str:
     """Returns the recipe: what isn't carried over first, then the settings by section."""
     foreign = config.foreign.name
-    lines = [f"# A run of meshwright, made of {_comment(source)} ({foreign}): meshwright train {name} --dry-run"]
+    lines = [
+        f"# A run of meshwright, made of {_comment(source)} ({foreign}): meshwright train {_comment(name)} --dry-run"
+    ]
     lines.append(
         "# What each key became: docs/migrating.md. Settings without a comment behind them are meshwright's own."
     )
@@ -282,7 +306,7 @@ def _recipe_text(config: Migration, layout: Layout, source: str, name: str) -> s
 
 def _comment(text: str) -> str:
     """Returns text for a comment: printable, and of bounded length, so that nothing of a file becomes a setting."""
-    return "".join(char if char.isprintable() else "?" for char in text)[:400]
+    return printable(text)[:400]
 
 
 def _line(key: str, value: object, origin: str) -> str:

@@ -17,13 +17,18 @@ LONGEST = 1 << 16
 """Characters of a variable's value: a script whose variables double each other mustn't fill the memory."""
 MOST_WORDS = 20000
 """Words of a script and of its commands, all together."""
-_CONTINUED = re.compile(r"\\\r?\n")
+MOST_CHARACTERS = 1 << 22
+"""Characters of all words with their variables put in."""
+_HERE = re.compile(r"<<-?[ \t]*\\?(['\"]?)([A-Za-z_][\w.-]*)\1")
 _ARITHMETIC = re.compile(r"\$\(\(([^()]*)\)\)")
 _SUBSTITUTION = re.compile(r"\$\([^()]*\)|`[^`]*`")
 _VARIABLE = re.compile(r"\$\{(=[^}]*|\w+)(?:\[[@*]\])?(?::?[-=]([^{}]*))?\}|\$(\w+)")
 _ASSIGNMENT = re.compile(r"(\w+)(\+?)=(.*)", re.DOTALL)
+_SPOKEN = ("echo", "printf", "logger")
+"""Commands whose words are shown, not run."""
 _OPENERS, _CLOSERS = ("if", "for", "while", "until", "case"), ("fi", "done", "esac")
-_SKIPPED = ("then", "else", "do", "elif", "export", "local", "declare", "readonly", "exec", "time", "!", "{", "}")
+_DECLARING = ("export", "local", "declare", "typeset", "readonly")
+_SKIPPED = ("then", "else", "do", "elif", *_DECLARING, "exec", "time", "!", "{", "}")
 
 
 @dataclass(slots=True)
@@ -45,11 +50,15 @@ class _Script:
     variables: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[str]] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
+    branches: list[tuple[str, str]] = field(default_factory=list)
+    used: set[str] = field(default_factory=set)
     words: int = 0
+    characters: int = 0
 
-    def count(self, words: int) -> None:
+    def count(self, words: int, characters: int = 0) -> None:
         self.words += words
-        if self.words > MOST_WORDS:
+        self.characters += characters
+        if self.words > MOST_WORDS or self.characters > MOST_CHARACTERS:
             raise ConfigError(f"the script has more than {MOST_WORDS} words; give the command with its flags alone")
 
 
@@ -69,8 +78,12 @@ def read_script(text: str) -> ScriptFlags:
         while words and (words[0] in _SKIPPED or words[0] in _OPENERS or words[0] in _CLOSERS):
             head = words.pop(0)
             depth = max(0, depth + (head in _OPENERS) - (head in _CLOSERS))
+            if head == "for" and words:
+                script.variables.pop(words[0], None)  # only a run knows it
             if head in _OPENERS or head == "elif":
                 words = []  # the condition itself
+            while head in _DECLARING and words and words[0].startswith("-"):
+                words.pop(0)
         if words:
             _take_statement(script, words, depth > 0)
     return _chosen(script)
@@ -78,8 +91,8 @@ def read_script(text: str) -> ScriptFlags:
 
 def _statements(text: str) -> Iterator[list[str]]:
     """Yields the words of each statement; an array's parentheses are words."""
-    lines = [_without_comment(line) for line in _CONTINUED.sub(" ", text).splitlines()]
-    text = _ARITHMETIC.sub(lambda match: "${=" + re.sub(r"[\s${}]", "", match[1]) + "}", "\n".join(lines))
+    text = _without_comments(text.replace("\r\n", "\n"))
+    text = _ARITHMETIC.sub(lambda match: "${=" + re.sub(r"[\s${}]", "", match[1]) + "}", text)
     for _ in range(4):  # nested commands, inside first
         text = _SUBSTITUTION.sub("$?", text)
     lexer = shlex.shlex(text, posix=True, punctuation_chars="();&|\n<>")
@@ -104,17 +117,50 @@ def _statements(text: str) -> Iterator[list[str]]:
         yield words
 
 
-def _without_comment(line: str) -> str:
-    """Returns a line up to its comment, which begins at a word that begins with ``#`` outside of quotes."""
-    quote = ""
-    for index, char in enumerate(line):
+def _without_comments(text: str) -> str:
+    """Returns a script without comments and here-documents, its continued lines joined.
+
+    A comment begins at a word that begins with ``#`` outside of quotes, and ends with its line, however that ends.
+    """
+    kept, quote, index = list[str](), "", 0
+    lines = {line.strip() for line in text.split("\n")}
+    ends = list[str]()  # of here-documents that begin on the next line
+    while index < len(text):
+        char = text[index]
+        if char == "\\" and quote != "'":
+            kept.append("" if text[index + 1 : index + 2] == "\n" else text[index : index + 2])
+            index += 2
+            continue
         if quote:
             quote = "" if char == quote else quote
         elif char in "\"'":
             quote = char
-        elif char == "#" and (index == 0 or line[index - 1].isspace()):
-            return line[:index]
-    return line
+        elif char == "#" and (index == 0 or text[index - 1] in " \t\n;&|()"):
+            index = _line_end(text, index)
+            continue
+        elif char == "<" and text[index - 1 : index] != "<" and (match := _HERE.match(text, index)):
+            if match[2] not in lines:
+                kept.append(char)  # a shift of bits
+                index += 1
+                continue
+            ends.append(match[2])
+            kept.append(" ")
+            index = match.end()
+            continue
+        kept.append(char)
+        index += 1
+        if char == "\n" and not quote:
+            while ends:
+                stop = _line_end(text, index)
+                if text[index:stop].strip() == ends[0] or index >= len(text):
+                    ends.pop(0)
+                index = stop + 1
+    return "".join(kept)
+
+
+def _line_end(text: str, index: int) -> int:
+    stop = text.find("\n", index)
+    return len(text) if stop < 0 else stop
 
 
 def _take_statement(script: _Script, words: list[str], conditional: bool) -> None:
@@ -125,10 +171,13 @@ def _take_statement(script: _Script, words: list[str], conditional: bool) -> Non
         expanded = [piece for item in values for piece in _expand(script, item)]
         if conditional and any(piece.startswith("--") for piece in expanded):
             script.undecided += expanded
-        elif not conditional or name not in script.variables:
-            script.variables[name] = [*script.variables.get(name, []), *expanded] if adds else expanded
+        else:
+            if conditional:
+                script.branches.append((name, f"{name}={' '.join(expanded)}"))
+            if not conditional or name not in script.variables:
+                script.variables[name] = [*script.variables.get(name, []), *expanded] if adds else expanded
         words = [] if len(values) != 1 or words[1:2] == ["("] else words[1:]
-    if words:
+    if words and words[0] not in _SPOKEN:
         expanded = [piece for word in words for piece in _expand(script, word)]
         script.count(len(expanded))
         if any(word.startswith("--") or word.startswith("activation-checkpoint:") for word in expanded):
@@ -140,6 +189,7 @@ def _expand(script: _Script, word: str) -> list[str]:
 
     def value(match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
+        script.used.add(name)
         if name.startswith("="):
             return _product(script, name[1:])
         if name in script.variables:
@@ -153,6 +203,7 @@ def _expand(script: _Script, word: str) -> list[str]:
         if expanded == word:
             break
         word = expanded
+    script.count(0, len(word))
     if not re.search(r"\s", word):
         return [word]
     try:
@@ -185,7 +236,7 @@ def _chosen(script: _Script) -> ScriptFlags:
         raise ConfigError(
             f"it has {len(trained)} commands with different flags, and only a run decides which one trains; leave one"
         )
-    first.undecided = script.undecided
+    first.undecided += script.undecided + [text for name, text in script.branches if name in script.used]
     return first
 
 
@@ -196,9 +247,17 @@ def _parse(words: list[str]) -> ScriptFlags:
     modules = [
         index + 1 for index, word in enumerate(words[:-1]) if word == "-m" and not words[index + 1].startswith("-")
     ]
-    start = (programs or modules or [-1])[-1] + 1
+    # A later file may be the value of a flag.
+    trains = [index for index in programs if re.search("gpt|torchtitan|train", words[index])]
+    start = ((trains or programs)[:1] or modules[-1:] or [-1])[0] + 1
     program = words[start - 1] if start else ""
-    return ScriptFlags(flags=_flags(words[start:]), launcher=_flags(words[:start]), program=program)
+    first = next((index for index in range(start, len(words)) if words[index].startswith("--")), len(words))
+    return ScriptFlags(
+        flags=_flags(words[start:]),
+        launcher=_flags(words[:start]),
+        program=program,
+        undecided=[word for word in words[start:first] if "$" in word],
+    )
 
 
 def _flags(words: list[str]) -> dict[str, list[str]]:

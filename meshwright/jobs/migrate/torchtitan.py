@@ -92,6 +92,7 @@ TORCHTITAN = Foreign(
     defaults={
         "optimizer.lr": 8e-4,
         "optimizer.decay": "all",
+        "train.steps": 10000,
         "schedule.shape": "linear",
         "schedule.floor": 0.0,
         "schedule.warmup": 200,
@@ -122,6 +123,7 @@ TORCHTITAN = Foreign(
         "training.compile": "`layout: compile=true`",
         "compile.enable": "`layout: compile=true`",
         "activation_checkpoint.mode": "`layout: recompute`",
+        "job.config_file": "refused: give that file to `--from`",
         "model.converters": "`layout: precision=fp8` for float8",
         "model.name": "`model.name`",
         "model.flavor": "the model's sizes, where they are public",
@@ -143,11 +145,17 @@ def read_torchtitan(config: Migration, path: str) -> None:
     Raises:
         ConfigError: when degrees or batch sizes contradict each other, or nothing says how many devices there are.
     """
+    if (other := config.take("job.config_file")) is not None:
+        raise ConfigError(
+            f"{path}: the settings are in {str(other)[:200]}; give that file to --from, and put the flags into it"
+        )
     # Older files have pp under [experimental] and degrees under [training].
     for name in list(config.values):
         section, _, key = name.rpartition(".")
         if section in ("experimental", "training") and key.endswith(("_degree", "_schedule")):
-            config.values.setdefault(_P + key, config.values.pop(name))
+            if _P + key in config.values:
+                raise ConfigError(f"{name} and {_P}{key} are one setting; leave one of them")
+            config.values[_P + key] = config.values.pop(name)
     layers = _read_model(config)
     readers, shard, pp = _read_degrees(config, path)
     if shard > 1:
@@ -257,14 +265,16 @@ def _read_choices(config: Migration) -> None:
     if "float8" in converters:
         config.lay("precision", "fp8", "model.converters")
     else:
+        if converters not in ("", "[]"):
+            config.leave("precision=fp8 in the layout; other converters aren't there", "model.converters")
         config.drop("none", "model.converters")
         if config.word(f"{_T}mixed_precision_param") != "float32":
             config.lay("precision", "bf16", f"{_T}mixed_precision_param", why="default of torchtitan")
     config.drop("precision in the layout", f"{_T}mixed_precision_param")
     mode = config.word(f"{_AC}mode", "activation-checkpoint")
     names = (f"{_AC}mode", "activation-checkpoint")
-    if mode in ("full", "selective"):
-        config.lay("recompute", mode, *names)
+    if mode in ("full", "selective", ""):
+        config.lay("recompute", mode or "selective", *names, why="default of torchtitan")
     elif mode == "none":
         config.drop("off", *names)
     else:
