@@ -21,7 +21,7 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.islands import Exchange, fragment_shares, price_join
 from meshwright.planner.measured_price import price_layout
-from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK
+from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK, _paces
 from meshwright.planner.rounds import JOIN, Rounds
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
@@ -121,6 +121,11 @@ def test_rounds_leave_enough_of_them_in_a_run() -> None:
     rounds = make_rounds(OuterConfig(), 600)
     assert (rounds.steps, rounds.most_steps, rounds.free) == (30, 30, {"every", "fragments", "delay", "compress"})
     assert make_rounds(OuterConfig(every=5, delay=0)).free == {"fragments", "compress"}
+    assert make_rounds(OuterConfig(warmup=900), 1000).most_steps == 5 == make_rounds(OuterConfig(), 100).most_steps
+    assert make_rounds(OuterConfig(warmup=20), 10).most_steps == 0
+    lengths = [{pace.steps for pace in _paces(make_rounds(OuterConfig(), steps))} for steps in (10, 199, 700, 9000)]
+    assert lengths == [{10}, {10}, {10, 20, 30}, set(ROUND_STEPS)]
+    assert {pace.steps for pace in _paces(make_rounds(OuterConfig(every=7), 10))} == {7}
 
 
 def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path) -> None:
