@@ -218,9 +218,13 @@ def test_an_error_in_the_next_step_loses_no_line(root: Path) -> None:
 
         TokenFeed.micro_batches = fail  # type: ignore[method-assign]
 
-    end, _, noted = both(root, "gone", "--recovery.no-enabled", before=plant, status=2, layout="replicate=2", devices=2)
+    rate = ("--optimizer.lr", "1e-3", "--optimizer.lr-batch", "2")
+    end, _, noted = both(
+        root, "gone", "--recovery.no-enabled", *rate, before=plant, status=2, layout="replicate=2", devices=2
+    )
     assert [row["step"] for row in rows(end)] == list(range(1, 11))
     assert noted["late"][-1] == 10 and not noted["abandoned"]
+    assert rows(end)[2]["lr"] == pytest.approx(2e-3), "the peak after 2 steps, of 8 rows where 2 had half of it"
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def test_islands_train_by_themselves_in_a_trial(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(trials, "choose_launcher", lambda *_, **__: SimpleNamespace(run=run))
     config = RunConfig(train=TrainConfig(noise_scale=2), outer=OuterConfig(warmup=500, every=4))
-    plan = Plan(layout=Layout.parse("islands=2"), prediction=Prediction(memory={}), ranks=2, reason="")
+    chosen = {"every": 9, "fragments": 2, "delay": 1, "compress": "int8"}
+    plan = Plan(layout=Layout.parse("islands=2"), prediction=Prediction(memory={}), ranks=2, reason="", outer=chosen)
     job = TrainJob(
         config=config, plan=plan, model=None, analysis=ModelAnalysis(), run_dir=tmp_path, data_dir=tmp_path,
         fingerprint="", header={}, hooks=(), flops_per_token=1.0,
@@ -35,4 +36,6 @@ def test_islands_train_by_themselves_in_a_trial(tmp_path: Path, monkeypatch: pyt
     (trial,) = trials.run_trials(job, [(plan, ModelAnalysis())], say=lambda _: None)
     assert trial.why == "no ranks here"
     (short,) = tried
-    assert (short.outer.warmup, short.outer.every, short.config.train.noise_scale) == (0, 4, 0)
+    assert (short.outer.warmup, short.config.train.noise_scale) == (0, 0)
+    # Else as the plan says, where the user doesn't.
+    assert short.outer == OuterConfig(every=4, fragments=2, delay=1, compress="int8")
