@@ -27,4 +27,6 @@ def make_rounds(outer: OuterConfig, run_steps: int | None = None) -> Rounds:
         delay=outer.delay_steps,
         free=frozenset(name for name in Rounds().settings if getattr(outer, name) is None),
     )
-    return rounds if run_steps is None else dataclasses.replace(rounds, most_steps=run_steps // LEAST_ROUNDS)
+    if run_steps is None:
+        return rounds
+    return dataclasses.replace(rounds, most_steps=max(0, run_steps - outer.warmup) // LEAST_ROUNDS)

@@ -93,11 +93,13 @@ def fastest(trials: Sequence[Trial]) -> int:
 
 
 def _short_config(job: TrainJob) -> RunConfig:
-    """Returns the run's config for `STEPS` steps that show, evaluate and save nothing."""
+    """Returns the run's config for `STEPS` steps that show, evaluate, measure and save nothing."""
     config = job.config
     return dataclasses.replace(
         config,
-        train=dataclasses.replace(config.train, steps=STEPS, sample_tokens=0),
+        train=dataclasses.replace(config.train, steps=STEPS, sample_tokens=0, noise_scale=0),
+        # First steps that islands take as one would be all of a trial.
+        outer=dataclasses.replace(config.outer, warmup=0),
         schedule=dataclasses.replace(config.schedule, warmup=1),
         evaluation=dataclasses.replace(config.evaluation, every=0),
         checkpoint=dataclasses.replace(config.checkpoint, every=0),

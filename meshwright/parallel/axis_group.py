@@ -171,6 +171,10 @@ class TrafficLog:
         taken.host_squares = {key: HostCopy(squares) for key, squares in taken.squares.items()}
         return taken
 
+    def put_back(self, traffic: StepTraffic) -> None:
+        """Goes on after traffic that was taken and not read; what came since is dropped."""
+        self._traffic, self.started = traffic, 0
+
     def drain(self) -> tuple[CommTotals, ...]:
         """Returns the totals so far and starts again. On CUDA the caller has synchronised with the step's end."""
         return self.take().read()

@@ -23,6 +23,10 @@ class Laps:
     marks: Sequence[tuple[str, Any]]
     """(phase, its end), in order."""
 
+    def have_ended(self) -> bool:
+        """Returns whether `read` needn't wait."""
+        return isinstance(self.start, float) or not self.marks or self.marks[-1][1].query()
+
     def read(self) -> dict[str, float]:
         """Returns seconds by phase; on CUDA it waits for the last mark, not for what was queued behind it."""
         seconds_by_phase: dict[str, float] = {}
@@ -71,6 +75,11 @@ class StepTimer:
         self._marks.clear()
         self._last_mark = self._now()
         return laps
+
+    def put_back(self, laps: Laps) -> None:
+        """Goes on after laps that were taken; the next one begins at their end. Those since are dropped."""
+        self._marks = deque(laps.marks, maxlen=MOST_MARKS)
+        self._last_mark = laps.start
 
     def drain(self) -> dict[str, float]:
         """Returns seconds by part since the last drain; what comes after the last mark is in no part.

@@ -71,9 +71,8 @@ def _exchanges(rounds: Rounds, layers: int, lossy: bool) -> Iterator[Rounds]:
 def _paces(rounds: Rounds) -> Iterator[Rounds]:
     """Yields steps and delays that may be chosen."""
     delays = DELAYS if "delay" in rounds.free and not rounds.direct_peers else (rounds.delay,)
-    for steps in ROUND_STEPS if "every" in rounds.free else (rounds.steps,):
-        if "every" in rounds.free and steps > max(rounds.most_steps or steps, ROUND_STEPS[0]):
-            continue
+    tried = ROUND_STEPS if rounds.most_steps is None else [n for n in ROUND_STEPS if n <= rounds.most_steps]
+    for steps in (tried or ROUND_STEPS[:1]) if "every" in rounds.free else (rounds.steps,):
         for delay in delays:
             fits = delay * ROUND_DELAYS <= steps if "delay" in rounds.free else delay < steps
             if fits and rounds.fragments <= steps:

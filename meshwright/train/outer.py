@@ -39,6 +39,7 @@ from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.parallel.sync import find_exchange
 from meshwright.parallel.sync.all_reduce import EXCHANGE as ALL_REDUCE
+from meshwright.spec.compression import assign_buckets
 from meshwright.spec.groups import round_axes
 from meshwright.train.config import OuterConfig
 from meshwright.train.fragments import Fragment, Transfer, make_fragments
@@ -106,15 +107,18 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
-        for fragment in self._fragments:
-            gradients = [weight.gradient for weight in fragment.weights]
-            present = [gradient for gradient in gradients if gradient is not None]
-            if not present:
-                continue
-            values = torch.cat([gradient.reshape(-1).to(self._device) for gradient in present])
+        gradients_or_none = (weight.gradient for weight in self._weights)
+        present = [gradient for gradient in gradients_or_none if gradient is not None and gradient.numel()]
+        sizes, dtypes = [gradient.nbytes for gradient in present], [gradient.dtype for gradient in present]
+        # Gradients are all there, so room for a copy of them may not be: of a few at a time, and of a large one none.
+        for positions in assign_buckets(sizes, dtypes):
+            gradients = [present[position] for position in positions]
+            flat = [gradient.reshape(-1).to(self._device) for gradient in gradients]
+            values = flat[0] if len(flat) == 1 else torch.cat(flat)
             self._group.all_reduce(values, "gradients before islands part").wait()
-            for gradient, view in zip(present, values.split([gradient.numel() for gradient in present])):
-                gradient.copy_(view.view_as(gradient))
+            for gradient, view in zip(gradients, values.split([gradient.numel() for gradient in gradients])):
+                if view.data_ptr() != gradient.data_ptr():
+                    gradient.copy_(view.view_as(gradient))
 
     def request_stop(self, count: float) -> None:
         """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.

@@ -302,10 +302,13 @@ class Trainer:
         while True:
             try:
                 launched = self._launch(steps)
-                self._batches = None
+                self._batches, reads_now = None, self._reads_at_end(launched.step + 1)
             except StepAbandoned:
-                launched = self._step_before_abandoned()
-            if launched.laps is not None or self._reads_at_end(launched.step + 1):
+                launched, reads_now = self._step_before_abandoned(), True
+            except Exception:
+                self._record_before_error()
+                raise
+            if reads_now:
                 settled = self._settle(launched)
                 if settled is not None:
                     self._phase("record", 0)
@@ -316,13 +319,27 @@ class Trainer:
 
     def _step_before_abandoned(self) -> LaunchedStep:
         """Returns the unread step, in whose state everything is once what the abandoned one left is dropped."""
-        launched, self._unread = self._unread, None
-        assert launched is not None
+        program, launched, self._unread = self._deps.program, self._unread, None
+        assert launched is not None and launched.laps is not None and launched.traffic is not None
         self.step = launched.step
         self._position.phase("optimizer", 0)
-        self._deps.program.clear_gradients()
-        self._deps.program.step_timer.drain()
+        program.clear_gradients()
+        # Of the abandoned step counts its time alone, as that of nothing.
+        program.step_timer.put_back(launched.laps)
+        program.step_timer.lap("other")
+        if program.mesh is not None:
+            program.mesh.log.put_back(launched.traffic)
+        launched.laps = launched.traffic = None
         return launched
+
+    def _record_before_error(self) -> None:
+        """Records the step before one that raises, where its outcome wasn't read and has arrived."""
+        if self._unread is None or self._unread.laps is None:
+            return
+        # Whatever is wrong with this one too, the error that ends the run is the other.
+        with contextlib.suppress(Exception):
+            if self._unread.laps.have_ended():
+                self._settle_late()
 
     def _launch(self, steps: int) -> LaunchedStep:
         """Queues a step; before its update, the outcome of the step before is read if it wasn't.
@@ -384,7 +401,8 @@ class Trainer:
         values = self._unread.outcome.read()
         if values["stop"] or not self._integrity.updates(self._unread.step, values):
             raise StepAbandoned
-        settled, self._unread = self._settle(self._unread), None
+        unread, self._unread = self._unread, None
+        settled = self._settle(unread)
         assert settled is not None
         self._deps.monitor.step(settled[0])
 
@@ -513,6 +531,7 @@ class Trainer:
         deps, tokens, step_s = self._deps, int(values["targets"]), spent.wall
         laps, traffic = self._take_measurements(launched)
         times = laps.read()
+        times.pop("other", None)
         rate = tokens / step_s
         if deps.program.state_meter is not None:
             self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())

@@ -383,3 +383,24 @@ def test_a_join_is_priced_once_a_round_and_never_chosen(capsys: pytest.CaptureFi
     assert all(each["price"]["parts"]["join"] > 0 < each["price"]["memory"]["outer"] for each in report["best"])
     assert main(argv) == 0
     assert "islands" not in json.loads(capsys.readouterr().out)["plan"]
+
+
+def test_gradients_of_first_steps_are_summed_without_a_copy_of_all() -> None:
+    """A large one in place, others a few at a time: beside all gradients there is no room for as many bytes again."""
+    draw = torch.Generator().manual_seed(3)
+    shapes = [(400, 100), (3, 7), (50, 20), (1,), (30, 100), (0, 5)] * 4
+    gradients = [torch.randn(shape, generator=draw) for shape in shapes] + [torch.randn(40, 30, generator=draw).t()]
+    before = [gradient.clone() for gradient in gradients]
+    own, copied = {gradient.data_ptr() for gradient in gradients}, []
+
+    def all_reduce(values: torch.Tensor, what: str) -> Any:
+        copied.append(0 if values.data_ptr() in own else values.nbytes)
+        values.mul_(2.0)  # another island's are the same
+        return SimpleNamespace(wait=lambda: None)
+
+    outer = OuterOptimizer.__new__(OuterOptimizer)
+    outer._weights = [*(SimpleNamespace(gradient=item) for item in gradients), SimpleNamespace(gradient=None)]  # type: ignore[list-item]
+    outer._device, outer._group = torch.device("cpu"), SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
+    outer.sum_gradients()
+    assert all(torch.equal(gradient, 2.0 * old) for gradient, old in zip(gradients, before))
+    assert 0 < max(copied) < 0.2 * sum(gradient.nbytes for gradient in gradients)

@@ -14,7 +14,9 @@ import pytest
 import torch
 from torch import nn
 
+from meshwright.errors import DataError
 from meshwright.train import session, step
+from meshwright.train.feed import TokenFeed
 from meshwright.train.health import Health, Limits
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.step import Stepper
@@ -138,7 +140,10 @@ def story(run: Path) -> dict[str, Any]:
         if (event["rank"] >= 0 and event["kind"] != "rank_started") or event["kind"] == "rank_lost"
     ]
     lines = [json.dumps({key: row[key] for key in sorted(row) if key not in MEASURED}) for row in rows(run)]
-    return {"lines": lines, "events": sorted(told, key=str), "saved": saved}
+    sent = [
+        sorted([entry[key] for key in ("axis", "op", "calls", "bytes")] for entry in row["comm"]) for row in rows(run)
+    ]
+    return {"lines": lines, "sent": sent, "events": sorted(told, key=str), "saved": saved}
 
 
 def both(
@@ -198,6 +203,28 @@ def test_a_step_that_is_nan_once_is_computed_again(root: Path) -> None:
     )
     assert [row["step"] for row in rows(end, "events.jsonl") if row["kind"] == "step_repeated"] == [4, 10, 21]
     assert noted["abandoned"] == [5, 11, 22]
+
+
+def test_an_error_in_the_next_step_loses_no_line(root: Path) -> None:
+    """Text that can't be read any more, say, ends the run after the line of the last step that was computed."""
+
+    def plant() -> None:
+        read = TokenFeed.micro_batches
+
+        def fail(self: TokenFeed, number: int) -> Any:
+            if number == 10:
+                raise DataError("the text is gone")
+            return read(self, number)
+
+        TokenFeed.micro_batches = fail  # type: ignore[method-assign]
+
+    rate = ("--optimizer.lr", "1e-3", "--optimizer.lr-batch", "2")
+    end, _, noted = both(
+        root, "gone", "--recovery.no-enabled", *rate, before=plant, status=2, layout="replicate=2", devices=2
+    )
+    assert [row["step"] for row in rows(end)] == list(range(1, 11))
+    assert noted["late"][-1] == 10 and not noted["abandoned"]
+    assert rows(end)[2]["lr"] == pytest.approx(2e-3), "the peak after 2 steps, of 8 rows where 2 had half of it"
 
 
 @pytest.mark.parametrize(

@@ -6,28 +6,33 @@ import dataclasses
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, PlanError
+from meshwright.jobs import train
 from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model, question_of
 from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.jobs.run_directory import claim_directory, planned_outer, write_run
+from meshwright.planner import state_rule
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.islands import ExchangePrice, fragment_shares, price_join
 from meshwright.planner.measured_price import price_layout
-from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK
-from meshwright.planner.rounds import JOIN, Rounds
+from meshwright.planner.predict import chosen_plan
+from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK, _paces
+from meshwright.planner.rounds import JOIN, OUTER, Rounds
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OuterConfig
 from meshwright.train.fragments import fragment_index
 from meshwright.train.run_config import RunConfig
+from tests.unit.test_planner_memory import model
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
 SLOW = PlanConfig(sizes=SIZES, cluster="4x1xa100-80@ethernet-1g", batch=256, sequence=1024)
@@ -107,6 +112,22 @@ def test_the_plan_is_the_mildest_of_all_settings_that_are_about_as_fast() -> Non
     assert f"--outer.every {every} --outer.fragments {fragments} --outer.delay {delay} --outer.compress none" in note
 
 
+def test_memory_is_that_of_the_joins_that_were_chosen() -> None:
+    """What arrives early lies beside the outer weights and the momentum until its step: half as much again."""
+    plain, late = (Rounds(delay=delay) for delay in (0, 1))
+    layout, sizes = Layout.parse("islands=2,precision=float32"), model()
+    plans = [state_rule.named_plan(layout, 2, sizes, rounds) for rounds in (plain, late)]
+    assert [plan.outer["delay"] for plan in plans] == [0, 1]
+    assert plans[1].prediction.memory[OUTER] == 1.5 * plans[0].prediction.memory[OUTER]
+    result = planned(SLOW, allow=("islands",))
+    settings = result.choice.best[0].rounds
+    assert settings is not None and settings.delay > 0
+    found = chosen_plan(result.question, result.choice, 0, sizes)
+    assert found.outer == settings.settings
+    state = state_rule.predict(result.choice.best[0].layout, sizes, 3).memory
+    assert found.prediction.memory[OUTER] == state[OUTER]
+
+
 def test_settings_that_were_given_stay_and_numbers_are_rounded_only_where_both_are_allowed() -> None:
     given = planned(SLOW, allow=("islands",), outer=OuterConfig(every=12, delay=0)).choice.best[0].rounds
     assert given is not None and (given.steps, given.delay, given.compress) == (12, 0, "none")
@@ -121,9 +142,14 @@ def test_rounds_leave_enough_of_them_in_a_run() -> None:
     rounds = make_rounds(OuterConfig(), 600)
     assert (rounds.steps, rounds.most_steps, rounds.free) == (30, 30, {"every", "fragments", "delay", "compress"})
     assert make_rounds(OuterConfig(every=5, delay=0)).free == {"fragments", "compress"}
+    assert make_rounds(OuterConfig(warmup=900), 1000).most_steps == 5 == make_rounds(OuterConfig(), 100).most_steps
+    assert make_rounds(OuterConfig(warmup=20), 10).most_steps == 0
+    lengths = [{pace.steps for pace in _paces(make_rounds(OuterConfig(), steps))} for steps in (10, 199, 700, 9000)]
+    assert lengths == [{10}, {10}, {10, 20, 30}, set(ROUND_STEPS)]
+    assert {pace.steps for pace in _paces(make_rounds(OuterConfig(every=7), 10))} == {7}
 
 
-def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path) -> None:
+def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the planner would choose now; its settings may be named, and others are refused."""
     layout, chosen = Layout.parse("islands=2"), Rounds(steps=60, fragments=2, delay=3)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=2, reason="test", outer=chosen.settings)
@@ -135,6 +161,21 @@ def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path) -> None:
     claim_directory(dataclasses.replace(config, outer=OuterConfig(every=60, delay=3)))
     with pytest.raises(ConfigError, match=r"outer.every was 60, is 30"):
         claim_directory(dataclasses.replace(config, outer=OuterConfig(every=30)))
+    asked: list[OuterConfig] = []
+
+    def note(config: RunConfig, *_: object) -> None:
+        asked.append(config.outer)
+        raise PlanError("none is wanted here")
+
+    for name in ("plan_for_fewer_ranks", "make_plans", "_text_and_model", "_find_machines"):
+        monkeypatch.setattr(train, name, note if "plan" in name else lambda *_: (None, SimpleNamespace()))
+    with pytest.raises(PlanError):
+        train._train(config, SimpleNamespace(ranks=2), (), lambda _: None)  # type: ignore[arg-type]
+    job, machines = SimpleNamespace(plan=plan), SimpleNamespace(for_ranks=lambda _: None)
+    planning = train._make_planning(config, None, job, None, machines, lambda _: None)  # type: ignore[arg-type]
+    with pytest.raises(PlanError):
+        planning.plan_for_ranks(1)
+    assert asked == [config.outer.filled(plan.outer)] * 2
     # Plans from before have no such field.
     old = {name: value for name, value in json.loads((tmp_path / "plan.json").read_text()).items() if name != "outer"}
     (tmp_path / "plan.json").write_text(json.dumps(old))
