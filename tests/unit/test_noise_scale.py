@@ -13,6 +13,7 @@ from torch.nn import functional
 from meshwright.errors import ConfigError
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig, TrainConfig
@@ -45,20 +46,30 @@ def row_gradients(module: torch.nn.Module, tokens: torch.Tensor, targets: torch.
     return np.stack(rows)
 
 
+def count_call(module: torch.nn.Module, _: object) -> None:
+    module.get_buffer("calls").add_(1)
+
+
 def work(rank: int) -> dict[str, Any]:
     """Measures small batches of 16 rows in one and in four micro-batches, and the gradient of each of 48 rows."""
     draw = np.random.default_rng(5)
     tokens, targets = (torch.from_numpy(draw.integers(0, VOCAB, (48, SEQUENCE))) for _ in range(2))
-    found: dict[str, Any] = {"norms": [], "losses": []}
+    found: dict[str, Any] = {"norms": [], "losses": [], "calls": []}
     for count in (1, 4):
         program = program_of(f"microbatches={count},precision=float64")
         if count == 1:
             found["gradients"] = row_gradients(program.module, tokens, targets)
+        # Counts its calls, as batch norm does: a buffer that forward changes.
+        program.module.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        program.module.register_forward_pre_hook(count_call)
+        program.moving_buffers = MovingBuffers([program.module], ["calls"])
         stepper = Stepper(program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), 0.0, 0)
         chunks = zip(tokens[:ROWS].chunk(count), targets[:ROWS].chunk(count))
         batches = [MicroBatch(*chunk, None) for chunk in chunks]
         part = stepper.part_norm(0, small_batch(batches, 0, ROWS), ROWS * SEQUENCE)
+        calls = [int(program.module.calls)]
         values = stepper.run(0, batches, ROWS * SEQUENCE, 1e-3, 0.0).read()
+        found["calls"].append([*calls, int(program.module.calls)])
         found["norms"].append((*part, values["grad_norm"]))
         found["losses"].append(values["loss"])
     return found
@@ -76,6 +87,8 @@ def test_norms_are_those_of_per_row_gradients(measured: dict[str, Any]) -> None:
         assert counted == 2 * SEQUENCE
         assert small_norm == pytest.approx(np.linalg.norm(gradients[[0, 8]].mean(axis=0)), rel=1e-12)
         assert norm == pytest.approx(np.linalg.norm(gradients.mean(axis=0)), rel=1e-12)
+    # A step is one call, in however many micro-batches, and a measurement none.
+    assert measured["calls"] == [[0, 1], [0, 1]]
     assert measured["losses"][0] == pytest.approx(measured["losses"][1], rel=1e-12)
 
 
