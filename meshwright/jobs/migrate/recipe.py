@@ -33,6 +33,15 @@ MOST_BYTES = 1 << 20
 """Largest file that is read."""
 _DEEP_KEY = re.compile(r"(?:[\w\"'-]+[ \t]*\.[ \t]*){16}")
 """A key of TOML whose reading would take very long, for its square."""
+_MOST_DEPTH = 16
+"""Of values of YAML inside one another: each level makes the reading of every other one longer."""
+_YAML_STARTS = (
+    yaml.FlowSequenceStartToken,
+    yaml.FlowMappingStartToken,
+    yaml.BlockSequenceStartToken,
+    yaml.BlockMappingStartToken,
+)
+_YAML_ENDS = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 MOST_KEYS = 2000
 """Keys of a file; those of the frameworks have a hundred or two."""
 READERS: Mapping[str, tuple[Foreign, Callable[[Migration, str], None]]] = MappingProxyType(
@@ -160,8 +169,15 @@ def _is_known(key: str, foreign: Foreign) -> bool:
 
 
 def _load_yaml(text: str) -> object:
-    """Reads YAML without tags, anchors and aliases: plain values, each written out."""
+    """Reads YAML without tags, anchors and aliases: plain values, each written out, and few inside another."""
+    depth = 0
     for token in yaml.scan(text):
+        depth += isinstance(token, _YAML_STARTS) - isinstance(token, _YAML_ENDS)
+        if depth > _MOST_DEPTH:
+            raise ConfigError(
+                f"line {token.start_mark.line + 1}: nested more than {_MOST_DEPTH} deep, which no configuration of "
+                "accelerate is"
+            )
         if isinstance(token, (yaml.TagToken, yaml.AnchorToken, yaml.AliasToken)):
             raise ConfigError(
                 f"line {token.start_mark.line + 1}: a YAML tag, anchor or alias, which aren't read; write the value out"
