@@ -128,7 +128,7 @@ class TrainConfig(Config):
             if getattr(self, name) < 0:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: give steps between {what}, or 0 for none")
         if self.noise_scale and self.batch < 2:
-            raise ConfigError(f"train.batch = {self.batch}: train.noise_scale takes a part of 2 rows or more")
+            raise ConfigError(f"train.batch = {self.batch}: train.noise_scale takes a part of it; give 2 rows or more")
         if self.sample_tokens < 0:
             raise ConfigError(f"train.sample_tokens = {self.sample_tokens}: it can't be negative")
         if not self.prove_s > 0:
