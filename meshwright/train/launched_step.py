@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 from meshwright.parallel.axis_group import StepTraffic
+from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import Laps
 from meshwright.train.health import Limits
 from meshwright.train.step import StepOutcome
@@ -52,6 +53,23 @@ class LaunchedStep:
     """Its times on the device, where another step follows before they are read."""
     traffic: StepTraffic | None = None
     """Its traffic, taken with ``laps``."""
+
+    def take_measurements(self, program: Program) -> tuple[Laps, StepTraffic]:
+        """Returns the step's times and traffic; the first call takes them, before those of another step are added."""
+        if self.laps is None or self.traffic is None:
+            self.laps = program.step_timer.take()
+            self.traffic = program.mesh.log.take() if program.mesh is not None else StepTraffic()
+        return self.laps, self.traffic
+
+    def put_measurements_back(self, program: Program) -> None:
+        """Has the step's times and traffic go on, and drops those of the one that was abandoned behind it."""
+        assert self.laps is not None and self.traffic is not None
+        # Of the abandoned step counts its time alone, as that of nothing.
+        program.step_timer.put_back(self.laps)
+        program.step_timer.lap("other")
+        if program.mesh is not None:
+            program.mesh.log.put_back(self.traffic)
+        self.laps = self.traffic = None
 
     def run_within(self, limits: Limits | None) -> StepOutcome:
         """Computes it again within limits."""

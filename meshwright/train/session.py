@@ -72,7 +72,8 @@ from meshwright.train.site_optimizer import SiteOptimizer
 from meshwright.train.spoiler import Spoiler
 from meshwright.train.stage_times import TimePublisher
 from meshwright.train.step import Stepper
-from meshwright.train.trainer import Trainer, TrainerDeps
+from meshwright.train.trainer import Trainer
+from meshwright.train.trainer_deps import TrainerDeps
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

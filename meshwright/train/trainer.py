@@ -7,89 +7,34 @@ import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from meshwright.checkpoint.manifest import Origin
-from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.events import Event, StepRecord
 from meshwright.json_types import JsonObject
-from meshwright.launch.signals import StopFlag
-from meshwright.monitor.monitor import Monitor
-from meshwright.monitor.progress import ProgressWriter
-from meshwright.monitor.timeline import TimelineWriter
-from meshwright.parallel.axis_group import StepTraffic
 from meshwright.parallel.peak_memory import peak_bytes
-from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Stamp
-from meshwright.parallel.step_timer import Laps
-from meshwright.spec.layout import Layout
-from meshwright.train.faults import Faults
-from meshwright.train.feed import Feed, MicroBatch
 from meshwright.train.health import Health, Limits
-from meshwright.train.hooks import Hook, Request, StepInfo
+from meshwright.train.hooks import Request, StepInfo
 from meshwright.train.integrity import Integrity
 from meshwright.train.join_report import VOTES, JoinReport
-from meshwright.train.launched_step import Clocks, LaunchedStep
-from meshwright.train.memory import CUT_SHARE, RankMemory
-from meshwright.train.noise_scale import NoiseScale, small_batch
-from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.launched_step import LaunchedStep
+from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
-from meshwright.train.page_requests import PageRequests, split_stop_count
+from meshwright.train.page_requests import split_stop_count
 from meshwright.train.rank_progress import RankProgress
-from meshwright.train.rate import learning_rate
-from meshwright.train.run_config import RunConfig
 from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
-from meshwright.train.step import StepAbandoned, StepOutcome, Stepper, mean_terms
+from meshwright.train.step import StepAbandoned, mean_terms
+from meshwright.train.step_launcher import StepLauncher
+from meshwright.train.step_recorder import METERED_STEPS, StepRecorder
+from meshwright.train.trainer_deps import TrainerDeps
 
 ANOMALOUS_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
-METERED_STEPS = 2
-"""First steps in which the bytes of the state are measured; they don't change later."""
-
-
-@dataclass(kw_only=True, slots=True)
-class TrainerDeps:
-    """The collaborators of a trainer, built by the session."""
-
-    config: RunConfig
-    layout: Layout
-    program: Program
-    optimizer: LocalAdamW
-    stepper: Stepper
-    feed: Feed
-    store: CheckpointStore
-    monitor: Monitor
-    progress: ProgressWriter
-    origin: Origin
-    rank: int
-    stop_asked: StopFlag
-    """Has ``.requested``: whether this rank was asked to end."""
-    flops_per_token: float = 0.0
-    peak_flops: float | None = None
-    """FLOP/s of all devices' matrix products together, as measured."""
-    data_sheet_flops: float | None = None
-    """Dense FLOP/s of all devices together by their data sheets; None where one has none."""
-    hooks: Sequence[Hook] = field(default_factory=tuple)
-    memory: RankMemory | None = None
-    """Shared memory for snapshots, when a supervisor watches the ranks."""
-    anomalous_step: int = 0
-    """Step up to whose batches the data is skipped, when the previous ranks were rewound from it; 0 for none."""
-    faults: Faults | None = None
-    """The injected faults, if any."""
-    outer: OuterOptimizer | SiteOptimizer | None = None
-    """Joins the islands, or this site with others; None where there is neither."""
-    timeline: TimelineWriter | None = None
-    """Records phases and waits of some steps; None where they aren't wanted."""
-    page_requests: PageRequests | None = None
-    """What the page asked for, on the one rank that spreads it."""
-    reads_late: bool = False
-    """Whether outcomes of steps may be read while the next step computes; worth it where the host runs ahead."""
 
 
 class Trainer:
@@ -107,23 +52,21 @@ class Trainer:
             self._health, *state, deps.memory, *events,
             rewinds_steps=deps.outer is None, copies_in_islands=deps.layout.within_island().world > 1,
         )  # fmt: skip
-        self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
         self._join: JoinReport | SiteReport | None = None
         self._must_rewind = False
         self._last: StepRecord | None = None
         """Of the last step whose outcome was read."""
         self._unread: LaunchedStep | None = None
         """The step before the one that is queued, while its outcome wasn't read."""
-        self._batches: Sequence[MicroBatch] | None = None
-        """Of the step that is queued or was abandoned; None where the next ones are to be read."""
-        self._settled_at = Clocks.now()
         self._page_requested = Request.NONE
         self.passed_over = 0
         """Skipped batches: step s reads the batch of step s + ``passed_over``."""
         self._saved_at = -1
-        self._state_bytes: dict[str, int] = {}
         self._stamp = Stamp(phase=self._phase)
         self._position = RankProgress(deps.progress, deps.faults, lambda: self.step, deps.timeline)
+        noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
+        self._launcher = StepLauncher(deps, noise, self._position, self._stamp)
+        self._recorder = StepRecorder(deps, noise)
         deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
@@ -206,7 +149,7 @@ class Trainer:
         stopped = reconfigures = False
         while self.step < steps and not stopped and not reconfigures:
             is_first = self._last is None
-            stepped = self._one_step(steps)
+            stepped = self._one_step()
             if stepped is None:
                 return self._end_damaged()
             record, stop_count = stepped
@@ -289,7 +232,7 @@ class Trainer:
         peak = deps.peak_flops / deps.layout.world if deps.peak_flops else None
         return self._counters() | {"peak_flops": peak}
 
-    def _one_step(self, steps: int) -> tuple[StepRecord, float] | None:
+    def _one_step(self) -> tuple[StepRecord, float] | None:
         """Runs steps up to one whose outcome is read at its end.
 
         On a GPU there may be steps before it whose outcome is read late: once the next one is queued up to its update,
@@ -301,8 +244,8 @@ class Trainer:
         """
         while True:
             try:
-                launched = self._launch(steps)
-                self._batches, reads_now = None, self._reads_at_end(launched.step + 1)
+                launched = self._launcher.launch(self.step, self.passed_over, self._limits)
+                reads_now = self._reads_at_end(launched.step + 1)
             except StepAbandoned:
                 launched, reads_now = self._step_before_abandoned(), True
             except Exception:
@@ -313,23 +256,18 @@ class Trainer:
                 if settled is not None:
                     self._phase("record", 0)
                 return settled
-            self._take_measurements(launched)
+            launched.take_measurements(self._deps.program)
             self._unread, self.step = launched, launched.step + 1
             self._phase("record", 0)
 
     def _step_before_abandoned(self) -> LaunchedStep:
         """Returns the unread step, in whose state everything is once what the abandoned one left is dropped."""
-        program, launched, self._unread = self._deps.program, self._unread, None
-        assert launched is not None and launched.laps is not None and launched.traffic is not None
+        launched, self._unread = self._unread, None
+        assert launched is not None
         self.step = launched.step
         self._position.phase("optimizer", 0)
-        program.clear_gradients()
-        # Of the abandoned step counts its time alone, as that of nothing.
-        program.step_timer.put_back(launched.laps)
-        program.step_timer.lap("other")
-        if program.mesh is not None:
-            program.mesh.log.put_back(launched.traffic)
-        launched.laps = launched.traffic = None
+        self._deps.program.clear_gradients()
+        launched.put_measurements_back(self._deps.program)
         return launched
 
     def _record_before_error(self) -> None:
@@ -341,36 +279,14 @@ class Trainer:
             if self._unread.laps.have_ended():
                 self._settle_late()
 
-    def _launch(self, steps: int) -> LaunchedStep:
-        """Queues a step; before its update, the outcome of the step before is read if it wasn't.
+    def _limits(self) -> Limits | None:
+        """Returns the limits of the step that is queued, once the step before it is settled.
 
         Raises:
-            StepAbandoned: before the update, when the step before isn't as it must be to be read late.
+            StepAbandoned: when the step before isn't as it must be to be read late.
         """
-        deps, config, step = self._deps, self._deps.config, self.step
-        started = Clocks.now()
-        self._position.begin_step()
-        self._phase("data", 0)
-        data_step = step + self.passed_over
-        # Batches are read in order: those of an abandoned step are kept for its second run.
-        self._batches = batches = self._batches or deps.feed.micro_batches(data_step)
-        deps.program.step_timer.lap("data")
-        rate = learning_rate(step, steps, config.optimizer.peak(config.train.batch), config.schedule)
-        targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
-        if deps.memory is not None and deps.memory.reconfiguration_requested:
-            stop_share += CUT_SHARE
-        if deps.page_requests is not None:
-            stop_share += deps.page_requests.share()
-
-        def run(limits: Callable[[], Limits | None]) -> StepOutcome:
-            return deps.stepper.run(step, batches, targets, rate, stop_share, self._stamp, limits)
-
-        def limits() -> Limits | None:
-            self._settle_late()
-            return self._integrity.limits(step)
-
-        part = self._measure_part(batches, targets)
-        return LaunchedStep(step=step, targets=targets, started=started, part=part, outcome=run(limits), run=run)
+        self._settle_late()
+        return self._integrity.limits(self.step)
 
     def _reads_at_end(self, step: int) -> bool:
         """Returns, the same on all ranks, whether the outcome of a step is read at its end.
@@ -423,40 +339,21 @@ class Trainer:
             if stop_count is None:
                 return None
             values |= {"stop": stop_count, "targets": launched.targets}
-        now = Clocks.now()
-        # A step that is read late overlaps with the next one, which is counted from here on.
-        spent, self._settled_at = now.since(launched.started, self._settled_at), now
-        self._last = record = self._record(launched, outcome, values, spent, reason is not None)
-        if launched.part is not None:
-            scalars = self._noise.observe(launched.part, (values["grad_norm"], values["targets"]))
-            self._last = record = dataclasses.replace(record, scalars=scalars)
+        self._last = record = self._recorder.record(
+            launched,
+            outcome,
+            values,
+            tokens_before=self.tokens,
+            epoch=deps.feed.epoch(launched.step + self.passed_over + 1),
+            skipped=reason is not None,
+            joined=self._join.to_json() if self._join is not None else {},
+        )
         self._handle_anomaly(record, reason)
         self.step = launched.step + 1
         self.tokens += record.tokens
-        if self.step >= METERED_STEPS and deps.program.state_meter is not None:
-            deps.program.state_meter.close()
-            deps.program.state_meter = None
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         return record, values["stop"]
-
-    def _take_measurements(self, launched: LaunchedStep) -> tuple[Laps, StepTraffic]:
-        """Returns a step's times and traffic, taken before those of another one are added."""
-        program = self._deps.program
-        if launched.laps is None or launched.traffic is None:
-            launched.laps = program.step_timer.take()
-            launched.traffic = program.mesh.log.take() if program.mesh is not None else StepTraffic()
-        return launched.laps, launched.traffic
-
-    def _measure_part(self, batches: Sequence[MicroBatch], targets: int) -> tuple[float, float] | None:
-        """Returns gradient norm and targets of the noise scale's small batch; None in steps that don't measure it."""
-        deps = self._deps
-        if not self._noise.is_due(self.step):
-            return None
-        own_rows = sum(len(batch.tokens) for batch in batches)
-        rows = deps.config.train.batch
-        part = small_batch(batches, deps.program.first_row(own_rows), rows)
-        return deps.stepper.part_norm(self.step, part, targets, self._stamp)
 
     @contextlib.contextmanager
     def dialled_in(self) -> Iterator[None]:
@@ -524,43 +421,6 @@ class Trainer:
         if joint:
             return values["stop"]
         return self._join.stop_count if self._join is not None else 0.0
-
-    def _record(
-        self, launched: LaunchedStep, outcome: StepOutcome, values: Mapping[str, float], spent: Clocks, skipped: bool
-    ) -> StepRecord:
-        deps, tokens, step_s = self._deps, int(values["targets"]), spent.wall
-        laps, traffic = self._take_measurements(launched)
-        times = laps.read()
-        times.pop("other", None)
-        rate = tokens / step_s
-        if deps.program.state_meter is not None:
-            self._state_bytes = deps.program.state_meter.read(deps.optimizer.bytes())
-        flops_per_s = deps.flops_per_token * rate
-        mfu_of_measured = flops_per_s / deps.peak_flops if deps.peak_flops else None
-        outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
-        return StepRecord(
-            step=launched.step + 1,
-            loss=values["loss"],
-            grad_norm=values["grad_norm"],
-            lr=outcome.lr,
-            tokens=tokens,
-            tokens_total=self.tokens + tokens,
-            tokens_per_s=rate,
-            step_s=step_s,
-            parts=times | {"other": max(0.0, step_s - sum(times.values()))},
-            memory={"peak": peak_bytes()} | self._state_bytes | outer_bytes,
-            layout=str(deps.layout),
-            accuracy=values["accuracy"],
-            mfu=flops_per_s / deps.data_sheet_flops if deps.data_sheet_flops else mfu_of_measured,
-            mfu_of_measured=mfu_of_measured,
-            skipped=skipped,
-            experts=outcome.experts,
-            terms=outcome.terms,
-            comm=traffic.read(),
-            epoch=deps.feed.epoch(launched.step + self.passed_over + 1),
-            processor_s={"thread": spent.thread, "rank": spent.process},
-            outer=self._join.to_json() if self._join is not None else {},
-        )
 
     def _handle_anomaly(self, record: StepRecord, reason: str | None) -> None:
         """Adapts the loss scale; skips, rewinds from or stops at an anomalous step, as `recovery.on_sick` says."""
@@ -682,7 +542,7 @@ class Trainer:
 
     def state_bytes(self) -> dict[str, int]:
         """Returns this rank's bytes of state by kind, as far as they were measured, and its peak."""
-        return self._state_bytes | {"peak": peak_bytes()}
+        return self._recorder.state_bytes | {"peak": peak_bytes()}
 
     def _event(self, kind: str, **data: object) -> None:
         """Records on rank 0 an event that all ranks know."""

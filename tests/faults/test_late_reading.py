@@ -20,7 +20,8 @@ from meshwright.train.feed import TokenFeed
 from meshwright.train.health import Health, Limits
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.step import Stepper
-from meshwright.train.trainer import Trainer, TrainerDeps
+from meshwright.train.trainer import Trainer
+from meshwright.train.trainer_deps import TrainerDeps
 from tests.plain_model import PlainModel
 from tests.runs import call, rows, words, write_corpus
 from tests.tiers import cases

@@ -37,7 +37,15 @@ LIMIT_S = 1200.0
 WARM = ("torch", "transformers", "pytest", "tyro", "rich", "numpy")
 AROUND_THE_STEP = tuple(
     f"meshwright/{path}"
-    for path in ("data/", "checkpoint/", "train/trainer", "train/rate", "train/feed", "train/optimizer")
+    for path in (
+        "data/",
+        "checkpoint/",
+        "train/trainer",
+        "train/step_launcher",
+        "train/rate",
+        "train/feed",
+        "train/optimizer",
+    )
 )
 UNASKED = 3
 """Status of a process whose tests did not run."""
