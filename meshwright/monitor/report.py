@@ -115,7 +115,7 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
 
 
 def newest_head(run_dir: Path) -> list[Markup]:
-    """Renders title, state and the newest figures, from the ends of a run's files alone."""
+    """Renders title, state and the newest figures, from a run's events and the last lines of its steps alone."""
     run = RunReader(run_dir, newest_bytes=_NEWEST_BYTES).read()
     figures = _newest_loss(run.steps)
     if run.steps:

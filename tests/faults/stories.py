@@ -22,10 +22,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from meshwright.events import StepRecord
 from meshwright.resilience import host_memory_budget
-from meshwright.train import trainer
+from meshwright.train import step_launcher
+from meshwright.train.launched_step import LaunchedStep
 from meshwright.train.memory import RESTORING, RankMemory
-from meshwright.train.trainer import Trainer
+from meshwright.train.step_recorder import StepRecorder
 from tests.runs import Running, events, happened, rows, wait_until, words, write_corpus
 
 STORIES = Path(__file__).with_suffix(".json")
@@ -47,21 +49,21 @@ def raises(step: int, rank: int, error: Exception) -> Callable[[], None]:
     """Returns what makes a rank fail after a step's last sum."""
 
     def plant() -> None:
-        whole = Trainer._record
+        whole = StepRecorder.record
 
-        def record(self: Trainer, *args: Any) -> Any:
-            if self.step + 1 == step and self._deps.rank == rank:
+        def record(self: StepRecorder, launched: LaunchedStep, *args: Any, **counts: Any) -> StepRecord:
+            if launched.step + 1 == step and self._deps.rank == rank:
                 raise error
-            return whole(self, *args)
+            return whole(self, launched, *args, **counts)
 
-        Trainer._record = record  # type: ignore[method-assign]
+        StepRecorder.record = record  # type: ignore[method-assign]
 
     return plant
 
 
 def ruins() -> None:
     """Plants a learning rate that is sane until the past says something, and ruins the model then, finitely."""
-    trainer.learning_rate = lambda step, *more: 10.0 if step == 18 else 1e-3  # type: ignore[assignment]
+    step_launcher.learning_rate = lambda step, *more: 10.0 if step == 18 else 1e-3  # type: ignore[assignment]
 
 
 def without_memory() -> None:

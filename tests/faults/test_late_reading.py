@@ -20,6 +20,7 @@ from meshwright.train.feed import TokenFeed
 from meshwright.train.health import Health, Limits
 from meshwright.train.page_requests import PageRequests
 from meshwright.train.step import Stepper
+from meshwright.train.step_launcher import StepLauncher
 from meshwright.train.trainer import Trainer
 from meshwright.train.trainer_deps import TrainerDeps
 from tests.plain_model import PlainModel
@@ -92,15 +93,15 @@ def plant_lateness(log: Path) -> None:
 
 def plant_nan(bad: Collection[int], times: int = 10**6) -> None:
     """Makes a gradient of every rank NaN in steps with some rows, the first ``times`` that they are computed."""
-    launch, run, fill_missing = Trainer._launch, Stepper.run, step.fill_missing
-    passed_over, present, left = [0], [0], dict.fromkeys(bad, times)
+    launch, run, fill_missing = StepLauncher.launch, Stepper.run, step.fill_missing
+    skipped, present, left = [0], [0], dict.fromkeys(bad, times)
 
-    def launched(self: Trainer, steps: int) -> Any:
-        passed_over[0] = self.passed_over
-        return launch(self, steps)
+    def launched(self: StepLauncher, number: int, passed_over: int, *args: Any) -> Any:
+        skipped[0] = passed_over
+        return launch(self, number, passed_over, *args)
 
     def run_step(self: Stepper, number: int, *args: Any) -> Any:
-        present[0] = number + passed_over[0] + 1
+        present[0] = number + skipped[0] + 1
         return run(self, number, *args)
 
     def spoil(program: Any) -> None:
@@ -109,22 +110,22 @@ def plant_nan(bad: Collection[int], times: int = 10**6) -> None:
             left[present[0]] -= 1
             next(weight.gradient for weight in program.weights if weight.local.numel()).fill_(float("nan"))
 
-    Trainer._launch = launched  # type: ignore[method-assign]
+    StepLauncher.launch = launched  # type: ignore[method-assign]
     Stepper.run = run_step  # type: ignore[method-assign]
     step.fill_missing = spoil
 
 
-def plant_request(at: int, ask: Callable[[Trainer], None]) -> None:
+def plant_request(at: int, ask: Callable[[TrainerDeps], None]) -> None:
     """Asks every rank for something at the beginning of a step, once."""
-    launch, asked = Trainer._launch, []
+    launch, asked = StepLauncher.launch, []
 
-    def launched(self: Trainer, steps: int) -> Any:
-        if self.step + 1 == at and not asked:
+    def launched(self: StepLauncher, number: int, *args: Any) -> Any:
+        if number + 1 == at and not asked:
             asked.append(at)
-            ask(self)
-        return launch(self, steps)
+            ask(self._deps)
+        return launch(self, number, *args)
 
-    Trainer._launch = launched  # type: ignore[method-assign]
+    StepLauncher.launch = launched  # type: ignore[method-assign]
 
 
 def story(run: Path) -> dict[str, Any]:
@@ -241,12 +242,12 @@ def test_what_a_bad_step_means(policy: str, status: int, kind: str, root: Path) 
 def test_a_request_acts_after_the_step_that_spread_it(root: Path) -> None:
     """Evaluations, checkpoints and the end come after the same steps as where each step is read at its end."""
 
-    def ask(trainer: Trainer, action: str = "") -> None:
+    def ask(deps: TrainerDeps, action: str = "") -> None:
         if not action:
-            trainer._deps.stop_asked.request()
-        elif trainer._deps.rank == 0:
-            trainer._deps.page_requests = PageRequests()
-            trainer._deps.page_requests.make(action)
+            deps.stop_asked.request()
+        elif deps.rank == 0:
+            deps.page_requests = PageRequests()
+            deps.page_requests.make(action)
 
     def before() -> None:
         plant_request(4, partial(ask, action="evaluate"))

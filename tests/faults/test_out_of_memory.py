@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from meshwright.events import StepRecord
 from meshwright.resilience.generation_ranks import GenerationRanks
-from meshwright.train.trainer import Trainer
+from meshwright.train.launched_step import LaunchedStep
+from meshwright.train.step_recorder import StepRecorder
 from tests.runs import call, curve, events, words, write_corpus
 
 
@@ -18,15 +21,15 @@ def runs_out_under_the_first_plan(run: Path, step: int) -> Callable[[], None]:
     """Returns what makes rank 1 run out of memory at the end of a step, while the first plan is the run's."""
 
     def plant() -> None:
-        whole = Trainer._record
+        whole = StepRecorder.record
 
-        def record(self: Trainer, *args: object):  # type: ignore[no-untyped-def]
+        def record(self: StepRecorder, launched: LaunchedStep, *args: Any, **counts: Any) -> StepRecord:
             first = "ran out of memory" not in (run / "plan.json").read_text(encoding="utf-8")
-            if self.step + 1 == step and self._deps.rank == 1 and first:
+            if launched.step + 1 == step and self._deps.rank == 1 and first:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-            return whole(self, *args)  # type: ignore[arg-type]
+            return whole(self, launched, *args, **counts)
 
-        Trainer._record = record  # type: ignore[method-assign]
+        StepRecorder.record = record  # type: ignore[method-assign]
 
     return plant
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from meshwright.cli.main import main
-from meshwright.train.trainer import Trainer
+from tests.faults.stories import raises
 from tests.runs import Running, call, curve, events, happened, last_step, rows, wait_until, words, write_corpus
 
 pytestmark = pytest.mark.slow
@@ -228,27 +227,11 @@ def test_a_signal_to_end_leaves_a_checkpoint_and_a_status_that_launchers_know(ro
     assert [row["step"] for row in events(run, "checkpoint_saved")] == [last_step(run)]
 
 
-def raises_at_the_end_of(step: int, rank: int, error: Exception) -> Callable[[], None]:
-    """Returns what makes a rank fail after a step's last sum, when all ranks have the state before it in memory."""
-
-    def plant() -> None:
-        whole = Trainer._record
-
-        def record(self: Trainer, *args: object):  # type: ignore[no-untyped-def]
-            if self.step + 1 == step and self._deps.rank == rank:
-                raise error
-            return whole(self, *args)  # type: ignore[arg-type]
-
-        Trainer._record = record  # type: ignore[method-assign]
-
-    return plant
-
-
 def test_what_always_fails_ends_the_run_with_its_state_on_disk(root: Path) -> None:
     run = root / "always"
     options = ("--recovery.snapshot-every", "1", "--checkpoint.every", "0")
     argv = words(root, run.name, *options, layout="shard=2,zero=2", devices=2)
-    running = Running(argv, root / "always.log", before=raises_at_the_end_of(9, 0, ZeroDivisionError("planted fault")))
+    running = Running(argv, root / "always.log", before=raises(9, 0, ZeroDivisionError("planted fault")))
     assert running.wait() == 1
     running.no_orphans()
     assert "planted fault" in running.text()
@@ -299,7 +282,7 @@ def test_chaos_breaks_a_run_under_way_and_tells_its_story(root: Path, capsys: py
 
 def test_memory_that_runs_out_is_told_part_by_part_with_a_layout_that_needs_less(root: Path) -> None:
     run = root / "short"
-    before = raises_at_the_end_of(5, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
+    before = raises(5, 1, torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"))
     argv = words(root, run.name, "--recovery.snapshot-every", "1", layout="replicate=2", devices=2)
     status, text = call(argv, root / "short.log", before=before)
     assert status == 1

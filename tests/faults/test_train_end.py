@@ -33,10 +33,10 @@ def at_step(step: int, rank: int, act: Callable[[Trainer], None]) -> Callable[[]
     def plant() -> None:
         whole = Trainer._one_step
 
-        def one_step(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
+        def one_step(self: Trainer):  # type: ignore[no-untyped-def]
             if self.step == step and rank in (self._deps.rank, ANY):
                 act(self)
-            return whole(self, steps)
+            return whole(self)
 
         Trainer._one_step = one_step  # type: ignore[method-assign]
 

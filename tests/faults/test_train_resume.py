@@ -59,10 +59,10 @@ def _wait_after(step: int) -> None:
     """Makes every rank wait for ever once it has done ``step`` steps."""
     whole = Trainer._one_step
 
-    def waiting(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
+    def waiting(self: Trainer):  # type: ignore[no-untyped-def]
         if self.step >= step:
             time.sleep(10**6)
-        return whole(self, steps)
+        return whole(self)
 
     Trainer._one_step = waiting  # type: ignore[method-assign]
 
@@ -146,9 +146,9 @@ def _end_after(step: int) -> None:
     """Ends the run politely after a step, as a signal would; the last step needs no asking."""
     whole = Trainer._one_step
 
-    def asked(self: Trainer, steps: int):  # type: ignore[no-untyped-def]
-        if self.step + 1 == step < steps:
+    def asked(self: Trainer):  # type: ignore[no-untyped-def]
+        if self.step + 1 == step < self._deps.config.train.steps:
             self._deps.stop_asked.request()
-        return whole(self, steps)
+        return whole(self)
 
     Trainer._one_step = asked  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.ghost.fsdp_loop import ROWS, TOKENS, VOCAB
-from tests.ghost.runs import has_ghost, prepare, train
+from tests.ghost.runs import has_ghost, train
 
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
 LAYERS = 8
@@ -25,13 +25,6 @@ CASES = {
     "gpt2": ("gpt2", 1, "precision=bf16"),
     "mixtral": ("mixtral", 1, "precision=bf16"),
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("launches")
-    prepare(root)
-    return root
 
 
 def by_hand(family: str, ranks: int, store: Path) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ghost.runs import GhostRun, command, has_ghost, prepare, train
+from tests.ghost.runs import GhostRun, command, has_ghost, train
 from tests.runs import events
 from tests.tiers import cases
 
@@ -65,13 +65,6 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
 
 SOON = (2, 4, 12, 13, 15, 17, 18, 22, 25, 31, 36, 39)
 """WeightPlacement in `LAYOUTS` of what is tried with the newest torch too."""
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("ghost")
-    prepare(root)
-    return root
 
 
 def name_of(*words: object) -> str:

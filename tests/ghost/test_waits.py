@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ghost.runs import has_ghost, prepare, train
+from tests.ghost.runs import has_ghost, train
 
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
 STEPS = 8
@@ -22,13 +22,6 @@ CASES = {
     "gemma3_text": ("gemma3_text", 1, "precision=bf16"),
     "gpt2": ("gpt2", 1, "precision=bf16"),
 }
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("waits")
-    prepare(root)
-    return root
 
 
 @pytest.mark.parametrize("name", CASES)

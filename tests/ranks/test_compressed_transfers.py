@@ -258,10 +258,10 @@ def _end_after(step: int) -> None:
     """Makes ranks fail once a step is done and saved."""
     one_step = Trainer._one_step
 
-    def ending(self: Trainer, steps: int) -> Any:
-        if self.step >= step and step < steps:
+    def ending(self: Trainer) -> Any:
+        if self.step >= step and step < self._deps.config.train.steps:
             raise RuntimeError("the end, for now")
-        return one_step(self, steps)
+        return one_step(self)
 
     Trainer._one_step = ending  # type: ignore[method-assign]
 

@@ -47,9 +47,11 @@ def test_megatrons_defaults_hold(tmp_path: Path) -> None:
     missing = "\n".join(recipe.missing)
     assert "position-embedding-type: not given, which is learned_absolute there" in missing
     assert "disable-bias-linear: not given" in missing and "normalization: not given" not in missing
-    rest = "--swiglu --num-experts 4 --num-query-groups 2 --use-rotary-position-embeddings"
-    recipe = migrated(tmp_path, ".sh", SCRIPT + sizes + rest)
+    rest = "--swiglu --num-experts 4 --num-query-groups 2 --use-rotary-position-embeddings --ffn-hidden-size 512 "
+    recipe = migrated(tmp_path, ".sh", SCRIPT + sizes + rest + "--moe-ffn-hidden-size 448")
     overrides = recipe.config.model.overrides
+    assert recipe.config.model.ffn == 448 and "no layer of mixtral is without experts" in recipe.text
+    assert migrated(tmp_path, ".sh", SCRIPT + sizes + rest).config.model.ffn == 512
     assert recipe.config.model.kv_heads is None and overrides["router_aux_loss_coef"] == 0.0
     assert "10000" in str(overrides["rope_parameters"])
     assert not any(line.startswith("position") for line in recipe.missing)

@@ -112,7 +112,6 @@ MEGATRON = Foreign(
         "squared-relu": "the activation is the model type's",
         "window-size": 'model.name = "mistral" has a window; model.overrides.sliding_window',
         "multi-latent-attention": 'model.name = "deepseek_v3" has latent attention',
-        "moe-ffn-hidden-size": "model.overrides.moe_intermediate_size, where the model type has it",
         "moe-*": "routing is the model type's own code",
         "mtp-*": "no layer for multi-token prediction is built",
         "decoupled-lr": "one learning rate holds for all weights",
@@ -198,6 +197,7 @@ MEGATRON = Foreign(
         "group-query-attention": "`model.kv_heads`: num-query-groups, or 1",
         "num-query-groups": "`model.kv_heads`, beside group-query-attention",
         "ffn-hidden-size": "`model.ffn`",
+        "moe-ffn-hidden-size": "`model.ffn` of mixtral, whose layers all have experts",
         "use-rotary-position-embeddings": "rotary positions, as llama and mixtral have",
         "reset-position-ids": "`data.mask_documents`",
         "reset-attention-mask": "`data.mask_documents`",
@@ -427,9 +427,14 @@ def _read_model(config: Migration) -> None:
         "untie-embeddings-and-output-weights",
         why="default of megatron",
     )
-    ffn, width = config.count("ffn-hidden-size"), config.values.get("hidden-size")
-    if ffn:
+    ffn, expert_ffn = config.count("ffn-hidden-size"), config.count("moe-ffn-hidden-size")
+    width = config.values.get("hidden-size")
+    if expert_ffn and name == "mixtral":
+        config.set("model.ffn", expert_ffn, "moe-ffn-hidden-size")
+        config.drop("no layer of mixtral is without experts", "ffn-hidden-size")
+    elif ffn:
         config.set("model.ffn", ffn, "ffn-hidden-size")
+        config.drop("no effect without experts", "moe-ffn-hidden-size")
     elif gated and isinstance(width, int):
         config.set("model.ffn", int(width * 8 / 3 / 64) * 64, why="default of megatron")
     vocab = config.count("vocab-size")

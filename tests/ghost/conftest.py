@@ -1,0 +1,17 @@
+"""What every file of these tests begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.ghost.runs import prepare
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """Returns a folder with the text that runs train on; each file of tests has its own, for its runs' names."""
+    root = tmp_path_factory.mktemp(request.module.__name__.rpartition(".")[2])
+    prepare(root)
+    return root
