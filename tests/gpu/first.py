@@ -1,0 +1,187 @@
+"""Runs the parts of `tests/gpu/parts` on a machine with a GPU, each under its own limit, and keeps every result.
+
+Parts of the first group run side by side, since nothing in them is timed; the others run alone, one after the other.
+
+    python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600] [--limits throughput=120,...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+MARK = "MESHWRIGHT_GPU_PART"
+"""The variable by which the processes of a part are found, wherever they went."""
+GRACE_S = 3.0
+PACKED_BYTES = 2 * 2**20
+"""Files above this are left out of the archive."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One module of `parts`, or the tests of this folder."""
+
+    name: str
+    limit_s: float
+    alone: bool
+    """Whether it is timed, so that nothing may run beside it."""
+    words: tuple[str, ...] = ()
+    """More arguments."""
+
+
+PARTS = (
+    Part("environment", 45, True),
+    Part("train", 100, False),
+    Part("proof", 100, False),
+    Part("nccl", 60, False),
+    Part("recovery", 100, False),
+    Part("ranks", 110, False),
+    Part("tests", 110, False),
+    Part("kernels", 70, True),
+    Part("throughput", 170, True),
+    Part("calibrate", 40, True),
+    Part("layouts", 60, True),
+)
+
+
+class Results:
+    """The file that holds a JSON line a result; several parts write it."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+        self._lock = threading.Lock()
+        self._began = time.monotonic()
+
+    def add(self, part: str, found: dict) -> None:
+        """Writes a line, at once."""
+        line = json.dumps({"part": part, "at_s": round(time.monotonic() - self._began, 1)} | found)
+        with self._lock:
+            self._file.write(line + "\n")
+            self._file.flush()
+            print(line if len(line) < 400 else line[:400] + "...", flush=True)
+
+
+def main() -> int:
+    """Runs what was asked for and returns 1 when a part failed."""
+    options = _options()
+    options.out.mkdir(parents=True, exist_ok=True)
+    results = Results(options.out / "results.jsonl")
+    end = time.monotonic() + options.limit_s
+    wanted = [part for part in PARTS if not options.parts or part.name in options.parts.split(",")]
+    limits = dict(one.split("=") for one in options.limits.split(",") if one)
+    failed: list[str] = []
+
+    def run(part: Part) -> None:
+        left_s = end - time.monotonic() - GRACE_S
+        limit_s = min(float(limits.get(part.name, part.limit_s)), left_s)
+        if limit_s < 10:
+            results.add(part.name, {"end": "skipped: no time left"})
+            return
+        if run_part(part, limit_s, options.out, results):
+            failed.append(part.name)
+
+    together = [threading.Thread(target=run, args=(part,)) for part in wanted if not part.alone]
+    for part in wanted:
+        if part.name == "environment":
+            run(part)
+    for thread in together:
+        thread.start()
+    for thread in together:
+        thread.join()
+    for part in wanted:
+        if part.alone and part.name != "environment":
+            run(part)
+    pack(options.out)
+    print(f"failed: {', '.join(failed) or 'none'}")
+    return int(bool(failed))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for results")
+    parser.add_argument("--parts", default="", help="names, separated by commas; all when not given")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="for everything together")
+    parser.add_argument("--limits", default="", help="other limits of parts: throughput=120,kernels=40")
+    return parser.parse_args()
+
+
+def run_part(part: Part, limit_s: float, out: Path, results: Results) -> bool:
+    """Runs a part to its end or its limit, and returns whether it failed."""
+    folder = out / part.name
+    folder.mkdir(exist_ok=True)
+    words = ["-m", f"tests.gpu.parts.{part.name}", "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *part.words]
+    environment = os.environ | {
+        MARK: part.name,
+        "TOKENIZERS_PARALLELISM": "false",
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR", "/tmp/meshwright-inductor"),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    began = time.monotonic()
+    with (folder / "stderr.txt").open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors
+        )
+        reader = threading.Thread(target=_read, args=(process, part.name, results, folder))
+        reader.start()
+        try:
+            status: int | str = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            status = "killed at its limit"
+        kill_marked(part.name)
+        reader.join(GRACE_S)
+    found: dict = {"end": status, "seconds": round(time.monotonic() - began, 1)}
+    if status:
+        found["stderr"] = (folder / "stderr.txt").read_text(errors="replace")[-1500:]
+    results.add(part.name, found)
+    return bool(status)
+
+
+def _read(process: subprocess.Popen, name: str, results: Results, folder: Path) -> None:
+    """Takes the lines of a part as they come; what is no JSON object goes to a file."""
+    assert process.stdout is not None
+    with (folder / "stdout.txt").open("wb") as other:
+        for line in process.stdout:
+            try:
+                found = json.loads(line)
+            except ValueError:
+                found = None
+            if isinstance(found, dict):
+                results.add(name, found)
+            else:
+                other.write(line)
+                other.flush()
+
+
+def kill_marked(name: str) -> None:
+    """Kills every process of a part that still lives, its orphans among them."""
+    wanted = f"{MARK}={name}".encode()
+    for _ in range(3):
+        for path in Path("/proc").glob("[0-9]*/environ"):
+            with contextlib.suppress(OSError):
+                if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    os.kill(int(path.parent.name), signal.SIGKILL)
+
+
+def pack(out: Path) -> None:
+    """Puts what the parts left, but for large files, into one archive and removes their folders' claim on it."""
+    with tarfile.open(out / "parts.tar.gz", "w:gz") as archive:
+        for path in sorted(out.rglob("*")):
+            small = path.is_file() and path.stat().st_size <= PACKED_BYTES
+            if small and path.name not in ("parts.tar.gz", "results.jsonl"):
+                archive.add(path, path.relative_to(out))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

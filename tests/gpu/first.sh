@@ -1,0 +1,14 @@
+#!/bin/sh
+# Everything that only a real GPU can tell, in ten minutes on one of them: `sh tests/gpu/first.sh --out FOLDER`.
+# Parts run under limits of their own and leave a JSON line a result in FOLDER/results.jsonl, also when one fails.
+# Without a network: put the wheels of what lacks (tyro, tomli-w, zstandard, torchao and what they need) into .whl/ first.
+set -e
+cd "$(dirname "$0")/../.."
+PYTHON=${PYTHON:-python3}
+if [ -d .whl ] && ! [ -d /tmp/meshwright-site ]; then
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target /tmp/meshwright-site .whl/*.whl
+fi
+if [ -d /tmp/meshwright-site ]; then PYTHONPATH=/tmp/meshwright-site; fi
+PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export PYTHONPATH
+exec "$PYTHON" -m tests.gpu.first "$@"
