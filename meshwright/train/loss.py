@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Iterator
-from typing import TypeAlias
+from functools import cache
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -50,11 +53,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def scaled_gradient(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Returns ``gradient``, of any shape, times ``factor``, ()."""
+    """Returns ``gradient``, of any shape, times ``factor``, (), in the memory of ``gradient``."""
     # The incoming gradient is usually 1; testing that on a GPU would synchronise.
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return gradient
-    return gradient * factor.to(gradient.dtype)
+    return gradient.mul_(factor)
 
 
 def sums_of_logits(
@@ -73,8 +76,43 @@ def sums_of_logits(
     Returns:
         (loss sum in nats, number of hits), float64 scalars, equal on the ranks of ``vocab``.
     """
+    if logits.is_cuda and logits.dtype != torch.float64 and logits.is_contiguous() and _kernels() is not None:
+        return _kernel_pass(logits, targets, scale, gradient, vocab)
     one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
     return one_pass(logits, targets, scale, gradient, vocab)
+
+
+@cache
+def _kernels() -> Any:
+    """Returns `parallel.triton_kernels.cross_entropy`; None where Triton is absent."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("meshwright.parallel.triton_kernels.cross_entropy")
+
+
+def _kernel_pass(
+    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what `_full_vocab_pass` and `_sharded_vocab_pass` do, by two kernels."""
+    kernels = _kernels()
+    is_target = targets != IGNORED
+    start, stop = (vocab.start, vocab.stop) if vocab is not None else (0, logits.shape[1])
+    in_shard = (targets >= start) & (targets < stop)
+    column = torch.where(in_shard, targets - start, -1)
+    shift, exp_sum, target_logit = kernels.row_statistics(logits, column)
+    row_max = shift
+    if vocab is not None:
+        row_max = vocab.maximum(shift.clone())
+        # The sums were taken with the local maximum.
+        exp_sum, target_logit = vocab.sum(torch.stack([exp_sum * (shift - row_max).exp(), target_logit])).unbind()
+    loss_sum = ((exp_sum.log() + row_max - target_logit) * is_target).sum(dtype=torch.float64)
+    hits = ((target_logit == row_max) & is_target).sum().to(torch.float64)
+    if gradient is not None:
+        factor = is_target.to(torch.float32) * scale
+        kernels.write_gradient(
+            logits, gradient, column, row_max, (factor / exp_sum).float(), (factor * in_shard).float()
+        )
+    return loss_sum, hits
 
 
 def _chunks(logits: torch.Tensor) -> Iterator[slice]:
