@@ -10,6 +10,7 @@ import json
 import os
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def run(loop: HandLoop, folder: Path, rows: Path, steps: int, result: Path, star
             first_step_s = time.time() - started
     torch.cuda.synchronize()
     figures = {
-        "step_s": [before.elapsed_time(after) / 1e3 for before, after in zip(marks, marks[1:])],
+        "step_s": [before.elapsed_time(after) / 1e3 for before, after in pairwise(marks)],
         "loss": [float(loss) for loss in losses],
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "first_step_s": first_step_s,

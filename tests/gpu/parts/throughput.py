@@ -1,11 +1,11 @@
 # long: setup, contenders, and what is made of their figures belong to one measurement
-"""Speed of steps on one GPU: meshwright beside loops by hand, on the same weights and rows; a trace; a projection to 8B.
+"""Speed of steps on one GPU: meshwright beside loops by hand, on the same weights and rows; a trace; 8B projected.
 
-A llama of 1.2B (18 layers, D = 2,048, 32 query and 8 key heads, F = 8,192, 32,768 words) on 4 rows of 4,096 tokens, bf16
-compute over float32 weights, fused AdamW, clipping at 1, loss logged. Each contender is a process of its own, forked
-from one that has imported everything and touched no GPU. Loops by hand are timed by CUDA events, meshwright by its
-``metrics.jsonl``; medians leave out the first `WARM` steps. Model FLOPs a token: 6 (N - N_embedding) + 12 L D S, the
-formula of torchtitan, which counts the whole square of attention and nothing that is recomputed.
+A llama of 1.2B (18 layers, D = 2,048, 32 query and 8 key heads, F = 8,192, 32,768 words) on 4 rows of 4,096 tokens,
+bf16 compute over float32 weights, fused AdamW, clipping at 1, loss logged. Each contender is a process of its own,
+forked from one that has imported everything and touched no GPU. Loops by hand are timed by CUDA events, meshwright by
+its ``metrics.jsonl``; medians leave out the first `WARM` steps. Model FLOPs a token: 6 (N - N_embedding) + 12 L D S,
+the formula of torchtitan, which counts the whole square of attention and nothing that is recomputed.
 
     python -m tests.gpu.parts.throughput --out FOLDER [--only ours-compiled,fsdp2-compiled] [--limit-s 170] [--tiny]
 """
@@ -22,7 +22,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,16 @@ from typing import Any
 from meshwright.launch.preload import prepare_environment
 
 prepare_environment()
-# Ahead of transformers, which would have torchao touch the GPU.
+from meshwright.torch_compat.torchao_import import import_before_transformers  # noqa: E402
+
+# Else transformers' import of torchao would touch the GPU, and no process could be forked.
+import_before_transformers()
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from safetensors.torch import save_file  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from meshwright.cli.main import main as run_command  # noqa: E402
@@ -47,7 +51,7 @@ from tests.gpu.hand_loops import HandLoop  # noqa: E402
 from tests.runs import Running  # noqa: E402
 
 PEAK = 989e12
-"""Dense bf16 FLOP/s of an H100 SXM by its data sheet; that of the device where the catalogue knows it as another."""
+"""Dense bf16 FLOP/s of an H100 SXM by its data sheet."""
 WARM, TIMED, TRACED = 4, 12, 2
 CASE_LIMIT_S, CASE_LEAST_S = 80.0, 20.0
 """Seconds after which a contender is ended, and which must be left for it to begin."""
@@ -115,6 +119,8 @@ class Case:
     """Where it is another number than the shape's."""
     documents: bool = False
     traced: bool = False
+    cudnn: bool = False
+    """Whether torch's attention takes cuDNN's kernel before its own."""
 
 
 HALF = "precision=bf16"
@@ -128,6 +134,7 @@ CASES = {
     "plain-compiled": Case(setting="compiled", hand=HandLoop(style="autocast", compile=True)),
     "ours-documents-varlen": Case(setting="documents", layout=f"{HALF},compile=true", documents=True, words=VARLEN),
     "ours-fp8": Case(setting="fp8", layout="precision=fp8,compile=true"),
+    "ours-cudnn": Case(setting="cudnn", layout=f"{HALF},compile=true", cudnn=True),
     "fsdp2-eager": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
     "8b-4-bf16": Case(setting="", layout=LAYERS_8, shape="8b"),
     "8b-1-bf16": Case(setting="", layout=LAYERS_8, shape="8b", layers=1),
@@ -140,6 +147,7 @@ CASES = {
         documents=True,
         hand=HandLoop(style="fsdp2", compile=True, attention="flex_attention", documents=True),
     ),
+    "fsdp2-cudnn": Case(setting="cudnn", hand=HandLoop(style="fsdp2", compile=True), cudnn=True),
     "plain-eager": Case(setting="eager", hand=HandLoop(style="autocast", compile=False)),
     "plain-bf16-compiled": Case(setting="", hand=HandLoop(style="bf16", compile=True)),
     "ours-selective": Case(setting="", layout=f"{HALF},compile=true,recompute=selective"),
@@ -295,7 +303,8 @@ class Bench:
         rows = self.work / f"rows-{case.documents}.npz"
 
         def work() -> None:
-            hand_loops.run(loop, self.work / "model", rows, WARM + TIMED, result, started)
+            with _attention_order(case.cudnn):
+                hand_loops.run(loop, self.work / "model", rows, WARM + TIMED, result, started)
 
         if not Child(work, self.out / f"{name}.log").until(result.exists, limit_s):
             raise RuntimeError("it ended, or its time did, before its last step")
@@ -318,7 +327,8 @@ class Bench:
         def work() -> int:
             if case.traced:
                 trace_steps(steps, TRACED, self.out / f"{name}.trace.json.gz", summary)
-            return run_command(words)
+            with _attention_order(case.cudnn):
+                return run_command(words)
 
         started, first = time.time(), 0.0
 
@@ -381,7 +391,7 @@ class Bench:
         }
 
     def compare(self) -> bool:
-        """Prints ratios to the best script of each setting, and how far first losses differ; returns whether they agree."""
+        """Prints ratios to the best script of each setting; returns whether first losses agree."""
         agree, ratios = True, {}
         for setting in {case.setting for case in CASES.values() if case.setting}:
             here = {name: found for name, found in self.results.items() if found["setting"] == setting}
@@ -430,6 +440,17 @@ class Bench:
             "ends_ms": round(one["step_ms"] - (four["step_ms"] - one["step_ms"]) / 3, 3),
             "is": "a projection from 1 and 4 layers on one GPU, without communication",
         })  # fmt: skip
+
+
+@contextlib.contextmanager
+def _attention_order(cudnn_first: bool) -> Iterator[None]:
+    """Has torch's attention prefer cuDNN's kernel, in this process and those that it forks."""
+    if not cudnn_first:
+        yield
+        return
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        yield
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
