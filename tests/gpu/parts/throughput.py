@@ -466,6 +466,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", default="", help="names, separated by commas; all when not given")
     parser.add_argument("--limit-s", type=float, default=170.0)
+    parser.add_argument("--case-limit-s", type=float, default=CASE_LIMIT_S, help="of each contender")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the part itself")
     parser.add_argument("--work", type=Path, default=Path("/tmp/meshwright-throughput"), help="for what isn't kept")
     options = parser.parse_args()
@@ -490,7 +491,7 @@ def main() -> int:
         if left < CASE_LEAST_S:
             bench.say({"case": name, "skipped": f"{left:.0f} s are left"})
             continue
-        bench.run(name, CASES[name], min(CASE_LIMIT_S, left - 2.0))
+        bench.run(name, CASES[name], min(options.case_limit_s, left - 2.0))
     agree = bench.compare()
     return int(not agree or any(name not in bench.results for name in chosen))
 
