@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +61,7 @@ class Replay:
                 self._by_storage.setdefault(storage, []).append(op)
         self._programs: dict[tuple[int, int], list[_FlatOp] | None] = {}
         self._blocks: dict[Any, torch.Tensor] = {}
+        """The last blocks that were drawn, since runs share them."""
 
     def has_origin(self, ref: TensorRef) -> bool:
         """Returns whether the recording contains the tensor's creation."""
@@ -190,7 +192,7 @@ class Replay:
         return run
 
     def _fill_random(self, step: _FlatOp, storage: int, seed: int, elements: torch.Tensor, a: int, b: int) -> None:
-        """Fills elements [a, b) of a random step from its blocks; the last blocks are cached, since runs share them.
+        """Fills elements [a, b) of a random step from its blocks, of which each thread of torch draws its share.
 
         Args:
             step: a draw.
@@ -200,17 +202,35 @@ class Replay:
             a: first element, from the step's start on.
             b: end of the elements.
         """
-        for block in range(a // BLOCK, (b - 1) // BLOCK + 1):
-            # a block's numbers depend on its address alone, never on the layout or on which run needs it
-            address = (seed, self._storage_label(storage), step.order, block)
-            block_values = self._blocks.get(address)
-            if block_values is None:
-                if len(self._blocks) > 4:
-                    self._blocks.clear()
-                count = min(BLOCK, step.count - block * BLOCK)
-                block_values = self._blocks[address] = draw(step.kind, step.values, count, step.dtype, address)
-            start, stop = max(a, block * BLOCK), min(b, block * BLOCK + len(block_values))
-            elements[start - a : stop - a] = block_values[start - block * BLOCK : stop - block * BLOCK]
+        blocks, threads = range(a // BLOCK, (b - 1) // BLOCK + 1), torch.get_num_threads()
+
+        def fill(first: int) -> None:
+            """Fills what each ``threads``-th block from the ``first`` one on has of the run."""
+            for block in blocks[first::threads]:
+                block_values = self._block(step, storage, seed, block)
+                start, stop = max(a, block * BLOCK), min(b, block * BLOCK + len(block_values))
+                elements[start - a : stop - a] = block_values[start - block * BLOCK : stop - block * BLOCK]
+
+        if threads == 1 or len(blocks) < 2 * threads:
+            threads = 1
+            fill(0)
+            return
+        # NumPy draws without the interpreter's lock: billions of weights take seconds, in one thread minutes.
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(fill, range(threads)))
+
+    def _block(self, step: _FlatOp, storage: int, seed: int, block: int) -> torch.Tensor:
+        """Returns the values of a block of a random step, (`BLOCK`,) or, of the last one, fewer."""
+        # a block's numbers depend on its address alone, never on the layout or on which run needs it
+        address = (seed, self._storage_label(storage), step.order, block)
+        block_values = self._blocks.get(address)
+        if block_values is None:
+            count = min(BLOCK, step.count - block * BLOCK)
+            block_values = draw(step.kind, step.values, count, step.dtype, address)
+            if len(self._blocks) > 4:
+                self._blocks.clear()
+            self._blocks[address] = block_values
+        return block_values
 
     def _operations_needed(self, storage: int, stop_order: int) -> list[Op]:
         """Returns, in order, the operations on which a storage's content before an operation depends."""

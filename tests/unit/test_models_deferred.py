@@ -3,12 +3,13 @@
 import importlib
 import itertools
 import sys
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from meshwright.models import deferred
+from meshwright.models import deferred, random_init, replay
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise, materialise_tensor, recipe_of, retie
@@ -156,6 +157,29 @@ def test_blocks_of_one_weight_differ():
     blocks = materialise_tensor(recipe, "weight", 1).view(4, -1)
     assert len({float(block.sum()) for block in blocks}) == 4
     assert abs(float(torch.corrcoef(blocks)[0, 1])) < 0.02
+
+
+def test_threads_share_the_draws_of_a_large_weight(monkeypatch):
+    """Also of a part whose ends lie inside of blocks; each block is drawn once."""
+    with record(0) as recording:
+        module = nn.Linear(1024, 1024)
+    recipe = recipe_of(module, recording)
+    expected, drawn = materialise_tensor(recipe, "weight", 1)[3:1021], {}
+
+    def noted(*args):
+        drawn.setdefault(args[-1][-1], set()).add(threading.get_ident())
+        return random_init.draw(*args)
+
+    monkeypatch.setattr(replay, "draw", noted)
+    recipe.replay._blocks.clear()
+    torch.set_num_threads(3)
+    try:
+        found = materialise_tensor(recipe, "weight", 1, box=((3, 1021), (0, 1024)))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(found, expected)
+    assert sorted(drawn) == list(range(16)) and all(len(threads) == 1 for threads in drawn.values())
+    assert threading.get_ident() not in set().union(*drawn.values())
 
 
 def test_retie_after_to_empty(mixed):
