@@ -62,7 +62,7 @@ class DeviceTimer:
         return min(self.timed(work, repeats) for _ in range(self.chunks))
 
     def launch_seconds(self, work: Callable[[], object]) -> float:
-        """Returns wall-clock seconds of one of many runs of ``work``, too small for the device to be what takes them."""
+        """Returns wall-clock seconds of one of many runs of ``work``, which the device does faster than they come."""
         self.timed(work, QUEUED_RUNS)
         return min(self.timed(work, 10 * QUEUED_RUNS) for _ in range(CHUNKS))
 

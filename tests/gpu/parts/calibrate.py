@@ -103,7 +103,7 @@ def sustained(clock: DeviceTimer) -> Iterator[Figures]:
         left.mul_(scale)
         seconds = [clock.timed(lambda: torch.mm(left, right, out=result), 50) for _ in range(12)]
         tflops = [round(2.0 * LARGE**3 / value / 1e12, 1) for value in seconds]
-        yield {"case": f"product {LARGE}^3 bf16 of {name}, one after the other", "tflops": tflops, "clock": read_clock()}
+        yield {"case": f"products {LARGE}^3 bf16 of {name} in a row", "tflops": tflops, "clock": read_clock()}
 
 
 def read_clock() -> str:
@@ -129,7 +129,8 @@ def low_precision(clock: DeviceTimer) -> Iterator[Figures]:
             def product(eight: list[torch.Tensor] = eight, scales: list[torch.Tensor] = scales) -> object:
                 return torch._scaled_mm(eight[0], eight[1].t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-            yield {"case": f"fp8 {name} {m} x {n} x {k}", "tflops": round(2e-12 * m * n * k / clock.seconds(product), 1)}
+            rate = 2e-12 * m * n * k / clock.seconds(product)
+            yield {"case": f"fp8 {name} {m} x {n} x {k}", "tflops": round(rate, 1)}
         wide = [torch.randn(m, k, device=device), torch.randn(k, n, device=device)]
         for name, dtype, tf32 in (("tf32", torch.float32, True), ("fp16", torch.float16, False)):
             torch.backends.cuda.matmul.allow_tf32 = tf32

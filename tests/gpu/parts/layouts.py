@@ -2,8 +2,8 @@
 
     python -m tests.gpu.parts.layouts --out FOLDER [--set first|rest|tiny] [--limit-s 120]
 
-Each case builds the run's own program and takes its own steps; nothing is read between them, as in a run. A row has what
-was measured, and what says which layout it was: `benchmarks/fit_device.py` prices it, anywhere and later.
+Each case builds the run's own program and takes its own steps; nothing is read between them, as in a run. A row has
+what was measured, and which layout it was: `benchmarks/fit_device.py` prices it, anywhere and later.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -137,8 +138,8 @@ tiny 2 64 precision=bf16,offload=parameters
 """
 SETS = {"first": FIRST, "rest": REST, "tiny": TINY}
 COMPILE_S, BUILD_S, RATE = 20.0, 0.7, 2.5e14
-"""Seconds until the first step of a new compiled shape, of building a program, and FLOP/s: all of them guesses, by which
-a case is left out that would no longer fit."""
+"""Seconds until the first step of a new compiled shape, of building a program, and FLOP/s: guesses, by which a case is
+left out that would no longer fit."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -288,7 +289,7 @@ class Bench:
         """Returns the seconds between marks: the device's on a GPU."""
         if self._device.type == "cuda":
             torch.cuda.synchronize()
-        pairs = zip(marks, marks[1:])
+        pairs = itertools.pairwise(marks)
         return [
             1e-3 * first[0].elapsed_time(last[0]) if first[0] and last[0] else last[1] - first[1]
             for first, last in pairs
