@@ -94,8 +94,8 @@ REST = """
 1.1B 1 4096 precision=bf16,recompute=selective
 8B/8 1 4096 precision=bf16,recompute=selective
 1.1B 4 4096 precision=bf16,recompute=full
-1.1B 1 4096 precision=bf16,loss_chunk=none
-8B/8 1 4096 precision=bf16,loss_chunk=none
+1.1B 1 4096 precision=bf16,loss_chunk=off
+8B/8 1 4096 precision=bf16,loss_chunk=off
 0.4B 4 2048 precision=fp16
 1.1B 1 2048 precision=float32
 0.4B 16 1024 precision=bf16,compile=true
