@@ -3,9 +3,9 @@
     python -m benchmarks.fit_device rows.jsonl... [--calibration calibration.json] [--fit] [--cluster 1xh100]
 
 Rows are those of ``tests/gpu/parts/layouts.py``: of each layout the measured seconds of a step, and the bytes that were
-allocated at its peak. Each is priced by the catalogue's figures, and by a calibration's where one is given. ``--fit`` moves the
-constants of our own profile, and those of the device's kernels, from the values in use to where the rows lie, each held
-by how sure it is. Nothing is written: a constant is changed by hand, so that a reader sees what moved and why.
+allocated at its peak. Each is priced by the catalogue's figures, and by a calibration's where one is given. ``--fit``
+moves the constants of our own profile, and those of the device's kernels, from the values in use to where the rows lie,
+each held by how sure it is. Nothing is written: a constant is changed by hand, so that readers see what moved and why.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ from meshwright.train.step import Stepper
 PEAK_FLOPS = 989.4e12
 """Dense bf16 of an H100 by its data sheet, by which MFU is told."""
 WARM_UP, STEPS = 3, 5
-SLOW_WARM_UP, SLOW_STEPS = 1, 3
-"""The same with state in host memory, where a step takes a second."""
+SLOW_WARM_UP, SLOW_STEPS, SLOW_S = 2, 3, 0.5
+"""The same of steps that take longer than half a second."""
 MODELS = {
     "0.4B": ModelConfig(name="llama", layers=24, width=1024, heads=16, kv_heads=16, ffn=2816, vocab=32000),
     "1.1B": ModelConfig(name="llama", layers=16, width=2048, heads=32, kv_heads=8, ffn=8192, vocab=32000),
@@ -73,16 +73,17 @@ FIRST = """
 1.1B 1 4096 precision=fp16
 0.4B 4 1024 precision=float32
 0.4B 4 1024 precision=bf16,offload=optimizer
-1.1B 1 4096 precision=bf16,compile=true
 0.4B 4 1024 precision=bf16,offload=parameters
 8B/8 1 4096 precision=fp8
-1.1B 1 4096 precision=fp8,compile=true
 1.1B 1 8192 precision=bf16,recompute=full
 gpt2 8 1024 precision=bf16
 8B/8 2 4096 precision=bf16,recompute=full
-1.1B 8 4096 precision=bf16,recompute=full,microbatches=2
+1.1B 4 4096 precision=bf16,recompute=full,microbatches=2
+1.1B 1 4096 precision=bf16,compile=true
+1.1B 1 4096 precision=fp8,compile=true
 """
-"""A line a case: model, rows of the batch, tokens of a row, layout. Cases that say most about the price come first."""
+"""A line a case: model, rows of the batch, tokens of a row, layout. Cases that say most about the price come first,
+and those that compile last, each of which takes as long as ten others."""
 REST = """
 0.4B 8 1024 precision=bf16,recompute=full
 8B/8 1 4096 precision=bf16
@@ -93,23 +94,18 @@ REST = """
 0.4B 1 8192 precision=bf16
 1.1B 1 4096 precision=bf16,recompute=selective
 8B/8 1 4096 precision=bf16,recompute=selective
-1.1B 4 4096 precision=bf16,recompute=full
+1.1B 8 4096 precision=bf16,recompute=full
 1.1B 1 4096 precision=bf16,loss_chunk=off
 8B/8 1 4096 precision=bf16,loss_chunk=off
 0.4B 4 2048 precision=fp16
 1.1B 1 2048 precision=float32
-0.4B 16 1024 precision=bf16,compile=true
 1.1B 1 4096 precision=fp8
 8B/8 2 4096 precision=bf16,microbatches=2
 1.1B 8 1024 precision=bf16,microbatches=8
 0.4B 8 1024 precision=bf16,microbatches=4,recompute=selective
 0.4B 4 2048 precision=bf16,offload=optimizer,microbatches=2
 0.4B 4 2048 precision=bf16,offload=parameters,microbatches=2
-8B/8 1 4096 precision=bf16,compile=true
 8B/8 1 8192 precision=bf16,recompute=full
-1.1B 1 4096 precision=bf16,compile=true,recompute=selective
-1.1B 1 4096 precision=bf16,compile=true,recompute=full
-1.1B 2 4096 precision=bf16,compile=true,microbatches=2
 gpt2 4 1024 precision=bf16,recompute=full
 gpt2 4 1024 precision=bf16,microbatches=4
 0.4B 32 1024 precision=bf16,recompute=full
@@ -124,8 +120,13 @@ gpt2 4 1024 precision=bf16,microbatches=4
 1.1B 2 2048 precision=fp16,microbatches=2
 0.4B 2 2048 precision=float32,recompute=full
 8B/8 1 2048 precision=bf16,microbatches=1
-8B/8 1 4096 precision=fp8,compile=true
 0.4B 8 1024 precision=fp8
+0.4B 16 1024 precision=bf16,compile=true
+8B/8 1 4096 precision=bf16,compile=true
+1.1B 1 4096 precision=bf16,compile=true,recompute=selective
+1.1B 1 4096 precision=bf16,compile=true,recompute=full
+1.1B 2 4096 precision=bf16,compile=true,microbatches=2
+8B/8 1 4096 precision=fp8,compile=true
 """
 TINY = """
 tiny 2 64 precision=bf16
@@ -137,7 +138,7 @@ tiny 2 64 precision=bf16,offload=optimizer
 tiny 2 64 precision=bf16,offload=parameters
 """
 SETS = {"first": FIRST, "rest": REST, "tiny": TINY}
-COMPILE_S, BUILD_S, RATE = 20.0, 0.7, 2.5e14
+COMPILE_S, BUILD_S, RATE = 15.0, 0.7, 2.5e14
 """Seconds until the first step of a new compiled shape, of building a program, and FLOP/s: guesses, by which a case is
 left out that would no longer fit."""
 
@@ -173,13 +174,21 @@ class Case:
         layout = self.layout
         return (self.model, self.rows // layout.microbatches, self.sequence, layout.precision, str(layout.recompute))
 
+    def guess_step_s(self) -> float:
+        """Returns about how long a step takes."""
+        parameters = measured_shape(self.model).parameters
+        on_host_s = 0.0 if self.layout.offload == "none" else 2e-9 * parameters
+        return 8.0 * parameters * self.rows * self.sequence / RATE + on_host_s
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps of warm-up, and those that count: fewer of long ones."""
+        return (WARM_UP, STEPS) if self.guess_step_s() < SLOW_S else (SLOW_WARM_UP, SLOW_STEPS)
+
     def guess_s(self, compiled: set[tuple[object, ...]]) -> float:
         """Returns about how long it takes."""
-        parameters, slow = measured_shape(self.model).parameters, self.layout.offload != "none"
-        step_s = 8.0 * parameters * self.rows * self.sequence / RATE + (parameters * 4e-9 if slow else 0.0)
-        steps = SLOW_WARM_UP + SLOW_STEPS if slow else WARM_UP + STEPS
         compile_s = COMPILE_S if self.layout.compile and self.shape_key not in compiled else 0.0
-        return BUILD_S + steps * step_s + compile_s
+        return BUILD_S + sum(self.steps) * self.guess_step_s() + compile_s
 
 
 @cache
@@ -210,11 +219,10 @@ class Bench:
     def _run(self, case: Case, before: int) -> dict[str, Any]:
         begun = time.perf_counter()
         program = self._program(case)
-        offloads = case.layout.offload
-        optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=offloads == "optimizer")
+        optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=case.layout.offload == "optimizer")
         stepper = Stepper(program, optimizer, LossScaler(case.layout.precision == "fp16"), clip=1.0, seed=0)
         batches, targets = self._batches(case), case.rows * case.sequence
-        warm_up, steps = (WARM_UP, STEPS) if offloads == "none" else (SLOW_WARM_UP, SLOW_STEPS)
+        warm_up, steps = case.steps
         built_s = time.perf_counter() - begun
         outcomes = [stepper.run(0, batches, targets, 1e-4, 0.0)]
         assert program.state_meter is not None
@@ -345,6 +353,9 @@ def rows(cases: list[Case], bench: Bench, device: str, limit_s: float) -> Iterat
             yield {"case": case.name, "skipped": f"{left_s:.0f} s are left"}
             continue
         row, case_begun = described(case, device), time.perf_counter()
+        if case.layout.compile and case.shape_key not in compiled:
+            # As in a run of its own: no other model's graphs count against the limit of recompilations.
+            torch.compiler.reset()
         try:
             row |= bench.run(case)
             job = PricedJob(shape=measured_shape(case.model), sequence=case.sequence, rows=case.rows)
