@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -13,9 +16,17 @@ CHUNKS = 5
 """Chunks of a window, of which the fastest counts: other programs make work slower, never faster."""
 LEAST = 3
 """Runs of an operation that is longer than a window."""
+DEVICE_CHUNKS = 3
+"""Chunks of a window on a GPU, of which the middle one counts: its clock rises and falls, and no other program runs."""
+QUEUED_RUNS = 40
+"""Most runs of a chunk on a GPU: those of up to 25 kernels fit the 1,024 launches that its queue takes ahead."""
+BLOCKER = 8192
+"""Rows and columns of the product that keeps a GPU at work while the host fills its queue: 1.1 TFLOP, over 1 ms."""
+MOST_BLOCKERS = 20
+"""Most of these products before a chunk."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DeviceTimer:
     """Times work on one rank's device."""
 
@@ -35,8 +46,13 @@ class DeviceTimer:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """Returns seconds of one run of ``work``, measured over at least a window after a warm-up run."""
+        """Returns seconds of one run of ``work``, measured over at least a window after a warm-up run.
+
+        On a GPU they are the device's alone: what its host takes to launch is `launch_seconds`.
+        """
         work()
+        if self.device.type == "cuda":
+            return self._device_seconds(work)
         single_s = max(self.timed(work, 1), 1e-7)
         # As many repeats as fill a chunk of the window.
         repeats = max(1, min(10_000, round(self.window_s / self.chunks / single_s)))
@@ -44,6 +60,66 @@ class DeviceTimer:
         if single_s > self.window_s:
             return single_s if self.chunks == 1 else min(single_s, *(self.timed(work, 1) for _ in range(LEAST - 1)))
         return min(self.timed(work, repeats) for _ in range(self.chunks))
+
+    def launch_seconds(self, work: Callable[[], object]) -> float:
+        """Returns wall-clock seconds of one of many runs of ``work``, which the device does faster than they come."""
+        self.timed(work, QUEUED_RUNS)
+        return min(self.timed(work, 10 * QUEUED_RUNS) for _ in range(CHUNKS))
+
+    def heat(self, seconds: float) -> None:
+        """Keeps a GPU at work until its clock is that of work; does nothing on processor cores."""
+        if self.device.type != "cuda":
+            return
+        end_s = time.perf_counter() + seconds
+        while time.perf_counter() < end_s:
+            self._block(MOST_BLOCKERS)
+            self.sync()
+
+    def _device_seconds(self, work: Callable[[], object]) -> float:
+        """Returns seconds of a run on the device, whose queue the host has filled ahead.
+
+        Products run before each chunk: they keep the clock where training has it, and nothing of a chunk is in the
+        device's cache when it begins.
+        """
+        self.sync()
+        start_s = time.perf_counter()
+        work()
+        host_s = time.perf_counter() - start_s
+        single_s = max(self._queued_seconds(work, 1, host_s), 1e-7)
+        if single_s > self.window_s:
+            return min(single_s, *(self._queued_seconds(work, 1, host_s) for _ in range(LEAST - 1)))
+        repeats = max(1, min(QUEUED_RUNS, round(self.window_s / DEVICE_CHUNKS / single_s)))
+        return statistics.median(self._queued_seconds(work, repeats, host_s) for _ in range(DEVICE_CHUNKS))
+
+    def _queued_seconds(self, work: Callable[[], object], repeats: int, host_s: float) -> float:
+        """Returns the mean device seconds of ``repeats`` runs behind as many products as hide their launches."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self._block(min(MOST_BLOCKERS, 1 + math.ceil(1.5 * repeats * host_s / self._blocker_s)))
+        start.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        self.sync()
+        return 1e-3 * start.elapsed_time(end) / repeats
+
+    def _block(self, count: int) -> None:
+        for _ in range(count):
+            torch.mm(self._blocker, self._blocker, out=self._blocked)
+
+    @cached_property
+    def _blocker(self) -> torch.Tensor:
+        """(BLOCKER, BLOCKER) in 16 bits, values of training's size."""
+        return torch.randn(BLOCKER, BLOCKER, device=self.device).to(torch.float16).mul_(0.01)
+
+    @cached_property
+    def _blocked(self) -> torch.Tensor:
+        return torch.empty_like(self._blocker)
+
+    @cached_property
+    def _blocker_s(self) -> float:
+        """Seconds of such a product."""
+        self._block(2)
+        return max(self.timed(lambda: self._block(1), LEAST), 1e-5)
 
     def timed(self, work: Callable[[], object], repeats: int) -> float:
         """Returns the mean seconds of ``repeats`` runs."""

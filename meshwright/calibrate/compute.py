@@ -28,6 +28,8 @@ VOCABULARY = 4096
 COLD_BYTES = 1 << 25
 """Bytes that a core reads before it uses an operand again. In a training step, too, most operands were written long
 before and are no longer in the core's own cache."""
+DEVICE_COLD_BYTES = 1 << 28
+"""The same on a GPU: five times the last-level cache of an H100 of 50 MB."""
 MAX_OPERAND_SETS = 64
 """Most sets of operands."""
 
@@ -56,6 +58,8 @@ class GridSizes:
     """Least seconds of a measurement."""
     passes: int = 1
     """Number of measurements with the first data type; the fastest of each counts."""
+    heat_s: float = 0.0
+    """Seconds that a GPU works before the first measurement."""
 
     def thinned(self) -> GridSizes:
         """Returns every second size, from the smallest on."""
@@ -78,14 +82,15 @@ CPU = GridSizes(
 """Sizes for processor cores."""
 GPU = GridSizes(
     tokens=(128, 1024, 4096, 16384),
-    widths=(256, 1024, 4096, 16384),
+    widths=(256, 1024, 2048, 4096, 8192, 16384),
     sequences=(512, 2048, 8192),
     heads=(8, 32),
     head_sizes=(64, 128),
-    elements=(16384, 1048576, 8388608, 67108864),
+    elements=(16384, 262144, 2097152, 16777216, 134217728),
     messages=(16384, 262144, 4194304, 67108864, 536870912),
     dtypes=("bf16", "float32"),
-    window_s=0.005,
+    window_s=0.003,
+    heat_s=1.0,
 )
 """Sizes for GPUs."""
 QUICK = {
@@ -101,6 +106,20 @@ QUICK = {
     "passes": 1,
 }
 """Fields of a quick calibration of a few seconds, for a first impression and for tests."""
+QUICK_GPU = {
+    "tokens": (512, 4096, 16384),
+    "widths": (1024, 4096, 8192),
+    "sequences": (1024, 8192),
+    "heads": (16,),
+    "head_sizes": (64, 128),
+    "elements": (16384, 2097152, 67108864),
+    "messages": (16384, 4194304, 268435456),
+    "window_s": 0.002,
+    "heat_s": 0.5,
+}
+"""The same on a GPU: fewer sizes, yet none so small that plans would take the device for a slow one."""
+MOST_ROUNDED = 1 << 24
+"""Most elements that are rounded: their rate is that of any larger number."""
 
 
 def matmuls(sizes: GridSizes, dtype: str, clock: DeviceTimer) -> Iterator[tuple[Any, ...]]:
@@ -189,10 +208,9 @@ SINGLE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 def _operand_sets(elements: int, torch_dtype: torch.dtype, device: torch.device) -> int:
     """Returns the number of operand sets to cycle through, so that each is cold in cache when its turn comes."""
-    if device.type != "cpu":
-        return 1
+    cold_bytes = COLD_BYTES if device.type == "cpu" else DEVICE_COLD_BYTES
     # Enough sets to exceed the caches before an operand is used again.
-    return max(1, min(MAX_OPERAND_SETS, COLD_BYTES // (elements * torch_dtype.itemsize)))
+    return max(1, min(MAX_OPERAND_SETS, cold_bytes // (elements * torch_dtype.itemsize)))
 
 
 def _cycle(calls: Sequence[Callable[[], object]]) -> Callable[[], object]:
@@ -234,7 +252,7 @@ def roundings(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[str, int, 
 
     Of each number format: ``round`` by random numbers, ``nearest``, ``decode``, and ``book`` for the error of a sum.
     """
-    for count in sizes.elements:
+    for count in (size for size in sizes.elements if size <= MOST_ROUNDED):
         operand_sets = _operand_sets(2 * count, torch.float32, clock.device)
         for name in FORMATS:
             works = [_rounding_works(name, count, clock.device) for _ in range(operand_sets)]
@@ -288,7 +306,8 @@ _FUSED_ADAMW_FLAGS = {"amsgrad": False, "maximize": False}
 def launch_s(clock: DeviceTimer) -> float:
     """Returns host seconds of one small operation."""
     x = _random_tensor((16,), torch.float32, clock.device)
-    return clock.seconds(lambda: torch.add(x, x))
+    measure = clock.launch_seconds if clock.device.type == "cuda" else clock.seconds
+    return measure(lambda: torch.add(x, x))
 
 
 def _random_tensor(shape: Any, torch_dtype: torch.dtype, device: torch.device) -> torch.Tensor:

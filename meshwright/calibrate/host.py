@@ -2,13 +2,14 @@
 
 A model of tiny operators runs under a few layouts. The processor time of its steps beyond the measured times of its
 operators is the host's, and is divided by the number of operators, FSDP units or pipeline actions. Processor time
-includes neither other programs nor waiting for other ranks.
+includes neither other programs nor waiting for other ranks. A GPU is done with such operators before the next comes, so
+that there all of a step's time is the host's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from meshwright.calibrate.practice import practise_parts
 from meshwright.cluster.calibration import Calibration
@@ -45,15 +46,16 @@ def host_times(
         devices: of this node.
         work_of: (model, rows) to its operators.
     """
-    ranks = calibration.ranks // calibration.nodes
+    on_gpu = devices.kind == "cuda"
+    ranks = 1 if on_gpu else calibration.ranks // calibration.nodes
     rows = MICROBATCHES * ranks
     work = work_of(TINY, MICROBATCHES)
     # Operators of one layer by the calibration, to subtract from what a layer costs.
-    forward_operators, backward_operators = _count_operators(work, calibration)
-    # Two depths of the same model under data parallelism.
-    few_layers, many_layers = (
-        _fastest_step_parts(devices, FEW, f"replicate={ranks}", rows),
-        _fastest_step_parts(devices, MANY, f"replicate={ranks}", rows),
+    forward_operators, backward_operators = _count_operators(work, None if on_gpu else calibration)
+    # Two depths of the same model under data parallelism, and the deeper one with selective recompute on.
+    plain = f"replicate={ranks}"
+    few_layers, many_layers, selective = _fastest_step_parts(
+        devices, [(FEW, plain), (MANY, plain), (MANY, f"{plain},recompute=selective")], rows
     )
     # Slope over the number of layers: the cost of one layer, free of a step's constant cost.
     layer_s = {name: max(0.0, (many_layers[name] - few_layers[name]) / (MANY - FEW)) for name in many_layers}
@@ -66,21 +68,21 @@ def host_times(
         "step": max(0.0, few_layers["rest"] - FEW * layer_s["rest"]),
     }
     many_pass_s = many_layers["forward"] + many_layers["backward"]
-    # The same model, with selective recompute on.
-    selective = _fastest_step_parts(devices, MANY, f"replicate={ranks},recompute=selective", rows)
     # Selective recompute repeats a forward; beyond it the time is that of inspecting operators.
     recompute_s = (selective["forward"] + selective["backward"] - many_pass_s) / MANY - layer_s["forward"]
     host_seconds["selective_operator"] = max(0.0, recompute_s) / (2 * forward_operators.count)
+    if on_gpu:
+        return tuple((name, round(seconds, 9)) for name, seconds in host_seconds.items())
     # A node's only rank shares its core with a second one here, which processor time doesn't notice.
     test_ranks = 2 if calibration.nodes > 1 and ranks == 1 else ranks
     if test_ranks > 1:
         # ZeRO-3 beyond plain data parallelism, over all FSDP units: layers and the root.
-        sharded = _fastest_step_parts(devices, MANY, f"shard={test_ranks},zero=3", MICROBATCHES * test_ranks)
+        (sharded,) = _fastest_step_parts(devices, [(MANY, f"shard={test_ranks},zero=3")], MICROBATCHES * test_ranks)
         host_seconds["shard_unit"] = max(0.0, sharded["forward"] + sharded["backward"] - many_pass_s) / (MANY + 1)
     if test_ranks % 2 == 0:
         layout_text = f"pp=2,replicate={test_ranks // 2},microbatches={MICROBATCHES},schedule=1f1b"
         # A pipeline of two stages: a micro-batch costs each stage half of the layers and two actions.
-        pipelined = _fastest_step_parts(devices, FEW, layout_text, MICROBATCHES * test_ranks)
+        (pipelined,) = _fastest_step_parts(devices, [(FEW, layout_text)], MICROBATCHES * test_ranks)
         # A micro-batch on a stage is one forward and one backward action.
         action_pair_s = pipelined["pipeline"] / MICROBATCHES
         host_seconds["action"] = max(0.0, action_pair_s - FEW / 2 * layer_pass_s - host_seconds["microbatch"] / 2) / 2
@@ -95,29 +97,44 @@ class _Operators:
     seconds: float
 
 
-def _count_operators(work: ModelWork, calibration: Calibration) -> tuple[_Operators, _Operators]:
-    """Counts a layer's operators and sums their measured seconds, for forward and backward."""
+def _count_operators(work: ModelWork, calibration: Calibration | None) -> tuple[_Operators, _Operators]:
+    """Counts a layer's operators and sums their measured seconds, for forward and backward; 0 without a calibration."""
 
     def summed(items: list[Operator], backward: bool) -> _Operators:
+        if calibration is None:
+            return _Operators(len(items), 0.0)
         seconds = sum(operator_s(item, calibration, "float32", True, backward) for item in items)
         return _Operators(len(items), seconds / calibration.crowd)
 
     return summed(work.layers[0].forward, False), summed(work.layers[0].backward, True)
 
 
-def _fastest_step_parts(devices: Devices, layers: int, text: str, rows: int) -> PartSeconds:
-    """Runs the model under a layout; returns its fastest step's seconds by part, averaged over ranks."""
-    config, layout = dataclasses.replace(TINY, layers=layers), Layout.parse(text)
-    facts = analyse_model(build_meta(config), layout)
-    check_shapes(facts, layout, rows, int(config.context or 0))
-    ranks = layout.world
-    rank_steps = ForkLauncher(ranks, devices=devices.only(range(ranks)) if devices.kind == "cuda" else devices).run(
-        practise_parts, config, layout, facts, rows, STEPS, LIMIT_S, timeout_s=LIMIT_S
+def _fastest_step_parts(devices: Devices, runs: Sequence[tuple[int, str]], rows: int) -> list[PartSeconds]:
+    """Runs the model in some depths under a layout each, of equally many ranks, which are started once.
+
+    Returns:
+        Of each run its fastest step's seconds by part, averaged over ranks.
+    """
+    practice_runs, ranks = [], 0
+    for layers, text in runs:
+        config, layout = dataclasses.replace(TINY, layers=layers), Layout.parse(text)
+        facts = analyse_model(build_meta(config), layout)
+        check_shapes(facts, layout, rows, int(config.context or 0))
+        practice_runs.append((config, layout, facts))
+        ranks = layout.world
+    rank_runs = ForkLauncher(ranks, devices=devices.only(range(ranks)) if devices.kind == "cuda" else devices).run(
+        practise_parts, practice_runs, rows, STEPS, LIMIT_S, timeout_s=LIMIT_S
     )
-    if not rank_steps:
+    if not rank_runs:
         raise MeshwrightError("no rank answered")
-    fastest_step = min(zip(*rank_steps), key=lambda step: sum(sum(part_seconds.values()) for part_seconds in step))
     names = ("forward", "backward", "pipeline", "rest")
-    return {
-        name: sum(part_seconds.get(name, 0.0) for part_seconds in fastest_step) / len(fastest_step) for name in names
-    }
+    fastest_parts = []
+    for rank_steps in zip(*rank_runs):
+        fastest_step = min(zip(*rank_steps), key=lambda step: sum(sum(part_seconds.values()) for part_seconds in step))
+        fastest_parts.append(
+            {
+                name: sum(part_seconds.get(name, 0.0) for part_seconds in fastest_step) / len(fastest_step)
+                for name in names
+            }
+        )
+    return fastest_parts

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from meshwright.calibrate import collectives, compute
 from meshwright.calibrate.clock import CHUNKS, DeviceTimer, agreed
-from meshwright.calibrate.compute import CPU, GPU, QUICK, GridSizes
+from meshwright.calibrate.compute import CPU, GPU, QUICK, QUICK_GPU, GridSizes
 from meshwright.calibrate.pace import Pace
 from meshwright.cluster.calibration import Calibration
 from meshwright.json_types import JsonObject
@@ -39,8 +39,8 @@ _ROWS = RecordCodec()
 
 def chosen_sizes(kind: str, quick: bool) -> GridSizes:
     """Returns the sizes to measure on ``cpu`` or ``cuda``."""
-    sizes = GPU if kind == "cuda" else CPU
-    return dataclasses.replace(sizes, **QUICK) if quick else sizes  # type: ignore[arg-type]
+    sizes, quick_fields = (GPU, QUICK_GPU) if kind == "cuda" else (CPU, QUICK)
+    return dataclasses.replace(sizes, **quick_fields) if quick else sizes  # type: ignore[arg-type]
 
 
 def measure_rank(
@@ -66,6 +66,7 @@ def measure_rank(
             sizes = dataclasses.replace(
                 sizes, dtypes=tuple("fp16" if kind == "bf16" else kind for kind in sizes.dtypes)
             )
+        clock.heat(sizes.heat_s)
         announcer = _PacedAnnouncer(clock, report if context.rank == 0 else _silent)
         tables: dict[str, Any] = {}
         for pass_number in range(sizes.passes):

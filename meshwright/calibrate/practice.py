@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,34 +30,40 @@ WARM_UP = 2
 """Untimed steps, which open connections and allocate memory."""
 
 
+PracticeRun = tuple[ModelConfig, Layout, ModelAnalysis]
+"""Sizes of a model, the layout of a run, and the model's analysis for it."""
+
+
 def practise_parts(
-    context: RankContext,
-    config: ModelConfig,
-    layout: Layout,
-    facts: ModelAnalysis,
-    rows: int,
-    steps: int,
-    limit_s: float,
-) -> list[dict[str, float]]:
-    """Runs steps on this rank; returns each step's parts in seconds of computing, without waiting.
+    context: RankContext, runs: Sequence[PracticeRun], rows: int, steps: int, limit_s: float
+) -> list[list[dict[str, float]]]:
+    """Takes steps on this rank; returns each run's steps by part in seconds of computing, without waiting.
 
     ``rest`` is everything after backward or the pipeline.
 
     Args:
         context: of the rank.
-        config: sizes of the model.
-        layout: of the run.
-        facts: analysis of the model for the layout.
+        runs: one after the other, over all ranks.
         rows: of the global batch, each of the model's context length.
         steps: number of timed steps.
         limit_s: longest wait for another rank.
     """
+    init_group(context, timeout_s=limit_s, group_s=limit_s)
+    parts = [_step_parts(context, run, rows, steps, limit_s) for run in runs]
+    dist.destroy_process_group()
+    return parts
+
+
+def _step_parts(
+    context: RankContext, run: PracticeRun, rows: int, steps: int, limit_s: float
+) -> list[dict[str, float]]:
     part_seconds = []
-    for step in _run_steps(context, config, layout, facts, rows, steps, limit_s):
+    for step in _run_steps(context, run, rows, steps, limit_s):
         names = ("forward", "backward", "pipeline")
         pass_seconds: dict[str, float] = {name: step.parts[name] for name in names if name in step.parts}
-        # The parts are wall-clock times; the thread's share of computing scales them.
-        computing_share = min(1.0, step.thread_s / step.seconds)
+        # The parts are wall-clock times; the thread's share of computing scales them. On a GPU other threads launch
+        # too, and operators of next to nothing follow one another as they are launched.
+        computing_share = 1.0 if context.device.startswith("cuda") else min(1.0, step.thread_s / step.seconds)
         rest_s = step.seconds - sum(pass_seconds.values())
         part_seconds.append(
             {name: computing_share * seconds for name, seconds in {**pass_seconds, "rest": rest_s}.items()}
@@ -74,8 +80,10 @@ def practise_paced(
     steps: int,
     limit_s: float,
 ) -> tuple[list[tuple[float, float, float]], dict[str, int]]:
-    """Runs steps as `practise_parts` does; returns (seconds, pace, processor seconds) of each, and state bytes."""
-    timed_steps = list(_run_steps(context, config, layout, facts, rows, steps, limit_s, paced=True))
+    """Takes steps as `practise_parts` does; returns (seconds, pace, processor seconds) of each, and state bytes."""
+    init_group(context, timeout_s=limit_s, group_s=limit_s)
+    timed_steps = list(_run_steps(context, (config, layout, facts), rows, steps, limit_s, paced=True))
+    dist.destroy_process_group()
     return [(step.seconds, step.pace_s, step.process_s) for step in timed_steps], timed_steps[-1].state_bytes
 
 
@@ -97,17 +105,10 @@ class _TimedStep:
 
 
 def _run_steps(
-    context: RankContext,
-    config: ModelConfig,
-    layout: Layout,
-    facts: ModelAnalysis,
-    rows: int,
-    steps: int,
-    limit_s: float,
-    paced: bool = False,
+    context: RankContext, run: PracticeRun, rows: int, steps: int, limit_s: float, paced: bool = False
 ) -> Iterator[_TimedStep]:
-    """Yields each timed step."""
-    init_group(context, timeout_s=limit_s, group_s=limit_s)
+    """Yields each timed step; the process group is there."""
+    config, layout, facts = run
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
     wire = WireOptions(timeout_s=limit_s)
     program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts, wire=wire)
@@ -140,7 +141,6 @@ def _run_steps(
         yield _TimedStep(
             seconds=seconds, parts=parts, thread_s=thread_s, process_s=process_s, pace_s=pace_s, state_bytes=state_bytes
         )
-    dist.destroy_process_group()
 
 
 def _random_batches(layout: Layout, rank: int, config: ModelConfig, rows: int, device: str) -> list[MicroBatch]:

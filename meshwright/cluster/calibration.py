@@ -81,9 +81,21 @@ class Calibration:
 
     # -------------------------------------------------------- queries of the cost model
 
+    def _measured_dtype(self, dtype: str) -> str:
+        """Returns the data type whose times are those of ``dtype``.
+
+        That is its own but for the one of fp16 and bf16 that wasn't measured on a GPU: the same units compute both at
+        the same rate. Source: NVIDIA's data sheets from A100 on.
+        """
+        name = canonical_dtype(dtype)
+        twin = {"fp16": "bf16", "bf16": "fp16"}.get(name)
+        if twin and self.machine.get("kind") == "cuda" and not any(key[0] == name for key in self._matmuls):
+            return twin
+        return name
+
     def has_matmul(self, dtype: str) -> bool:
         """Returns whether matrix products of this data type were measured."""
-        return any(key[0] == canonical_dtype(dtype) for key in self._matmuls)
+        return any(key[0] == self._measured_dtype(dtype) for key in self._matmuls)
 
     def matmul_s(self, m: Values, n: Values, k: Values, dtype: str, form: str = "nt", busy: bool = True) -> Values:
         """Returns seconds of the product (m, k) x (k, n); sizes are numbers, or float arrays that broadcast.
@@ -99,14 +111,14 @@ class Calibration:
         Raises:
             ClusterError: when nothing was measured for the data type.
         """
-        table = self._find_table(self._matmuls, (canonical_dtype(dtype), form, busy), "matrix products")
+        table = self._find_table(self._matmuls, (self._measured_dtype(dtype), form, busy), "matrix products")
         # 2 m n k FLOP; no product is faster than its launch.
         flops = 2.0 * np.asarray(m, dtype=float) * n * k
         return _scalar_or_array(np.maximum(flops / table.rate(m, n, k), self.launch_s))
 
     def has_attention(self, dtype: str) -> bool:
         """Returns whether attention in this data type was measured."""
-        return any(key[0] == canonical_dtype(dtype) for key in self._attentions)
+        return any(key[0] == self._measured_dtype(dtype) for key in self._attentions)
 
     def attention_s(
         self, rows: Values, sequence: Values, size: Values, dtype: str, backward: bool = False, busy: bool = True
@@ -121,18 +133,18 @@ class Calibration:
             backward: the gradient, without the forward.
             busy: under the load of all ranks.
         """
-        table = self._find_table(self._attentions, (canonical_dtype(dtype), busy, backward), "attention")
+        table = self._find_table(self._attentions, (self._measured_dtype(dtype), busy, backward), "attention")
         # rows S^2 E: proportional to the FLOP of causal attention, and cancels against the table's unit.
         pair_products = np.asarray(rows, dtype=float) * np.asarray(sequence, dtype=float) ** 2 * size
         return _scalar_or_array(np.maximum(pair_products / table.rate(rows, sequence, size), self.launch_s))
 
     def has_operation(self, name: str, dtype: str = "float32") -> bool:
         """Returns whether an operation was measured in this data type."""
-        return any(key[:2] == (name, canonical_dtype(dtype)) for key in self._operations)
+        return any(key[:2] == (name, self._measured_dtype(dtype)) for key in self._operations)
 
     def operation_s(self, name: str, elements: Values, dtype: str = "float32", busy: bool = True) -> Values:
         """Returns seconds of an operation (``add``, ``gelu``, ``gelu_backward`` ...) by number of elements."""
-        table = self._find_table(self._operations, (name, canonical_dtype(dtype), busy), "operations")
+        table = self._find_table(self._operations, (name, self._measured_dtype(dtype), busy), "operations")
         return _scalar_or_array(np.maximum(np.asarray(elements, dtype=float) / table.rate(elements), self.launch_s))
 
     def bandwidth_bytes_per_s(self, size: Values, dtype: str = "float32", busy: bool = True) -> Values:

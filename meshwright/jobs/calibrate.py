@@ -84,7 +84,7 @@ def calibrate(
     if context is not None and context.rank:
         return None
     # Forks ranks of its own, which a rank of torchrun can't.
-    if context is None and devices.kind == "cpu" and not config.quick:
+    if context is None and not config.quick:
         progress("the runtime itself, with a model of next to nothing")
         calibration = calibration.merged(_add_host_times(calibration, devices))
     path = _write_calibration(calibration, config)
@@ -114,7 +114,7 @@ def _slots_per_node(config: CalibrateConfig, nodes: NodeOptions) -> int:
 
 
 def _add_host_times(calibration: Calibration, devices: Devices) -> Calibration:
-    """Returns a calibration with the runtime's own seconds (beside operators and collectives) on CPU cores."""
+    """Returns a calibration with the runtime's own seconds beside operators and collectives."""
 
     def work_of(model: ModelConfig, rows: int) -> ModelWork:
         return measure_model(build_meta(model), rows, int(model.context or 0), torch.float32)

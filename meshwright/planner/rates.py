@@ -63,6 +63,8 @@ class MeasuredTimes:
         self._work, self._operator_seconds, self._calibration = work, operator_seconds, calibration
         self._layers = sum(work.counts)
         self._serial = calibration.machine.get("kind") == "cpu"
+        # A quick calibration of a GPU has no seconds of its host.
+        self._knows_host = self._serial or calibration.host_s("operator_forward") > 0.0
         self._under_load = question.cluster.devices > 1
         # Operators were traced on full rows of `work.rows`; cp and uneven rows give a rank a share of their tokens.
         self._share = 1.0 / layout.degree(Mechanics.TOKENS)
@@ -171,7 +173,7 @@ class MeasuredTimes:
             inspection_s = recomputed_share * operators.operators * calibration.host_s("selective_operator")
             forward.host = forward.host + inspection_s
             backward.host = backward.host + inspection_s
-        if self._serial and mode in ("full", "selective"):
+        if self._knows_host and mode in ("full", "selective"):
             backward.host = backward.host + recomputed_share * operators.forward["host"]
         if layout.zero:
             backward.host = backward.host + calibration.host_s("shard_unit")
@@ -186,12 +188,12 @@ class MeasuredTimes:
     def _with_operators(self, closed_cost: LayerCost, seconds: WorkSeconds) -> LayerCost:
         """Returns a copy of a cost with the seconds of measured operators on this rank's share of the tokens.
 
-        The host's seconds are replaced where it computes what it launches.
+        The host's seconds are replaced where they were measured, as they always are where it computes what it launches.
         """
         passes = []
         for closed_pass, by_part in ((closed_cost.forward, seconds.forward), (closed_cost.backward, seconds.backward)):
             compute_s = {name: self._share * by_part[name] for name in ("matmul", "attention", "elementwise")}
-            host_s = by_part["host"] if self._serial else closed_pass.host
+            host_s = by_part["host"] if self._knows_host else closed_pass.host
             passes.append(dataclasses.replace(closed_pass, **compute_s, recompute=0.0, host=host_s))
         return dataclasses.replace(closed_cost, forward=passes[0], backward=passes[1])
 
