@@ -11,7 +11,6 @@ import signal
 import sys
 import time
 import urllib.request
-from pathlib import Path
 
 from tests.gpu.parts.cases import Cases, Command, Result
 from tests.runs import events, last_step, rows, words, write_corpus
@@ -100,15 +99,17 @@ def trained(cases: Cases, command: Command) -> Result:
     result, found = command.json(), rows(run)
     started, finished = (events(run, kind)[0]["time"] for kind in ("rank_started", "run_finished"))
     report = (run / "report.html").stat().st_size
+    header, printed = ("model", "data", "devices", "layout", "state"), command.err().splitlines()
     plan = json.loads((run / "plan.json").read_text())
     told |= {
-        "device": events(run, "rank_started")[0]["device"], "result": {k: v for k, v in result.items() if k != "sample"},
+        "device": events(run, "rank_started")[0]["device"],
+        "result": {key: value for key, value in result.items() if key != "sample"},
         "layout": found[-1]["layout"], "reason": plan["reason"][:200], "losses": [found[0]["loss"], found[-1]["loss"]],
         "steps_per_s": round(1 / sorted(row["step_s"] for row in found)[len(found) // 2], 1), "report_bytes": report,
         "from_rank_to_end_s": round(finished - started, 1), "proof": events(run, "proved") or events(run, "proof"),
         "last_row": {key: found[-1][key] for key in ("step_s", "parts", "memory", "mfu", "mfu_of_measured")},
-        "header": [line for line in command.err().splitlines() if re.match(r"(model|data|devices|layout|state) ", line)],
-        "warnings": [line[:300] for line in command.err().splitlines() if "arn" in line][:5],
+        "header": [line for line in printed if line.startswith(header)],
+        "warnings": [line[:300] for line in printed if "arn" in line][:5],
     }  # fmt: skip
     is_whole = result["finished"] and found[-1]["step"] == 80 and report > 10_000
     told["ok"] = bool(is_whole and found[-1]["loss"] < found[0]["loss"] - 1 and told["device"] == "cuda:0")
