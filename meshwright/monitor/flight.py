@@ -9,7 +9,7 @@ Source: torch/csrc/distributed/c10d/FlightRecorderDetail.hpp, version 2.10 of th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from meshwright.torch_compat.tensors import collective_dump
 from meshwright.units import format_bytes
 
 _COMPLETED, _STARTED = "completed", "started"
+_BATCH = ":coalesced"
 _UNNAMED = ("", "undefined")
 _ELEMENT_BYTES = {
     "Bool": 1, "Byte": 1, "Char": 1, "UInt16": 2, "UInt32": 4, "UInt64": 8, "Short": 2, "Int": 4, "Long": 8, "Half": 2,
@@ -63,7 +64,7 @@ def unfinished(dump: JsonObject) -> Unfinished | None:
     Returns:
         The collective; None when all recorded ones are complete, or none was recorded.
     """
-    incomplete = [entry for entry in dump.get("entries", ()) if not _is_complete(entry)]
+    incomplete = [entry for entry in _with_batch_states(dump.get("entries", ())) if not _is_complete(entry)]
     if not incomplete:
         return None
     # Started ones first; among equals the order in which they were enqueued.
@@ -76,6 +77,29 @@ def unfinished(dump: JsonObject) -> Unfinished | None:
         started=earliest.get("state") == _STARTED,
         behind=len(incomplete) - 1,
     )
+
+
+def _with_batch_states(entries: Sequence[JsonObject]) -> list[JsonObject]:
+    """Returns the entries, those of a batch as one: its first operation, in the state of the whole batch.
+
+    Operations that were started as a batch (``batch_isend_irecv``) have no events, so that theirs stays "scheduled" for
+    ever; an entry behind them, "coalesced", with the same numbers, has the state.
+    Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, startCoalescing and endCoalescing.
+    """
+
+    def batch_of(entry: JsonObject) -> tuple[object, ...]:
+        return tuple(entry.get(name) for name in ("pg_id", "collective_seq_id", "p2p_seq_id"))
+
+    ends = {batch_of(entry): entry for entry in entries if str(entry.get("profiling_name", "")).endswith(_BATCH)}
+    ordered: dict[object, JsonObject] = {}
+    for index, entry in enumerate(entries):
+        end = ends.get(batch_of(entry))
+        if end is None:
+            ordered[index] = entry
+        else:
+            state = {name: end.get(name) for name in ("state", "retired")}
+            ordered.setdefault(batch_of(entry), {**entry, **state})
+    return list(ordered.values())
 
 
 def _is_complete(entry: JsonObject) -> bool:
@@ -115,7 +139,8 @@ def read_dump(data: bytes) -> JsonObject:
 
 
 def find_recorder() -> Callable[[], bytes] | None:
-    """Returns a function that dumps this process's active collectives as JSON; None where torch has no recorder."""
+    """Returns a function that dumps this process's last collectives as JSON; None where torch has no recorder."""
     dump = collective_dump()
-    # Arguments: include collectives (not just the state of groups), and of them only active ones.
-    return (lambda: bytes(dump(True, True))) if dump is not None else None
+    # Arguments: include collectives (not just the state of groups), and not only active ones: a batch's operations stay
+    # active for ever, and a completed entry says that it is complete.
+    return (lambda: bytes(dump(True, False))) if dump is not None else None

@@ -67,6 +67,28 @@ def test_the_first_that_is_not_complete_is_what_the_device_is_at() -> None:
     assert read_dump(b"") == {} and read_dump(b"[]") == {} and read_dump(b'{"version": "2.10"}')["version"] == "2.10"
 
 
+def batch(record: int, sequence: int, state: str) -> list[dict]:
+    """What torch 2.11 records of ``batch_isend_irecv`` over NCCL: operations without a state, and one for all."""
+    numbers = {"collective_seq_id": 3, "p2p_seq_id": sequence, "input_sizes": [[10]], "input_dtypes": ["Float"]}
+    return [
+        entry(record, "recv 0<-1", "scheduled", is_p2p=True, **numbers),
+        entry(record + 1, "send 0->1", "scheduled", is_p2p=True, **numbers),
+        entry(record + 2, "coalesced", state, retired=state == "completed", **numbers),
+    ]
+
+
+def test_operations_of_a_batch_are_complete_when_the_batch_is() -> None:
+    done, pending = batch(1, 1, "completed"), batch(4, 2, "scheduled")
+    assert unfinished(dump(*done)) is None
+    later = unfinished(dump(*done, entry(9, "all_reduce", "scheduled")))
+    assert later is not None and (later.op, later.number, later.behind) == ("all_reduce", 49, 0)
+    told = unfinished(dump(*done, *pending, entry(9, "all_reduce", "scheduled")))
+    assert told is not None and (told.op, told.number, told.size_bytes, told.behind) == ("recv", 2, 40, 1)
+    # One that isn't in a batch has its own state.
+    alone = unfinished(dump(*done, batch(7, 5, "")[1]))
+    assert alone is not None and (alone.op, alone.number) == ("send", 5)
+
+
 def one_of_two(rank: int, meeting: Path, flight: Flight, come: int, go: int) -> None:
     """Rank 1 never comes to the second sum, for which rank 0 waits in a thread of its backend."""
     torch.set_num_threads(1)

@@ -1,0 +1,163 @@
+"""A new user's first hour on a GPU: the first recipe, its page, report and JSON, Ctrl-C and going on, what comes after.
+
+Beside it what must be refused in a sentence: a run from a process that has used CUDA, or autograd, before.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import sys
+import time
+import urllib.request
+
+from tests.gpu.parts.cases import Cases, Command, Result
+from tests.runs import events, last_step, rows, words, write_corpus
+
+FEWER = ("--train.steps", "80", "--schedule.warmup", "10", "--evaluation.every", "40", "--checkpoint.every", "40")
+LONGER = ("--train.steps", "800", "--schedule.warmup", "10", "--evaluation.every", "0", "--checkpoint.every", "50")
+USED = {
+    "cuda": ("torch.ones(2, device='cuda').sum().item()", "CUDA is initialised in this process"),
+    "autograd": ("torch.ones(2, requires_grad=True).sum().backward()", "autograd engine has run in this process"),
+    "is_available": ("torch.cuda.is_available()", "this process has the GPU driver open"),
+    "transformers": ("import transformers.models.llama.modeling_llama", "this process has the GPU driver open"),
+}
+"""What a process did before it starts a run, and what it is told."""
+BEFORE = "import sys, torch; {}; from meshwright.cli.main import main; sys.exit(main(sys.argv[1:]))"
+
+
+def main() -> int:
+    """Trains, looks at the page meanwhile, and uses what was trained."""
+    cases = Cases.from_arguments(limit_s=95.0)
+    out = cases.out
+    write_corpus(out / "corpus.txt")
+    recipe = ("train", "recipes/first.toml", "--data.cache", str(out / "prepared"))
+    first = Command(out, "first", (*recipe, *FEWER, "--run", str(out / "first"), "--monitor.port", "0", "--json"))
+    doctor = Command(out, "doctor", ("doctor", "recipes/first.toml", "--run", str(out / "first"), "--json"))
+    used = {
+        name: Command(out, f"after-{name}", words(out, f"after-{name}"), ("-c", BEFORE.format(act)))
+        for name, (act, _) in USED.items()
+    }
+    cases.run("live page", lambda: page(cases, first))
+    parted = Command(out, "parted", (*recipe, *LONGER, "--run", str(out / "parted")))
+    cases.run("first train", lambda: trained(cases, first))
+    after = {
+        "generate": ("generate", str(out / "first"), "--prompt", "def ", "--max-tokens", "40", "--json"),
+        "export": ("export", str(out / "first"), "--to", str(out / "exported"), "--json"),
+        "status": ("status", str(out / "first"), "--json"),
+    }
+    begun = {name: Command(out, name, argv) for name, argv in after.items()}
+    cases.run("ctrl-c", lambda: interrupted(cases, parted))
+    again = Command(out, "again", (*recipe, *LONGER, "--run", str(out / "parted")))
+    for name, command in used.items():
+        cases.run(f"train after {name}", lambda command=command, name=name: refused(cases, command, USED[name][1]))
+    cases.run("doctor", lambda: examined(cases, doctor))
+    for name, command in begun.items():
+        cases.run(name, lambda command=command: command.wait(cases.left_s) | {"printed": command.out()[-400:]})
+    exported = Command(out, "generate-exported", ("generate", str(out / "exported"), "--prompt", "def ", "--json"))
+    cases.run("resume", lambda: resumed(cases, again))
+    cases.run("generate from export", lambda: exported.wait(cases.left_s) | {"printed": exported.out()[-300:]})
+    return cases.status
+
+
+def page(cases: Cases, command: Command) -> Result:
+    """Reads the live page while the run trains."""
+    address = None
+    while address is None:
+        assert command.process.poll() is None and cases.left_s > 20, command.err()[-800:]
+        time.sleep(0.05)
+        address = re.search(r"http://[^\s]+", command.err())
+    seen: Result = {"address": address[0]}
+    while "metrics" not in seen:
+        assert cases.left_s > 15, "no step in time"
+        text = _get(address[0])
+        assert "<html" in text
+        seen["bytes"] = len(text)
+        metrics = _get(address[0].rstrip("/") + "/metrics")
+        if re.search(r"^meshwright\w*step\w* [1-9]", metrics, re.MULTILINE):
+            seen["metrics"] = len(metrics.splitlines())
+        if command.process.poll() is not None:
+            break
+        time.sleep(0.1)
+    return seen
+
+
+def _get(address: str) -> str:
+    try:
+        with urllib.request.urlopen(address, timeout=5) as answer:
+            return str(answer.read().decode())
+    except OSError as error:
+        return f"<html {error}"
+
+
+def trained(cases: Cases, command: Command) -> Result:
+    """Reads the first run's result, report and metrics."""
+    told = command.wait(cases.left_s)
+    run = cases.out / "first"
+    if not told["ok"]:
+        return told
+    result, found = command.json(), rows(run)
+    started, finished = (events(run, kind)[0]["time"] for kind in ("rank_started", "run_finished"))
+    report = (run / "report.html").stat().st_size
+    header, printed = ("model", "data", "devices", "layout", "state"), command.err().splitlines()
+    plan = json.loads((run / "plan.json").read_text())
+    told |= {
+        "device": events(run, "rank_started")[0]["device"],
+        "result": {key: value for key, value in result.items() if key != "sample"},
+        "layout": found[-1]["layout"], "reason": plan["reason"][:200], "losses": [found[0]["loss"], found[-1]["loss"]],
+        "steps_per_s": round(1 / sorted(row["step_s"] for row in found)[len(found) // 2], 1), "report_bytes": report,
+        "from_rank_to_end_s": round(finished - started, 1), "proof": events(run, "proved") or events(run, "proof"),
+        "last_row": {key: found[-1][key] for key in ("step_s", "parts", "memory", "mfu", "mfu_of_measured")},
+        "header": [line for line in printed if line.startswith(header)],
+        "warnings": [line[:300] for line in printed if "arn" in line][:5],
+    }  # fmt: skip
+    is_whole = result["finished"] and found[-1]["step"] == 80 and report > 10_000
+    told["ok"] = bool(is_whole and found[-1]["loss"] < found[0]["loss"] - 1 and told["device"] == "cuda:0")
+    return told
+
+
+def interrupted(cases: Cases, command: Command) -> Result:
+    """Types Ctrl-C when the run is under way."""
+    run = cases.out / "parted"
+    while last_step(run) < 20:
+        assert command.process.poll() is None and cases.left_s > 15, command.err()[-800:]
+        time.sleep(0.05)
+    began = time.monotonic()
+    command.process.send_signal(signal.SIGINT)
+    told = command.wait(cases.left_s)
+    return told | {
+        "ok": told["status"] == 1 and "goes on from there" in command.err(), "ended_after_s": time.monotonic() - began,
+        "last": command.err()[-300:], "step": last_step(run),
+    }  # fmt: skip
+
+
+def resumed(cases: Cases, command: Command) -> Result:
+    """Waits for the same command, which goes on from the checkpoint of the last step."""
+    told = command.wait(cases.left_s)
+    run = cases.out / "parted"
+    begun = [event["step"] for event in events(run, "run_started")]
+    found = rows(run)
+    numbers = [row["step"] for row in found]
+    told |= {"begun": begun, "losses": [row["loss"] for row in found[:1] + found[-1:]], "steps": len(numbers)}
+    told["ok"] = told["ok"] and len(begun) == 2 and begun[1] >= 20 and numbers == list(range(1, 801))
+    return told
+
+
+def refused(cases: Cases, command: Command, sentence: str) -> Result:
+    """Returns what a run was told that can't fork its ranks; one that could is as well."""
+    told = command.wait(cases.left_s)
+    text = command.err()
+    is_clear = told["status"] == 0 or (sentence in text and "Traceback" not in text and told["status"] in (1, 2))
+    return told | {"ok": is_clear, "last": text[-400:]}
+
+
+def examined(cases: Cases, command: Command) -> Result:
+    """Returns what doctor found: 3 says that there are findings."""
+    told = command.wait(cases.left_s)
+    report = command.json()
+    return told | {"ok": told["status"] in (0, 3), "report": report}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
