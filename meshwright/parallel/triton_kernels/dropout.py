@@ -35,7 +35,7 @@ def _load_words(pointer, index, is_inside):  # type: ignore[no-untyped-def]
     return tl.load(pointer + index, mask=is_inside, other=0).to(tl.uint32, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["bound"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["bound", "all_lines", "row_lines"])  # type: ignore[untyped-decorator]
 def _drop(  # type: ignore[no-untyped-def]
     x, output, row_keys, lines, columns, bound, scale, all_lines, row_lines, row_columns,
     HAS_INPUT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
