@@ -21,7 +21,7 @@ from meshwright.models.operators import BlankGroup, faked, measure_work
 from meshwright.models.random_draws import may_draw
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.random_ops import RandomOpsMode
+from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
 from meshwright.spec.model_shape import ModelWork, ModuleWork
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.torch_compat.tensors import tree_map_only, without_dispatch_mode
@@ -106,7 +106,7 @@ def _random_ops_mode(built: BuiltModel) -> contextlib.AbstractContextManager[Any
     return RandomOpsMode(_Masks()) if may_draw(built) else contextlib.nullcontext()
 
 
-class _Masks:
+class _Masks(RandomSource):
     """Replaces `parallel.dropout_rng`: each mask is one operator that the counter recognises by its name."""
 
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:

@@ -23,8 +23,16 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.parallel.activation_boxes import AmbiguousActivation, TokenSplit, Units, line_numbers, locate_box
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.keyed_random import RowBox, Words, dropout_mask, generator_states, row_keys, uniform
-from meshwright.parallel.random_ops import RandomOpsMode
+from meshwright.parallel.keyed_random import (
+    RowBox,
+    Words,
+    drop_in_one_kernel,
+    dropout_mask,
+    generator_states,
+    row_keys,
+    uniform,
+)
+from meshwright.parallel.random_ops import RandomOpsMode, apply_dropout
 
 Call = Callable[..., Any]
 T = TypeVar("T")
@@ -191,6 +199,13 @@ class DropoutRng:
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns ``shape`` bool: True where dropout keeps an element."""
         return dropout_mask(*self._next_draw(shape), p, device).view(tuple(shape))
+
+    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0."""
+        keys, box = self._next_draw(x.shape)
+        kept = drop_in_one_kernel(x, keys, box, p)
+        # Without a kernel for both: the mask, which backward reads again.
+        return apply_dropout(x, dropout_mask(keys, box, p, x.device).view(x.shape), p) if kept is None else kept
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns ``shape`` float64 numbers between 0 and 1; one without dims is the same for all rows."""

@@ -9,7 +9,8 @@ A draw is named by a text (seed, step, layer, call, number). Its element at plac
             x ^= x >> 16
 
 all modulo 2^32, with mix(x) the same three shifts and two products without v. On the CPU numpy runs this in runs that
-fit the cache, faster than a generator of torch makes its numbers; elsewhere torch does.
+fit the cache, faster than a generator of torch makes its numbers; on a GPU one kernel drops elements as it hashes them
+(`parallel.triton_kernels.dropout`), and torch computes numbers that aren't for dropout, and all where Triton is absent.
 Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011), for numbers by counter; Wellons,
 Prospecting for hash functions (2018), for shifts and factors; Steele et al., Fast splittable pseudorandom number
 generators (OOPSLA 2014), for splitmix64.
@@ -18,8 +19,13 @@ generators (OOPSLA 2014), for splitmix64.
 from __future__ import annotations
 
 import hashlib
+import importlib
+import importlib.util
+import logging
+import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,9 +33,10 @@ import torch
 from numpy.typing import NDArray
 
 _SPLITMIX_STEP = 0x9E3779B97F4A7C15
-_GOLDEN, _MURMUR, _FACTOR_1, _FACTOR_2 = 0x9E3779B9, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
+GOLDEN, MURMUR, FACTOR_1, FACTOR_2 = 0x9E3779B9, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
 _ELEMENTS_AT_ONCE = 1 << 15
 """Elements that are hashed at once: 128 KiB of integers and as much of their shifts stay in a core's cache."""
+_KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Words = NDArray[np.uint32]
 
 
@@ -79,10 +86,13 @@ def row_keys(text: str, rows: NDArray[np.int64]) -> Words:
 
 def dropout_mask(keys: Words, box: RowBox, p: float, device: torch.device) -> torch.Tensor:
     """Returns (B, L, J) bool: True where dropout of probability ``p`` keeps an element."""
-    shape, bound = (len(keys), len(box.lines), len(box.columns)), min(round(p * 2**32), 2**32)
+    shape, bound = (len(keys), len(box.lines), len(box.columns)), _bound(p)
     # p = 1 keeps nothing, and its bound doesn't fit 32 bits.
     if bound == 2**32:
         return torch.zeros(shape, dtype=torch.bool, device=device)
+    if (kernel := device_kernel(device)) is not None:
+        drawn: torch.Tensor = kernel.mask(_on_device(keys, device), *box.on_device(device), bound)
+        return drawn
     if device.type != "cpu":
         # The device's bits are shifted by 2^31 (`_bits_on`), and so is the bound.
         return _bits_on(keys, box, device) >= bound - 2**31
@@ -91,6 +101,48 @@ def dropout_mask(keys: Words, box: RowBox, p: float, device: torch.device) -> to
     threshold = np.uint32(bound)
     _hash(keys, box, lambda rows, bits: np.greater_equal(bits, threshold, out=mask[rows]))
     return torch.from_numpy(mask.reshape(shape))
+
+
+def drop_in_one_kernel(x: torch.Tensor, keys: Words, box: RowBox, p: float) -> torch.Tensor | None:
+    """Returns ``x / (1 - p)`` where dropout keeps an element, else 0; None where no kernel does it at once.
+
+    Args:
+        x: B L J elements in any shape.
+        keys: (B, 2), of its rows.
+        box: of each row.
+        p: probability.
+    """
+    bound = _bound(p)
+    if x.dtype not in _KERNEL_DTYPES or bound == 2**32 or (kernel := device_kernel(x.device)) is None:
+        return None
+    places = _on_device(keys, x.device), *box.on_device(x.device)
+    kept: torch.Tensor = kernel.drop(x, *places, bound, 1.0 / (1.0 - p))
+    return kept
+
+
+def device_kernel(device: torch.device) -> Any:
+    """Returns `parallel.triton_kernels.dropout`; None on a CPU, or where Triton or its C compiler is absent."""
+    return _import_kernel() if device.type == "cuda" else None
+
+
+@cache
+def _import_kernel() -> Any:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    try:
+        kernel = importlib.import_module("meshwright.parallel.triton_kernels.dropout")
+        one = torch.zeros(1, dtype=torch.int32, device="cuda")
+        # Triton makes its launcher by a C compiler, which not every machine has.
+        kernel.mask(one.new_zeros(1, 2), one, one, 1)
+    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
+        logging.getLogger(__name__).warning("dropout is drawn by torch, since Triton doesn't run here: %s", error)
+        return None
+    return kernel
+
+
+def _bound(p: float) -> int:
+    """Returns the bits from which on an element is kept: P(bits < p x 2^32) = p."""
+    return min(round(p * 2**32), 2**32)
 
 
 def uniform(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
@@ -122,18 +174,18 @@ def random_fractions(keys: Words, box: RowBox, device: torch.device) -> torch.Te
 
 def _mix(x: Words) -> Words:
     x ^= x >> np.uint32(16)
-    x *= np.uint32(_FACTOR_1)
+    x *= np.uint32(FACTOR_1)
     x ^= x >> np.uint32(15)
-    x *= np.uint32(_FACTOR_2)
+    x *= np.uint32(FACTOR_2)
     x ^= x >> np.uint32(16)
     return x
 
 
 def _hash(keys: Words, box: RowBox, consume: Callable[[slice, Words], object]) -> None:
     """Hands over the bits of all elements, some of the (B x L) lines at a time."""
-    lines, columns = box.lines.astype(np.uint32), box.columns.astype(np.uint32) * np.uint32(_GOLDEN)
-    u = _mix(lines * np.uint32(_GOLDEN) + keys[:, :1]).reshape(-1, 1)
-    v = _mix(lines * np.uint32(_MURMUR) + keys[:, 1:]).reshape(-1, 1)
+    lines, columns = box.lines.astype(np.uint32), box.columns.astype(np.uint32) * np.uint32(GOLDEN)
+    u = _mix(lines * np.uint32(GOLDEN) + keys[:, :1]).reshape(-1, 1)
+    v = _mix(lines * np.uint32(MURMUR) + keys[:, 1:]).reshape(-1, 1)
     lines_at_once = max(1, _ELEMENTS_AT_ONCE // max(1, len(columns)))
     for start in range(0, len(u), lines_at_once):
         rows = slice(start, start + lines_at_once)
@@ -141,11 +193,11 @@ def _hash(keys: Words, box: RowBox, consume: Callable[[slice, Words], object]) -
         x = columns + u[rows]
         shifted = x >> np.uint32(16)
         x ^= shifted
-        x *= np.uint32(_FACTOR_1)
+        x *= np.uint32(FACTOR_1)
         np.right_shift(x, np.uint32(15), out=shifted)
         x ^= shifted
         x += v[rows]
-        x *= np.uint32(_FACTOR_2)
+        x *= np.uint32(FACTOR_2)
         np.right_shift(x, np.uint32(16), out=shifted)
         x ^= shifted
         consume(rows, x)
@@ -162,13 +214,13 @@ def _bits_on(keys: Words, box: RowBox, device: torch.device) -> torch.Tensor:
         return x.bitwise_xor_((x >> by).bitwise_and_((1 << (32 - by)) - 1))
 
     def mix(x: torch.Tensor, addend: torch.Tensor | None = None) -> torch.Tensor:
-        x = fold(fold(x, 16).mul_(_FACTOR_1), 15)
-        return fold((x if addend is None else x.add_(addend)).mul_(signed(_FACTOR_2)), 16)
+        x = fold(fold(x, 16).mul_(FACTOR_1), 15)
+        return fold((x if addend is None else x.add_(addend)).mul_(signed(FACTOR_2)), 16)
 
     row_keys, (lines, columns) = _on_device(keys, device), box.on_device(device)
-    u = mix(lines * signed(_GOLDEN) + row_keys[:, :1]).unsqueeze(-1)
-    v = mix(lines * signed(_MURMUR) + row_keys[:, 1:]).unsqueeze(-1)
-    bits = mix(columns * signed(_GOLDEN) + u, v)
+    u = mix(lines * signed(GOLDEN) + row_keys[:, :1]).unsqueeze(-1)
+    v = mix(lines * signed(MURMUR) + row_keys[:, 1:]).unsqueeze(-1)
+    bits = mix(columns * signed(GOLDEN) + u, v)
     return bits.bitwise_xor_(-(2**31))
 
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.models.structure import ModelStructure
-from meshwright.parallel.random_ops import RandomOpsMode
+from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
 
 OFFSETS = 4
 """Tokens ahead up to which the targets of a term are looked for: heads that predict several tokens."""
@@ -142,7 +142,7 @@ def trial_output(
     return output.logits + extra_terms
 
 
-class _NoDropout:
+class _NoDropout(RandomSource):
     """Random numbers that drop nothing, so that a row has the same result in any batch."""
 
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
