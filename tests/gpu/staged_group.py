@@ -89,7 +89,8 @@ class Lane:
         """
         work, ready = StagedWork([*reads, *writes], self._limit_s), None
         if self._on_cuda:
-            ready = torch.cuda.Event()
+            # Blocking: many ranks on one device would otherwise spin on more cores than there are.
+            ready = torch.cuda.Event(blocking=True)
             ready.record(torch.cuda.current_stream(self._device))
         # By their data: as under NCCL, a result that comes late is no later write for autograd.
         self._jobs.put((work, ready, [item.data for item in reads], [item.data for item in writes], exchange))

@@ -82,9 +82,9 @@ GROUPS = (
     Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 3),
     Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 3),
     Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
-    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3"), planted=True),
-    Group("trained", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2", MICRO + "1f1b,tp=2",
-                                          "shard=2,zero=2"), 2, trained=True),
+    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3"), planted=True, delay_s=0.002),
+    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
     Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
@@ -107,37 +107,44 @@ class CpuReferences(References):
         super().__init__(dataclasses.replace(case, device="cpu"), *arguments)
 
 
-class Digests:
-    """Has each rank of a proof write down what it computed: a sum over losses, norms and trained weights.
+def digest_runs(folder: Path, repeats: int) -> None:
+    """Has each rank train several times in its process, the later times in used memory, and write down a sum of each.
 
     Args:
-        folder: for the ranks' files; one a layout and repeat.
+        folder: for a file of each rank, which the ranks of the next layout overwrite.
+        repeats: times.
     """
+    folder.mkdir()
+    train_under_layout, form_group = proof._train_under_layout, proof.init_group
+    outcome, trained = Difference.outcome, Difference.trained
+    digest = hashlib.sha256()
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.run = folder, 0
-        folder.mkdir()
-        outcome, trained, digest = Difference.outcome, Difference.trained, hashlib.sha256()
+    def summed_outcome(difference: Difference, step: int, loss: float, norm: float) -> None:
+        digest.update(repr((step, loss, norm)).encode())
+        outcome(difference, step, loss, norm)
 
-        def summed_outcome(difference: Difference, step: int, loss: float, norm: float) -> None:
-            digest.update(repr((step, loss, norm)).encode())
-            outcome(difference, step, loss, norm)
+    def summed_weights(difference: Difference, weights: Any, steps: int) -> None:
+        for weight in weights:
+            local = weight.local.detach().cpu().contiguous()
+            digest.update(weight.name.encode() + local.reshape(-1).view(torch.uint8).numpy().tobytes())
+        trained(difference, weights, steps)
 
-        def summed_weights(difference: Difference, weights: Any, steps: int) -> None:
-            for weight in weights:
-                local = weight.local.detach().cpu().contiguous()
-                digest.update(weight.name.encode() + local.reshape(-1).view(torch.uint8).numpy().tobytes())
-            rank = dist.get_rank() if dist.is_initialized() else 0
-            (self.folder / f"{self.run}-{rank}").write_text(digest.hexdigest())
-            trained(difference, weights, steps)
+    def repeated(context: Any, *arguments: Any) -> dict[str, object]:
+        nonlocal digest
+        digests, result = [], {}
+        for _ in range(repeats):
+            digest = hashlib.sha256()
+            result = train_under_layout(context, *arguments)
+            digests.append(digest.hexdigest())
+        (folder / f"{context.rank}").write_text(" ".join(digests))
+        return result
 
-        Difference.outcome, Difference.trained = summed_outcome, summed_weights
+    def form_once(*arguments: Any, **more: Any) -> None:
+        if not dist.is_initialized():
+            form_group(*arguments, **more)
 
-    def finish_run(self) -> list[str]:
-        """Returns what the ranks of the run wrote, and begins the next."""
-        found = [path.read_text() for path in sorted(self.folder.glob(f"{self.run}-*"))]
-        self.run += 1
-        return found
+    Difference.outcome, Difference.trained = summed_outcome, summed_weights
+    proof._train_under_layout, proof.init_group = repeated, form_once
 
 
 def share_device(on_cpu: bool) -> None:
@@ -177,32 +184,30 @@ def worst(verdict: Verdict) -> tuple[float, float]:
 
 def prove(group: Group, out: Path, line: Any) -> None:
     """Proves a group's layouts and writes a line for each."""
-    digests, began, runs = Digests(out / f"digests-{group.name}"), time.monotonic(), [0.0, 0.0]
-    earlier: dict[str, tuple[list[str], list[float]]] = {}
+    digests, began = out / f"digests-{group.name}", time.monotonic()
+    digest_runs(digests, group.repeats)
 
     def on_verdict(verdict: Verdict) -> None:
-        bits, now = digests.finish_run(), time.monotonic()
+        nonlocal began
         error, bound = worst(verdict)
-        first, times = earlier.setdefault(verdict.layout, (bits, []))
-        times.append(now - (runs[0] or began))
-        runs[0] = now
         good = (not verdict.passed and bool(verdict.wrong)) if group.planted else verdict.passed
-        same = bool(bits) and bits == first
         fields: dict[str, Any] = {"case": f"{group.name}: {verdict.layout}", "model": group.model}
-        fields |= {"dtype": group.dtype, "worst_error": error, "bound": bound, "run": len(times)}
-        if len(times) > 1:
-            fields["same_bits"] = same
-            good = good and same
-        fields |= {"ok": good, "seconds": round(times[-1], 2)}
+        fields |= {"dtype": group.dtype, "worst_error": error, "bound": bound}
+        if group.repeats > 1:
+            sums = [path.read_text().split() for path in digests.iterdir()]
+            fields |= {"runs": group.repeats, "same_bits": bool(sums) and all(len(set(row)) == 1 for row in sums)}
+            good = good and fields["same_bits"]
+        fields |= {"ok": good, "seconds": round(time.monotonic() - began, 2)}
         if not good or group.planted:
             reason = verdict.refused or verdict.crashed or verdict.wrong
             fields["error" if not good else "seen"] = reason[-600:]
         line(fields)
+        for path in digests.iterdir():
+            path.unlink()
+        began = time.monotonic()
 
-    layouts = [layout for layout in group.layouts for _ in range(group.repeats)]
-    verify(
-        model=MODELS[group.model], layout=layouts, dtype=group.dtype, steps=3, full=True, on_verdict=on_verdict
-    )
+    layouts = list(group.layouts)
+    verify(model=MODELS[group.model], layout=layouts, dtype=group.dtype, steps=3, full=True, on_verdict=on_verdict)
 
 
 def train(group: Group, out: Path, line: Any, on_cpu: bool) -> None:
@@ -213,7 +218,7 @@ def train(group: Group, out: Path, line: Any, on_cpu: bool) -> None:
     first: dict[int, tuple[float, float]] = {}
     for number, layout in enumerate(group.layouts):
         curves = []
-        for repeat in range(group.repeats):
+        for repeat in range(group.repeats if number else 1):
             began, name = time.monotonic(), f"{number}-{repeat}"
             more = ("--model", "llama", "--model.width", "64", "--model.heads", "4", "--model.kv-heads", "2",
                     "--model.ffn", "128", "--model.layers", "4", "--train.steps", "8", "--data.sequence", "64",
