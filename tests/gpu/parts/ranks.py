@@ -28,6 +28,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import torch
 import torch.distributed as dist
 
+from meshwright.forking import die_with_parent
 from meshwright.jobs.verify import verify
 from meshwright.launch import devices
 from meshwright.models.config import ModelConfig
@@ -129,12 +130,13 @@ def digest_runs(folder: Path, repeats: int) -> None:
             digest.update(weight.name.encode() + local.reshape(-1).view(torch.uint8).numpy().tobytes())
         trained(difference, weights, steps)
 
-    def repeated(context: Any, *arguments: Any) -> dict[str, object]:
+    def repeated(context: Any, case: Any, built: Any, *arguments: Any) -> dict[str, object]:
         nonlocal digest
         digests, result = [], {}
-        for _ in range(repeats):
+        for number in range(repeats):
             digest = hashlib.sha256()
-            result = train_under_layout(context, *arguments)
+            # A program is made of the model's own modules: each needs a new one.
+            result = train_under_layout(context, case, case.build() if number else built, *arguments)
             digests.append(digest.hexdigest())
         (folder / f"{context.rank}").write_text(" ".join(digests))
         return result
@@ -233,7 +235,7 @@ def train(group: Group, out: Path, line: Any, on_cpu: bool) -> None:
             curves.append(curve(root / name))
             first = first or curves[0]
             error = max(
-                abs(found - wanted) / abs(wanted)
+                abs(found - wanted) / max(abs(wanted), 1e-300)
                 for step, pair in first.items()
                 for found, wanted in zip(curves[-1].get(step, (float("inf"),) * 2), pair)
             )
@@ -242,14 +244,14 @@ def train(group: Group, out: Path, line: Any, on_cpu: bool) -> None:
             line(fields | {"ok": good, "seconds": round(time.monotonic() - began, 2)})
 
 
-def run_group(group: Group, out: Path, on_cpu: bool) -> None:
+def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> None:
     """Runs a group in this process, forked for it; its lines go to stdout and to a file."""
     results, log = (os.open(out / f"{group.name}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
                     for end in ("jsonl", "log"))  # fmt: skip
     stdout = os.dup(1)
     for number in (1, 2):
         os.dup2(log, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
 
     def line(fields: dict[str, Any]) -> None:
         plain = {key: str(value) if value == float("inf") else value for key, value in fields.items()}
@@ -264,8 +266,9 @@ def run_group(group: Group, out: Path, on_cpu: bool) -> None:
         if group.trained:
             train(group, out, line, on_cpu)
             return
-        if group.dtype == "float64":
+        if group.dtype == "float64" or cpu_references:
             proof.References = CpuReferences
+        if group.dtype == "float64":
             torch.use_deterministic_algorithms(True, warn_only=True)
         if group.planted:
             plant()
@@ -281,6 +284,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=100.0)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--only", default="")
+    parser.add_argument("--cpu-references", action="store_true", help="low precision too: without a real GPU")
     parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU: the same class on CPU tensors")
     options = parser.parse_args()
     end = time.monotonic() + options.limit_s
@@ -290,17 +294,17 @@ def main() -> int:
     while (waiting or running) and time.monotonic() < end:
         while waiting and len(running) < options.jobs:
             group = waiting.pop(0)
-            pid = os.fork()
+            parent, pid = os.getpid(), os.fork()
             if not pid:
-                os.setsid()
-                run_group(group, options.out, options.on_cpu)
+                die_with_parent(parent)
+                run_group(group, options.out, options.on_cpu, options.cpu_references)
                 os._exit(0)
             running[pid] = group
         pid, _ = os.waitpid(-1, os.WNOHANG)
         running.pop(pid, None)
         time.sleep(0.02)
     for pid in running:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, signal.SIGKILL)  # its ranks end with it
         os.waitpid(pid, 0)
     return report(options.out, chosen, {group.name for group in (*running.values(), *waiting)})
 
