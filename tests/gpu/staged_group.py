@@ -25,6 +25,8 @@ import torch.distributed.distributed_c10d as c10d
 
 DELAY_S = float(os.environ.get("STAGED_DELAY_S", "0.0005"))
 """By which reads and results are late."""
+SYNCHRONOUS = False
+"""Whether results are there when a collective returns: a fault that this cures is a wait that is missing."""
 CLOCK_HZ = 1.7e9
 """Of the GPU, roughly: what a delay on the device is counted in."""
 COLLECTIVES, SINGLES = 0, 1
@@ -214,7 +216,13 @@ class StagedGroup(dist.ProcessGroup):  # type: ignore[misc]
         device = next((item.device for item in (*reads, *writes)), torch.device("cpu"))
         if (device, lane) not in self._lanes:
             self._lanes[device, lane] = Lane(device, self._limit_s, DELAY_S)
-        return self._lanes[device, lane].submit(reads, writes, exchange)
+        work = self._lanes[device, lane].submit(reads, writes, exchange)
+        # A single message may have to be received before it is sent: nothing here may wait for it.
+        if SYNCHRONOUS and not lane:
+            work.wait()
+            if work.done is not None:
+                work.done.synchronize()
+        return work
 
     def _gathered(self, host: torch.Tensor) -> Hosts:
         """Returns what each rank holds of a tensor's shape, (n,) each, in rank order."""
