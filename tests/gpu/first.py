@@ -3,6 +3,7 @@
 Parts of the first group run side by side, since nothing in them is timed; the others run alone, one after the other.
 
     python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600] [--limits throughput=120,...]
+        [--more "throughput --only ours-compiled"]
 """
 
 from __future__ import annotations
@@ -36,8 +37,6 @@ class Part:
     limit_s: float
     alone: bool
     """Whether it is timed, so that nothing may run beside it."""
-    words: tuple[str, ...] = ()
-    """More arguments."""
 
 
 PARTS = (
@@ -88,7 +87,8 @@ def main() -> int:
         if limit_s < 10:
             results.add(part.name, {"end": "skipped: no time left"})
             return
-        if run_part(part, limit_s, options.out, results):
+        more = [word for text in options.more for word in text.split()[1:] if text.split()[0] == part.name]
+        if run_part(part, more, limit_s, options.out, results):
             failed.append(part.name)
 
     together = [threading.Thread(target=run, args=(part,)) for part in wanted if not part.alone]
@@ -113,14 +113,15 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--parts", default="", help="names, separated by commas; all when not given")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for everything together")
     parser.add_argument("--limits", default="", help="other limits of parts: throughput=120,kernels=40")
+    parser.add_argument("--more", action="append", default=[], help="a part and more arguments for it")
     return parser.parse_args()
 
 
-def run_part(part: Part, limit_s: float, out: Path, results: Results) -> bool:
+def run_part(part: Part, more: list[str], limit_s: float, out: Path, results: Results) -> bool:
     """Runs a part to its end or its limit, and returns whether it failed."""
     folder = out / part.name
     folder.mkdir(exist_ok=True)
-    words = ["-m", f"tests.gpu.parts.{part.name}", "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *part.words]
+    words = ["-m", f"tests.gpu.parts.{part.name}", "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *more]
     environment = os.environ | {
         MARK: part.name,
         "TOKENIZERS_PARALLELISM": "false",
