@@ -43,13 +43,15 @@ class HandLoop:
     """Convert the layers' linear modules by torchao, one scale a tensor."""
 
 
-def build(loop: HandLoop, folder: Path) -> LlamaForCausalLM:
-    """Returns the model of a folder in Hugging Face format, on the GPU."""
+def build(loop: HandLoop, folder: Path, layers: int = 0) -> LlamaForCausalLM:
+    """Returns the model of a folder in Hugging Face format, on the GPU; with ``layers`` so many, of weights drawn."""
     config = LlamaConfig.from_pretrained(folder, attn_implementation=loop.attention)
     config.use_cache = False
+    config.num_hidden_layers = layers or config.num_hidden_layers
     with torch.device("cuda"):
         model = LlamaForCausalLM(config)
-    model.load_state_dict(load_file(folder / "model.safetensors", device="cuda"))
+    if not layers:
+        model.load_state_dict(load_file(folder / "model.safetensors", device="cuda"))
     model.to(torch.bfloat16 if loop.style == "bf16" else torch.float32)
     if loop.float8:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -69,7 +71,7 @@ def build(loop: HandLoop, folder: Path) -> LlamaForCausalLM:
     return model.train()
 
 
-def run(loop: HandLoop, folder: Path, rows: Path, steps: int, result: Path, started: float) -> None:
+def run(loop: HandLoop, folder: Path, rows: Path, steps: int, result: Path, started: float, layers: int = 0) -> None:
     """Trains and writes ``step_s, loss, peak_bytes, first_step_s`` as JSON.
 
     Args:
@@ -79,12 +81,13 @@ def run(loop: HandLoop, folder: Path, rows: Path, steps: int, result: Path, star
         steps: optimizer steps.
         result: file for the figures.
         started: Unix time at which the contender began.
+        layers: as `build` takes them.
     """
     torch.cuda.set_device(0)
     if loop.style == "fsdp2":
         store = f"file://{result}.store"
         dist.init_process_group("nccl", init_method=store, rank=0, world_size=1, device_id=torch.device("cuda", 0))
-    model = build(loop, folder)
+    model = build(loop, folder, layers)
     weights = list(model.parameters())
     groups = [
         {"params": [weight for weight in weights if weight.dim() >= 2], "weight_decay": DECAY},

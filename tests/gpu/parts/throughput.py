@@ -21,8 +21,9 @@ import random
 import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,10 @@ from tests.runs import Running  # noqa: E402
 PEAK = 989e12
 """Dense bf16 FLOP/s of an H100 SXM by its data sheet."""
 WARM, TIMED, TRACED = 4, 12, 2
-CASE_LIMIT_S, CASE_LEAST_S = 80.0, 20.0
+CASE_LIMIT_S, CASE_LEAST_S = 80.0, 15.0
 """Seconds after which a contender is ended, and which must be left for it to begin."""
+WARM_LIMIT_S = 45.0
+"""Seconds in which the compiler's cache is filled."""
 ALIKE, ALIKE_STEPS = 5e-3, 4
 """Relative difference of first losses that rounding to bf16 may make."""
 
@@ -194,6 +197,24 @@ class Child(Running):
 
 
 @dataclass
+class Firsts:
+    """Says whether a run of meshwright has recorded the steps that are waited for, and when it recorded the first."""
+
+    run: Path
+    steps: int
+    summary: Path | None
+    """Of the trace behind them; None where none is made."""
+    started: float
+    first_step_s: float = 0.0
+
+    def __call__(self) -> bool:
+        """Looks."""
+        lines = _lines(self.run / "metrics.jsonl")
+        self.first_step_s = self.first_step_s or (time.time() - self.started if lines else 0.0)
+        return len(lines) >= self.steps and (self.summary is None or self.summary.exists())
+
+
+@dataclass
 class Bench:
     """The folders, the shapes and the results of a call."""
 
@@ -296,25 +317,37 @@ class Bench:
         self.results[name] = figures | {"setting": case.setting, "ours": case.hand is None}
         self.say({"case": name, "setting": case.setting, "wall_s": round(time.time() - began, 1), **figures})
 
-    def by_hand(self, name: str, case: Case, limit_s: float) -> dict[str, Any]:
-        """Runs a loop by hand in a process of its own; returns its figures."""
+    def start_by_hand(self, name: str, case: Case, steps: int, layers: int = 0) -> tuple[Child, Callable[[], bool]]:
+        """Starts a loop by hand in a process of its own; returns it and whether its figures are there."""
         loop, result, started = case.hand, self.work / f"{name}.json", time.time()
         assert loop is not None
         rows = self.work / f"rows-{case.documents}.npz"
 
         def work() -> None:
             with _attention_order(case.cudnn):
-                hand_loops.run(loop, self.work / "model", rows, WARM + TIMED, result, started)
+                hand_loops.run(loop, self.work / "model", rows, steps, result, started, layers)
 
-        if not Child(work, self.out / f"{name}.log").until(result.exists, limit_s):
+        return Child(work, self.out / f"{name}.log"), result.exists
+
+    def by_hand(self, name: str, case: Case, limit_s: float) -> dict[str, Any]:
+        """Runs a loop by hand; returns its figures."""
+        child, is_done = self.start_by_hand(name, case, WARM + TIMED)
+        if not child.until(is_done, limit_s):
             raise RuntimeError("it ended, or its time did, before its last step")
-        found = json.loads(result.read_text())
-        return self.figures(self.shapes["1.2b"], found["step_s"], found["loss"], found) | {"loop": repr(loop)}
+        found = json.loads((self.work / f"{name}.json").read_text())
+        return self.figures(self.shapes["1.2b"], found["step_s"], found["loss"], found) | {"loop": repr(case.hand)}
 
-    def by_meshwright(self, name: str, case: Case, limit_s: float) -> dict[str, Any]:
-        """Runs the command in a process of its own, up to the last step that is needed; returns its figures."""
-        shape, run = self.shapes[case.shape], self.out / name
-        words = ["train", *self.data_words(shape, case.documents), *self.model_words(case, shape), *case.words]
+    def start_meshwright(self, name: str, case: Case, steps: int, warms: bool = False) -> tuple[Child, Firsts]:
+        """Starts the command in a process of its own.
+
+        Args:
+            name: of its run directory.
+            case: what it trains.
+            steps: that are waited for; those of a trace come behind them.
+            warms: train one layer, with few words, for the compiler's cache alone.
+        """
+        shape, run = self.shapes[case.shape], (self.work if warms else self.out) / name
+        words = ["train", *self.data_words(shape, case.documents), *self.model_words(case, shape, warms), *case.words]
         settings = {
             "train.batch": shape.rows, "train.steps": 1000, "train.sample-tokens": 0, "optimizer.lr": "3e-4",
             "schedule.shape": "constant", "schedule.warmup": 1, "evaluation.every": 0, "checkpoint.every": 0,
@@ -322,23 +355,51 @@ class Bench:
         }  # fmt: skip
         words += [word for key, value in settings.items() for word in (f"--{key}", str(value))]
         words += ["--train.no-prove", "--monitor.no-report", "--monitor.no-tensorboard"]
-        steps, summary = WARM + TIMED, self.out / f"{name}.trace-summary.json"
+        is_traced, summary = case.traced and not warms, self.out / f"{name}.trace-summary.json"
 
         def work() -> int:
-            if case.traced:
+            if is_traced:
                 trace_steps(steps, TRACED, self.out / f"{name}.trace.json.gz", summary)
             with _attention_order(case.cudnn):
                 return run_command(words)
 
-        started, first = time.time(), 0.0
+        firsts = Firsts(run, steps, summary if is_traced else None, time.time())
+        return Child(work, self.out / f"{name}.log"), firsts
 
-        def is_done() -> bool:
-            nonlocal first
-            lines = _lines(run / "metrics.jsonl")
-            first = first or (time.time() - started if lines else 0.0)
-            return len(lines) >= steps and (summary.exists() or not case.traced)
+    def warm(self, names: Sequence[str], limit_s: float) -> None:
+        """Fills the compiler's cache, with one layer of each kind, all at once: timed runs compile little then."""
+        started, waiting, kinds = time.monotonic(), {}, set()
+        for name in names:
+            case = CASES[name]
+            kind = (case.shape, case.layout, case.words, case.documents, case.hand)
+            if kind in kinds or case.cudnn or not ("compile=true" in case.layout or (case.hand and case.hand.compile)):
+                continue
+            kinds.add(kind)
+            warm_name = f"warm-{name}"
+            if case.hand:
+                waiting[name] = self.start_by_hand(warm_name, case, 1, layers=1)
+            else:
+                waiting[name] = self.start_meshwright(warm_name, case, 1, warms=True)
+        seconds, failed = {}, []
+        while waiting and time.monotonic() - started < limit_s:
+            for name, (child, is_done) in list(waiting.items()):
+                done = is_done()
+                if done or not child.alive():
+                    seconds[name] = round(time.monotonic() - started, 1)
+                    failed += [] if done else [name]
+                    child.until(lambda: True, 0.0)
+                    del waiting[name]
+            time.sleep(0.1)
+        for child, _ in waiting.values():
+            child.until(lambda: True, 0.0)
+        self.say({"case": "warm", "first_step_s": seconds, "unfinished": sorted(waiting), "failed": failed})
 
-        done = Child(work, self.out / f"{name}.log").until(is_done, limit_s)
+    def by_meshwright(self, name: str, case: Case, limit_s: float) -> dict[str, Any]:
+        """Runs the command up to the last step that is needed; returns its figures."""
+        steps, shape, run = WARM + TIMED, self.shapes[case.shape], self.out / name
+        summary = self.out / f"{name}.trace-summary.json"
+        child, firsts = self.start_meshwright(name, case, steps)
+        done = child.until(firsts, limit_s)
         lines = _lines(run / "metrics.jsonl")
         if not done and len(lines) < steps:
             raise RuntimeError(f"{len(lines)} steps were recorded before it ended, or its time did")
@@ -346,7 +407,7 @@ class Bench:
         peak, planned = lines[-1]["memory"]["peak"], sum(plan["memory"].values())
         timed = lines[WARM:]
         parts = {part: statistics.median(line["parts"].get(part, 0.0) for line in timed) for part in timed[0]["parts"]}
-        measured = {"peak_bytes": peak, "first_step_s": first}
+        measured = {"peak_bytes": peak, "first_step_s": firsts.first_step_s}
         figures = self.figures(shape, [line["step_s"] for line in lines], [line["loss"] for line in lines], measured)
         if case.layers:
             figures.pop("mfu", None)
@@ -366,13 +427,15 @@ class Bench:
             self.say({"case": f"{name}-trace", "steps": TRACED, "summary": trace})
         return figures
 
-    def model_words(self, case: Case, shape: Shape) -> list[str]:
+    def model_words(self, case: Case, shape: Shape, warms: bool) -> list[str]:
         """Returns the model as words of ``meshwright train``: the folder of the 1.2B, or a llama with weights drawn."""
         if case.shape == "1.2b":
-            return ["--model", str(self.work / "model"), "--data.tokenizer", str(self.work / "model")]
+            words = ["--model", str(self.work / "model"), "--data.tokenizer", str(self.work / "model")]
+            return [*words, *(("--model.fresh", "--model.layers", "1") if warms else ())]
         sizes = {
-            "layers": case.layers or shape.layers, "width": shape.width, "heads": shape.heads, "ffn": shape.ffn,
-            "kv-heads": shape.kv_heads, "vocab": shape.vocab, "context": shape.sequence,
+            "layers": 1 if warms else case.layers or shape.layers, "width": shape.width, "heads": shape.heads,
+            "ffn": shape.ffn, "kv-heads": shape.kv_heads, "context": shape.sequence,
+            "vocab": self.shapes["1.2b"].vocab if warms else shape.vocab,
         }  # fmt: skip
         return ["--model", "llama", *(word for key, value in sizes.items() for word in (f"--model.{key}", str(value)))]
 
@@ -448,6 +511,8 @@ def _attention_order(cudnn_first: bool) -> Iterator[None]:
     if not cudnn_first:
         yield
         return
+    # Which kernel attention takes is chosen when a layer is compiled, and is no part of the cache's key.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="inductor-cudnn-")
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
@@ -467,6 +532,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="names, separated by commas; all when not given")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--case-limit-s", type=float, default=CASE_LIMIT_S, help="of each contender")
+    parser.add_argument("--no-warm", action="store_true", help="compile in the timed runs alone")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the part itself")
     parser.add_argument("--work", type=Path, default=Path("/tmp/meshwright-throughput"), help="for what isn't kept")
     options = parser.parse_args()
@@ -485,6 +551,8 @@ def main() -> int:
     if not weights.until((work / "model" / "model.safetensors").exists, CASE_LIMIT_S):
         bench.say({"case": "weights", "error": (options.out / "weights.log").read_text()[-1500:]})
         return 1
+    if not options.no_warm:
+        bench.warm(chosen, min(WARM_LIMIT_S, options.limit_s / 3))
     bench.say({"case": "setup", "seconds": round(options.limit_s - (end - time.monotonic()), 1), "order": chosen})
     for name in chosen:
         left = end - time.monotonic()
