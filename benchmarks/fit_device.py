@@ -241,7 +241,8 @@ def report(rows: Sequence[Timed], clusters: dict[str, Cluster], engine: Framewor
             parts = {key: round(1e3 * value, 1) for key, value in candidate.price.parts.items() if value > 5e-4}
             cells.append(f"{cell} {parts}")
         measured = f"{1e3 * item.row['step_time_s']:8.1f} ms {item.row.get('allocated_bytes', 0) / 2**30:6.2f} GiB"
-        print(f"{item.row['case']}: {measured}\n    " + "\n    ".join(cells))
+        own = {key: round(1e3 * value, 1) for key, value in item.row.get("parts", {}).items()}
+        print(f"{item.row['case']}: {measured} {own}\n    " + "\n    ".join(cells))
     for name, cluster in clusters.items():
         for what, (column, _) in READ.items():
             chosen = [item for item in rows if item.row.get(column)]

@@ -167,6 +167,26 @@ def test_an_update_in_host_memory_keeps_the_seconds_of_the_host() -> None:
     assert on_device.price.parts["optimizer"] == pytest.approx(JOB.shape.parameters / 2 / ELEMENTS)
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_launches_on_a_gpu_take_what_its_host_was_measured_to_take(mode: str) -> None:
+    """Tiny products are done before the next launch: the step is the host's, operator by operator."""
+    made = dataclasses.replace(
+        calibration(1, 0),
+        machine={"kind": "cuda", "device": "h100"},
+        host=(("operator_forward", 1e-2), ("operator_backward", 2e-2), ("step", 0.5)),
+    )
+    question = Question(job=JOB, cluster=dataclasses.replace(Cluster.parse("1xh100"), calibration=made))
+    layout = Layout.parse(f"recompute={mode}")
+    work = MEASURE(layout, JOB.rows)
+    assert work is not None
+    forward, backward = (sum(count for count, _ in work.operators(is_backward)) for is_backward in (False, True))
+    repeated = sum(count * len(kind.forward) for count, kind in zip(work.counts, work.layers)) if mode != "none" else 0
+    host_s = 1e-2 * (forward + repeated) + 2e-2 * backward
+    price = correct_price(question, price_candidate(question, layout), MEASURE).price
+    assert price.parts["step"] == 0.5
+    assert price.stages[0].forward_s + price.stages[0].backward_s == pytest.approx(host_s)
+
+
 def test_the_exchange_of_experts_is_part_of_a_pipeline() -> None:
     """A stage's makespan has the all-to-alls of its layers in it: they aren't paid out of the bubble."""
     layout = Layout.parse("pp=2,shard=2,ep=2,zero=1,microbatches=4,precision=bf16")

@@ -17,6 +17,7 @@ from meshwright.errors import ClusterError
 
 RATE = 5e10
 SIZES = (16, 128, 1024)
+TABLES = ("matmul", "attention", "operations")
 MACHINE = {"kind": "cpu", "device": "some processor", "cores": 2, "ranks": 4, "nodes": 1}
 
 
@@ -153,3 +154,14 @@ def test_rows_are_added_by_what_they_measured() -> None:
     )
     both = made().merged(more)
     assert both.covers("send", 2) and both.covers("all_reduce", 4) and both.optimizer_s(1000) == pytest.approx(2e-5)
+
+
+def test_on_a_gpu_one_of_two_16_bit_types_stands_for_the_other() -> None:
+    rows = made(machine=MACHINE | {"kind": "cuda"}).to_json()
+    rows |= {name: [[cell if cell != "float32" else "bf16" for cell in row] for row in rows[name]] for name in TABLES}
+    on_gpu, on_cores = (Calibration.from_json(rows | {"machine": MACHINE | {"kind": kind}}) for kind in ("cuda", "cpu"))
+    assert on_gpu.has_matmul("fp16") and on_gpu.has_attention("half") and on_gpu.has_operation("copy", "fp16")
+    assert on_gpu.matmul_s(128, 128, 128, "fp16") == on_gpu.matmul_s(128, 128, 128, "bf16")
+    assert on_gpu.attention_s(4, 128, 48, "fp16") == on_gpu.attention_s(4, 128, 48, "bf16")
+    assert on_gpu.bandwidth_bytes_per_s(4e5, "fp16") == pytest.approx(4e9)
+    assert not on_gpu.has_matmul("float32") and not on_cores.has_matmul("fp16")
