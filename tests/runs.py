@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
@@ -62,7 +63,10 @@ class Running:
         warm()
         release_threads()
         there, begun = os.pipe()
-        self.pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any thread, and those of pytest-xdist are no harm.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.pid = os.fork()
         if self.pid == 0:
             os.close(there)
             self._run(argv, output, before, begun)

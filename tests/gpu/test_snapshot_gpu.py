@@ -14,12 +14,13 @@ from torch import nn
 from meshwright.checkpoint.snapshot import Segment, find_complete_states, read_snapshots
 from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
+from meshwright.launch.devices import count_gpus
 from meshwright.parallel.weights import named_weights
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU")]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not count_gpus(), reason="no GPU")]
 
 
 def test_an_update_right_after_a_snapshot_is_not_in_it() -> None:

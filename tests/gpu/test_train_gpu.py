@@ -8,17 +8,18 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.runs import call, curve, events, rows, words, write_corpus
+from meshwright.launch.devices import count_gpus
+from tests.runs import Running, call, curve, events, rows, words, write_corpus
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not torch.cuda.device_count(), reason="no GPU"),
+    pytest.mark.skipif(not count_gpus(), reason="no GPU"),
 ]
 STEPS = 12
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 200.0
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +29,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def started(root: Path, layout: str, *more: str) -> Running:
+    """Starts a run on one GPU under a layout."""
+    run = name_of(layout)
+    argv = words(root, run, "--train.steps", str(STEPS), "--checkpoint.every", "6", *more, layout=layout)
+    return Running(argv, root / f"{run}.log", lambda: warnings.simplefilter("ignore"))
+
+
+def name_of(layout: str) -> str:
+    return "run-" + layout.replace("=", "-").replace(",", "-")
+
+
+def finished(root: Path, layout: str, running: Running) -> dict[int, tuple[float, float]]:
+    """Waits for a run, which must end well on the GPU, and returns its curve."""
+    assert running.wait(LIMIT_S) == 0, running.text()
+    running.no_orphans()
+    assert events(root / name_of(layout), "rank_started")[0]["device"] == "cuda:0"
+    return curve(root / name_of(layout))
+
+
 def trained(root: Path, layout: str, *more: str) -> dict[int, tuple[float, float]]:
     """Trains on one GPU under a layout and returns the curve."""
-    run = "run-" + layout.replace("=", "-").replace(",", "-")
-    argv = words(root, run, "--train.steps", str(STEPS), "--checkpoint.every", "6", *more, layout=layout)
-    status, text = call(argv, root / f"{run}.log", before=lambda: warnings.simplefilter("ignore"), limit_s=200)
-    assert status == 0, text
-    assert events(root / run, "rank_started")[0]["device"] == "cuda:0"
-    return curve(root / run)
+    return finished(root, layout, started(root, layout, *more))
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +92,11 @@ def test_half_precision_scales_its_loss_and_skips_alike(root: Path) -> None:
 def test_offload_takes_state_off_the_device(root: Path, plain: dict) -> None:
     sizes = ("--model.width", "256", "--model.layers", "8")
     peaks = {}
-    for kind in ("replicate=1", "offload=optimizer", "offload=parameters"):
-        layout = f"{kind},microbatches=2"
-        trained(root, layout, *sizes)
-        (*_, last) = rows(root / ("run-" + layout.replace("=", "-").replace(",", "-")))
+    kinds = {kind: f"{kind},microbatches=2" for kind in ("replicate=1", "offload=optimizer", "offload=parameters")}
+    runs = {kind: started(root, layout, *sizes) for kind, layout in kinds.items()}
+    for kind, layout in kinds.items():
+        finished(root, layout, runs[kind])
+        (*_, last) = rows(root / name_of(layout))
         peaks[kind] = last["memory"]
     state = peaks["replicate=1"]["parameters"]
     assert peaks["offload=optimizer"]["peak"] < peaks["replicate=1"]["peak"] - 1.5 * state
@@ -88,10 +104,14 @@ def test_offload_takes_state_off_the_device(root: Path, plain: dict) -> None:
 
 
 def test_resume_is_exact_on_the_device(root: Path) -> None:
-    argv = words(root, "parted", "--train.steps", "12", "--schedule.shape", "constant")
-    assert call([*argv, "--train.steps", "6"], root / "parted.log")[0] == 0
-    assert call(argv, root / "parted.log")[0] == 0
-    assert call(words(root, "in-one", "--train.steps", "12", "--schedule.shape", "constant"), root / "log")[0] == 0
+    argv, one = (
+        words(root, run, "--train.steps", "12", "--schedule.shape", "constant") for run in ("parted", "in-one")
+    )
+    in_one = Running(one, root / "in-one.log")
+    for more in (("--train.steps", "6"), ()):
+        status, text = call([*argv, *more], root / "parted.log", limit_s=LIMIT_S)
+        assert status == 0, text
+    assert in_one.wait(LIMIT_S) == 0, in_one.text()
     assert curve(root / "parted") == curve(root / "in-one")
 
 

@@ -29,6 +29,7 @@ class Cases:
     def __init__(self, out: Path, limit_s: float) -> None:
         self.out, self._end = out, time.monotonic() + limit_s
         self.status = 0
+        self._commands: list[Command] = []
 
     @classmethod
     def from_arguments(cls, limit_s: float) -> Cases:
@@ -39,6 +40,24 @@ class Cases:
         arguments = parser.parse_args()
         arguments.out.mkdir(parents=True, exist_ok=True)
         return cls(arguments.out.resolve(), arguments.limit_s)
+
+    def start(self, name: str, words: Sequence[str], program: Sequence[str] = ()) -> Command:
+        """Starts a command, which `finish` ends if nobody waits for it; arguments as `Command`."""
+        self._commands.append(Command(self.out, name, words, program))
+        return self._commands[-1]
+
+    def finish(self) -> int:
+        """Ends what still runs; returns the part's exit status."""
+        left = [command.process for command in self._commands if command.process.poll() is None]
+        for process in left:
+            process.terminate()
+        for process in left:
+            try:
+                process.wait(3)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        return self.status
 
     @property
     def left_s(self) -> float:

@@ -40,11 +40,11 @@ CYCLES = 15 * 1_980_000_000
 def main() -> int:
     """Tells what NCCL does with one rank, in a rank that the launcher starts as a run's."""
     cases = Cases.from_arguments(limit_s=80.0)
-    hang = Command(cases.out, "hang", ("hang", str(HANG_S), str(cases.out)), ("-m", "tests.gpu.parts.nccl"))
+    hang = cases.start("hang", ("hang", str(HANG_S), str(cases.out)), ("-m", "tests.gpu.parts.nccl"))
     statuses = ForkLauncher(1).run(in_rank, cases, timeout_s=max(5.0, cases.left_s))
     cases.status |= statuses[0]
     cases.run("a collective that hangs", lambda: hung(cases, hang))
-    return cases.status
+    return cases.finish()
 
 
 def in_rank(context: RankContext, cases: Cases) -> int:

@@ -75,7 +75,7 @@ def main() -> int:
     """Starts the proofs, compares values in this process meanwhile, and tells what each came to."""
     cases = Cases.from_arguments(limit_s=95.0)
     proofs = {
-        name: Command(cases.out, f"verify-{name.replace(' ', '-')}", ("verify", "--json", *words))
+        name: cases.start(f"verify-{name.replace(' ', '-')}", ("verify", "--json", *words))
         for name, words in VERIFY.items()
     }
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -101,7 +101,7 @@ def main() -> int:
         cases.run(f"steps {text}", lambda text=text: steps(device, text))
     for name, proof in proofs.items():
         cases.run(f"verify {name}", lambda proof=proof: proved(cases, proof))
-    return cases.status
+    return cases.finish()
 
 
 def proved(cases: Cases, proof: Command) -> Result:

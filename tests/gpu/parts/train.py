@@ -33,32 +33,32 @@ def main() -> int:
     out = cases.out
     write_corpus(out / "corpus.txt")
     recipe = ("train", "recipes/first.toml", "--data.cache", str(out / "prepared"))
-    first = Command(out, "first", (*recipe, *FEWER, "--run", str(out / "first"), "--monitor.port", "0", "--json"))
-    doctor = Command(out, "doctor", ("doctor", "recipes/first.toml", "--run", str(out / "first"), "--json"))
+    first = cases.start("first", (*recipe, *FEWER, "--run", str(out / "first"), "--monitor.port", "0", "--json"))
+    doctor = cases.start("doctor", ("doctor", "recipes/first.toml", "--run", str(out / "first"), "--json"))
     used = {
-        name: Command(out, f"after-{name}", words(out, f"after-{name}"), ("-c", BEFORE.format(act)))
+        name: cases.start(f"after-{name}", words(out, f"after-{name}"), ("-c", BEFORE.format(act)))
         for name, (act, _) in USED.items()
     }
     cases.run("live page", lambda: page(cases, first))
-    parted = Command(out, "parted", (*recipe, *LONGER, "--run", str(out / "parted")))
+    parted = cases.start("parted", (*recipe, *LONGER, "--run", str(out / "parted")))
     cases.run("first train", lambda: trained(cases, first))
     after = {
         "generate": ("generate", str(out / "first"), "--prompt", "def ", "--max-tokens", "40", "--json"),
         "export": ("export", str(out / "first"), "--to", str(out / "exported"), "--json"),
         "status": ("status", str(out / "first"), "--json"),
     }
-    begun = {name: Command(out, name, argv) for name, argv in after.items()}
+    begun = {name: cases.start(name, argv) for name, argv in after.items()}
     cases.run("ctrl-c", lambda: interrupted(cases, parted))
-    again = Command(out, "again", (*recipe, *LONGER, "--run", str(out / "parted")))
+    again = cases.start("again", (*recipe, *LONGER, "--run", str(out / "parted")))
     for name, command in used.items():
         cases.run(f"train after {name}", lambda command=command, name=name: refused(cases, command, USED[name][1]))
     cases.run("doctor", lambda: examined(cases, doctor))
     for name, command in begun.items():
         cases.run(name, lambda command=command: command.wait(cases.left_s) | {"printed": command.out()[-400:]})
-    exported = Command(out, "generate-exported", ("generate", str(out / "exported"), "--prompt", "def ", "--json"))
+    exported = cases.start("generate-exported", ("generate", str(out / "exported"), "--prompt", "def ", "--json"))
     cases.run("resume", lambda: resumed(cases, again))
     cases.run("generate from export", lambda: exported.wait(cases.left_s) | {"printed": exported.out()[-300:]})
-    return cases.status
+    return cases.finish()
 
 
 def page(cases: Cases, command: Command) -> Result:
