@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import sys
 import time
 import traceback
@@ -721,4 +722,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # Without waiting for the compiler's workers.
+    os._exit(status)
