@@ -89,16 +89,22 @@ def draw(*shapes: Sequence[int], dtype: torch.dtype, device: torch.device, seed:
     return [torch.randn(*shape, generator=generator, device=device).to(dtype) for shape in shapes]
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Returns the largest distance of a row (last dim) from what it should be, by the row's length or the mean one."""
+def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-300) -> float:
+    """Returns the largest distance of a row (last dim) from what it should be, by the row's length or the mean one.
+
+    Args:
+        found: (..., E).
+        expected: (..., E).
+        least: length by which a distance is told at least, where all of ``expected`` may be zero.
+    """
     found, expected = (x.detach().double().reshape(-1, x.shape[-1] if x.dim() else 1) for x in (found, expected))
     lengths = expected.norm(dim=1)
-    return float(((found - expected).norm(dim=1) / lengths.clamp(min=float(lengths.mean()) + 1e-300)).max())
+    return float(((found - expected).norm(dim=1) / lengths.clamp(min=max(least, float(lengths.mean())))).max())
 
 
-def by_token(found: torch.Tensor, expected: torch.Tensor) -> float:
+def by_token(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-300) -> float:
     """Returns `relative` of tokens (B, heads, S, E), all heads of a token together."""
-    return relative(*(x.transpose(1, 2).flatten(2) for x in (found, expected)))
+    return relative(*(x.transpose(1, 2).flatten(2) for x in (found, expected)), least)
 
 
 def visible(documents: Sequence[Sequence[int]], window: int, device: torch.device) -> torch.Tensor:

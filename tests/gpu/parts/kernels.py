@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import os
 import sys
 import time
 import traceback
@@ -103,7 +104,9 @@ def varlen_values(bench: Bench) -> None:
         found = document_attention(*leaves, pack_mask(bounds, window)).transpose(1, 2)
         found = [found, *torch.autograd.grad(found, leaves, inputs[3])]
         expected = witness.attention(*inputs, witness.visible(documents, window, bench.device), scale)
-        errors = [by_token(*pair) for pair in zip(found, expected)]
+        # A query that sees one key alone has no gradient, but for rounding: by half of a token's upstream gradient.
+        least = 0.5 * math.sqrt(heads * value_size)
+        errors = [by_token(*pair, least if window == 1 else 1e-300) for pair in zip(found, expected)]
         shape = f"{name} B={rows} S={tokens} H={heads} K={key_heads} E={size},{value_size} window={window}"
         bench.line(f"varlen {name}", max(errors), BOUNDS[dtype], dtype=dtype, shape=shape, errors=errors)
 
@@ -564,8 +567,9 @@ def float8(bench: Bench) -> None:
             return functional.linear
         return Float8Product(linear, name, emulate=bench.device.type == "cpu")
 
-    # e4m3 has 3 bits behind the point: a number is off by 2^-4 at most, by a third of that in the mean square.
-    recipes = (("bf16", 0.01), ("tensorwise", 0.08), ("rowwise", 0.08))
+    # e4m3, 3 bits behind the point, is off by 2.6 % in the mean square, and e5m2, which tensorwise takes for gradients,
+    # by 5.2 %; a sum over rounded pairs by the root of their squares: 3.7 % and 5.8 %. Bounds are 1.6 times that.
+    recipes = (("bf16", 0.01), ("tensorwise", 0.095), ("rowwise", 0.06))
     # The simulated GPU has no kernel that is compiled at run time, which a scale for each row needs.
     for name, bound in recipes if bench.has_values else recipes[:2]:
         product = product_of(name)
@@ -682,8 +686,8 @@ CASES: dict[str, tuple[Callable[[Bench], None], float]] = {
     "loss_speed": (loss_speed, 3),
     "optimizer_speed": (optimizer_speed, 4),
     "mixture": (mixture, 5),
+    "float8": (float8, 6),
     "compiled_layer": (compiled_layer, 15),
-    "float8": (float8, 8),
 }
 """Function of each group of cases, and the seconds that it needs."""
 
@@ -720,4 +724,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stdout.flush()
+    # Without waiting for the compiler's workers.
+    os._exit(status)
