@@ -11,4 +11,6 @@ fi
 if [ -d /tmp/meshwright-site ]; then PYTHONPATH=/tmp/meshwright-site; fi
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
+# Read when torch is imported, which parts do before meshwright could set it.
+export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF:-expandable_segments:True}
 exec "$PYTHON" -m tests.gpu.first "$@"
