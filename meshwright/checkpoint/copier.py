@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Mapping, Sequence
 
@@ -106,6 +107,10 @@ class Copier:
             # Registered pages let the device write by DMA; registering is slow, so once a segment.
             error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
             self._registered[id(memory)] = int(error) == 0
+            if int(error):
+                # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
+                with contextlib.suppress(RuntimeError):
+                    torch.ones((), device="cuda")
         return self._registered[id(memory)]
 
 

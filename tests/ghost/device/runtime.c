@@ -100,8 +100,14 @@ cudaError_t cudaSetDevice(int device) {
 }
 cudaError_t cudaDriverGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
 cudaError_t cudaRuntimeGetVersion(int *version) { *version = CUDART_VERSION; return cudaSuccess; }
-cudaError_t cudaGetLastError(void) { return cudaSuccess; }
-cudaError_t cudaPeekAtLastError(void) { return cudaSuccess; }
+/* A failed call leaves its error behind, which the next one to ask takes: torch asks after each launch. */
+static __thread cudaError_t last_error;
+cudaError_t cudaGetLastError(void) {
+    cudaError_t error = last_error;
+    last_error = cudaSuccess;
+    return error;
+}
+cudaError_t cudaPeekAtLastError(void) { return last_error; }
 const char *cudaGetErrorString(cudaError_t error) { return "error of the simulated GPU"; }
 const char *cudaGetErrorName(cudaError_t error) { return "ghostError"; }
 
@@ -188,7 +194,9 @@ cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream) {
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) { return cudaFree(pointer); }
 cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFreeHost(void *pointer) { return cudaFree(pointer); }
-cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) { return cudaSuccess; }
+cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
+    return last_error = getenv("GHOST_REGISTERS_NOTHING") ? cudaErrorNotSupported : cudaSuccess;
+}
 cudaError_t cudaHostUnregister(void *pointer) { return cudaSuccess; }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     memset(attributes, 0, sizeof *attributes);
