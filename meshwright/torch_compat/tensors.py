@@ -45,6 +45,7 @@ __all__ = [
     "TorchKwargs",
     "TreeSpec",
     "after_backward",
+    "backward_keeps_graph",
     "collective_dump",
     "dispatch_mode",
     "foreach_copy_",
@@ -114,6 +115,10 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch._C:_current_graph_task_id", "whether a forward runs inside of backward, as a recomputed one does"
+    ),
+    PrivateName(
+        "torch._C._autograd:_get_current_graph_task_keep_graph",
+        "whether a saved tensor may be written over, since no other backward reads it",
     ),
     PrivateName(
         "torch.autograd.graph:_engine_run_backward", "timing a backward: autograd.grad imports sympy for seconds"
@@ -190,6 +195,7 @@ foreach_mul_: TorchFunction = torch._foreach_mul_
 foreach_copy_: TorchFunction = torch._foreach_copy_
 fused_adamw_: TorchFunction = torch._fused_adamw_
 run_backward: TorchFunction = _engine_run_backward
+backward_keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

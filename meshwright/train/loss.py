@@ -12,6 +12,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.vocab_shard import VocabShard
+from meshwright.torch_compat.tensors import backward_keeps_graph
 
 Scale: TypeAlias = float | torch.Tensor
 """A factor on a loss; a tensor is a scalar on the loss's device."""
@@ -53,11 +54,11 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def scaled_gradient(gradient: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Returns ``gradient``, of any shape, times ``factor``, (), in the memory of ``gradient``."""
+    """Returns ``gradient``, of any shape, times ``factor``, (); in its memory unless the graph is kept for another."""
     # The incoming gradient is usually 1; testing that on a GPU would synchronise.
     if factor.device.type == "cpu" and factor.item() == 1.0:
         return gradient
-    return gradient.mul_(factor)
+    return gradient * factor.to(gradient.dtype) if backward_keeps_graph() else gradient.mul_(factor)
 
 
 def sums_of_logits(
