@@ -129,6 +129,9 @@ def run_part(part: Part, more: list[str], limit_s: float, out: Path, results: Re
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    if not part.alone and part.name != "train":
+        # Side by side each would start a thread a core.
+        environment["OMP_NUM_THREADS"] = "2"
     began = time.monotonic()
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(

@@ -22,8 +22,8 @@ def main() -> int:
     parser.add_argument("--processes", default="6")
     options = parser.parse_args()
     report = options.out / "junit.xml"
-    words = [sys.executable, "-m", "pytest", "tests/gpu", "-n", options.processes, "-p", "no:cacheprovider"]
-    words += [f"--junitxml={report}", "-v", "--tb=short"]
+    words = [sys.executable, "-m", "pytest", "tests/gpu", "-vv", "-n", options.processes, "-p", "no:cacheprovider"]
+    words += [f"--junitxml={report}", "--tb=short"]
     with (options.out / "pytest.txt").open("w") as log:
         process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert process.stdout is not None
