@@ -13,6 +13,8 @@ _OMP_PAUSE_HARD = 2
 """Source: OpenMP 5.0, omp_pause_resource_t."""
 _PR_SET_PDEATHSIG = 1
 """Source: linux/prctl.h."""
+_CUDA_NOT_INITIALIZED = 3
+"""Source: cuda.h, CUresult."""
 _ENGINE_THREAD = "pt_autograd"
 """Prefix of the names of the autograd engine's device threads. Source: torch/csrc/autograd/engine.cpp."""
 
@@ -23,9 +25,8 @@ def fork_obstacle() -> str | None:
     # Only if torch is imported: this check must not import it.
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
         return "CUDA is initialised in this process, and a forked rank can't use it again"
-    # The driver's state can't be used after a fork, even without torch.
-    if _holds_device("/dev/nvidia-uvm"):
-        return "this process has the GPU driver open, and a forked rank can't use it again"
+    if _uses_cuda_driver():
+        return "this process has used the GPU driver, and a forked rank can't use it again"
     if _has_engine_threads():
         return (
             "torch's autograd engine has run in this process and started a thread for each GPU, which a forked rank "
@@ -98,17 +99,17 @@ def _thread_names() -> list[str]:
     return names
 
 
-def _holds_device(device: str) -> bool:
-    folder = Path("/proc/self/fd")
-    numbers = os.listdir(folder) if folder.is_dir() else []
-    return any(_target(folder / number) == device for number in numbers)
+def _uses_cuda_driver() -> bool:
+    """Whether anything has initialised CUDA's driver here, with torch or without.
 
-
-def _target(link: Path) -> str:
-    try:
-        return os.readlink(link)
-    except OSError:
-        return ""
+    An open /dev/nvidia-uvm says less: NVML, by which torch counts GPUs, opens it too, and leaves CUDA to a forked rank.
+    """
+    for path in _loaded_libraries("libcuda.so"):
+        # Already mapped: this returns the loaded instance. Asking for the count initialises nothing.
+        driver, count = ctypes.CDLL(path), ctypes.c_int()
+        if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED:
+            return True
+    return False
 
 
 if __name__ == "__main__":

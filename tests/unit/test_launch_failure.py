@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -99,9 +100,12 @@ def test_a_thread_stands_in_the_way_of_a_fork():
     assert forking.fork_obstacle() is None
 
 
-def test_an_open_gpu_driver_stands_in_the_way_of_a_fork(monkeypatch):
-    monkeypatch.setattr(forking, "_target", lambda link: "/dev/nvidia-uvm")
-    assert "GPU driver" in (forking.fork_obstacle() or "")
+@pytest.mark.parametrize(("status", "stands"), [(0, True), (100, True), (3, False)])
+def test_an_initialised_gpu_driver_stands_in_the_way_of_a_fork(monkeypatch, status, stands):
+    # 0: initialised; 100: initialised, without a GPU; 3: not initialised. Source: cuda.h, CUresult.
+    monkeypatch.setattr(forking, "_loaded_libraries", lambda name: {"/lib/libcuda.so.1"})
+    monkeypatch.setattr(forking.ctypes, "CDLL", lambda path: SimpleNamespace(cuDeviceGetCount=lambda count: status))
+    assert ("GPU driver" in (forking.fork_obstacle() or "")) is stands
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])

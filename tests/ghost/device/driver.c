@@ -10,9 +10,10 @@ static int devices(void) {
     return gpus ? atoi(gpus) : 2;
 }
 
-int cuInit(unsigned flags) { return 0; }
+static int initialised;
+int cuInit(unsigned flags) { initialised = 1; return 0; }
 int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
-int cuDeviceGetCount(int *count) { *count = devices(); return 0; }
+int cuDeviceGetCount(int *count) { *count = devices(); return initialised ? 0 : 3; }
 int cuDeviceGet(int *device, int index) { *device = index; return 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) { return cudaDeviceGetAttribute(value, attribute, device); }
 int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) { *flags = 0; *active = 1; return 0; }

@@ -20,8 +20,8 @@ LONGER = ("--train.steps", "800", "--schedule.warmup", "10", "--evaluation.every
 USED = {
     "cuda": ("torch.ones(2, device='cuda').sum().item()", "CUDA is initialised in this process"),
     "autograd": ("torch.ones(2, requires_grad=True).sum().backward()", "autograd engine has run in this process"),
-    "is_available": ("torch.cuda.is_available()", "this process has the GPU driver open"),
-    "transformers": ("import transformers.models.llama.modeling_llama", "this process has the GPU driver open"),
+    "is_available": ("torch.cuda.is_available()", "this process has used the GPU driver"),
+    "transformers": ("import transformers.models.llama.modeling_llama", "this process has used the GPU driver"),
 }
 """What a process did before it starts a run, and what it is told."""
 BEFORE = "import sys, torch; {}; from meshwright.cli.main import main; sys.exit(main(sys.argv[1:]))"
