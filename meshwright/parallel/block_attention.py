@@ -1,7 +1,8 @@
 """Attention of some queries with a block of keys, with the log-sum-exp by which such blocks are merged.
 
 Queries and keys lie in segments, one after the other, as for `torch.nn.attention.varlen`; a segment's queries see its
-keys alone. On a GPU torch's FlashAttention computes all segments at once, elsewhere its CPU kernel a segment at a time.
+keys alone. On a GPU torch's FlashAttention computes all segments at once, or cuDNN's kernel where they are of one size
+and no window cuts them; elsewhere the CPU's kernel computes a segment at a time.
 Source: Dao, FlashAttention-2 (2023); Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
 """
 
@@ -20,8 +21,11 @@ from meshwright.torch_compat.block_kernels import (
     Window,
     cpu_backward,
     cpu_forward,
+    cudnn_backward,
+    cudnn_forward,
     flash_backward,
     flash_forward,
+    takes_cudnn,
 )
 
 MASKED_QUERIES = 512
@@ -62,6 +66,9 @@ def attend(
     """
     size = value.shape[-1]
     query, key, value = _pad_heads(query, key, value)
+    if (whole := _cudnn_piece(query, key, value, segments)) is not None:
+        output, log_sums = cudnn_forward(whole.queries(query), whole.keys(key), whole.keys(value), whole.causal, scale)
+        return _flatten(output)[..., :size], _flatten(log_sums)
     if query.device.type == "cuda":
         starts, longest = _bounds(segments, query.device)
         output, log_sums = flash_forward(query, key, value, starts, longest, segments.window, scale)
@@ -104,7 +111,13 @@ def attend_backward(
     """
     sizes = query.shape[-1], key.shape[-1], value.shape[-1]
     query, key, value, upstream, output = _pad_heads(query, key, value, upstream, output)
-    if query.device.type == "cuda":
+    if (whole := _cudnn_piece(query, key, value, segments)) is not None:
+        block_grads = cudnn_backward(
+            whole.queries(upstream.contiguous()), whole.queries(query), whole.keys(key), whole.keys(value),
+            whole.queries(output.contiguous()), whole.queries(log_sums.unsqueeze(-1)).squeeze(-1), whole.causal, scale,
+        )  # fmt: skip
+        grads = tuple(_flatten(grad) for grad in block_grads)
+    elif query.device.type == "cuda":
         starts, longest = _bounds(segments, query.device)
         flat_sums = log_sums.transpose(0, 1).contiguous()
         grads = flash_backward(upstream, query, key, value, output, flat_sums, starts, longest, segments.window, scale)
@@ -148,6 +161,25 @@ def _pad_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if tensors[0].device.type == "cuda":
         size = -(-size // KERNEL_MULTIPLE) * KERNEL_MULTIPLE
     return tuple(x if x.shape[-1] == size else functional.pad(x, (0, size - x.shape[-1])) for x in tensors)
+
+
+def _flatten(x: torch.Tensor) -> torch.Tensor:
+    """Returns ``x`` (B, H, L, ...) as (B L, H, ...)."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _cudnn_piece(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: Segments) -> _Piece | None:
+    """Returns all segments as the one piece that cuDNN's kernel takes; None where it doesn't take them."""
+    left, right = segments.window
+    sizes = set(zip(segments.query_lengths, segments.key_lengths))
+    if query.device.type != "cuda" or left >= 0 or right > 0 or len(sizes) > 1:
+        return None
+    ((queries, keys),) = sizes
+    if right == 0 and queries != keys:
+        return None
+    (piece,) = _pieces(segments, query)
+    is_taken = takes_cudnn(piece.queries(query), piece.keys(key), piece.keys(value), piece.causal)
+    return piece if is_taken else None
 
 
 def _bounds(segments: Segments, device: torch.device) -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[int, int]]:
