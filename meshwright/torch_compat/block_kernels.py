@@ -21,6 +21,8 @@ PRIVATE_NAMES = tuple(
 
 Window = tuple[int, int]
 """Tokens to the left and right of its own that a query sees, aligned at the last ones; -1 for all."""
+CUDNN_VERSION = 91500
+"""From which on torch, too, takes cuDNN's attention before FlashAttention. Source: torch 2.11, sdp_utils.cpp."""
 _FORWARD: TorchFunction = torch.ops.aten._flash_attention_forward
 _BACKWARD: TorchFunction = torch.ops.aten._flash_attention_backward
 _CUDNN_FORWARD: TorchFunction = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -107,7 +109,8 @@ def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
         value: (B, K, M, E).
         causal: whether query i sees keys up to i.
     """
-    if torch.cuda.get_device_capability(query.device) < (9, 0):
+    version = torch.backends.cudnn.version() or 0
+    if version < CUDNN_VERSION or torch.cuda.get_device_capability(query.device) < (9, 0):
         return False
     # Whatever the local call sees of gradients: both passes must have the kernel.
     operands = [x.detach().requires_grad_() for x in (query, key, value)]
