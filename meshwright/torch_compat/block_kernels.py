@@ -6,23 +6,25 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from meshwright.torch_compat import PrivateName
 from meshwright.torch_compat.tensors import TorchFunction
 
-PRIVATE_NAMES = tuple(
-    PrivateName(f"torch:ops.aten.{name}", "attention of a block of keys with its log-sum-exp; nothing public has both")
-    for name in (
-        *("_flash_attention_forward", "_flash_attention_backward"),
-        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
-        *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
-    )
+PRIVATE_NAMES = (
+    PrivateName("torch:_fused_sdp_choice", "which kernel torch's own attention would take"),
+    *(
+        PrivateName(f"torch:ops.aten.{name}", "attention of some keys with its log-sum-exp; nothing public has both")
+        for name in (
+            *("_flash_attention_forward", "_flash_attention_backward"),
+            *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward"),
+            *("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward"),
+        )
+    ),
 )
 
 Window = tuple[int, int]
 """Tokens to the left and right of its own that a query sees, aligned at the last ones; -1 for all."""
-CUDNN_VERSION = 91500
-"""From which on torch, too, takes cuDNN's attention before FlashAttention. Source: torch 2.11, sdp_utils.cpp."""
 _FORWARD: TorchFunction = torch.ops.aten._flash_attention_forward
 _BACKWARD: TorchFunction = torch.ops.aten._flash_attention_backward
 _CUDNN_FORWARD: TorchFunction = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -98,7 +100,7 @@ def flash_backward(
 
 
 def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> bool:
-    """Returns whether cuDNN's attention takes these and is the faster kernel: on Hopper and later.
+    """Returns whether torch itself would take cuDNN's attention for these, as it does on Hopper and later.
 
     On one H100, (4, 32, 8192, 128) with 8 key heads in bf16, causal, forward and backward: 15.3 ms where
     FlashAttention-2 takes 25.0 (`tests/gpu/parts/kernels.py`).
@@ -109,13 +111,10 @@ def takes_cudnn(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cau
         value: (B, K, M, E).
         causal: whether query i sees keys up to i.
     """
-    version = torch.backends.cudnn.version() or 0
-    if version < CUDNN_VERSION or torch.cuda.get_device_capability(query.device) < (9, 0):
-        return False
-    # Whatever the local call sees of gradients: both passes must have the kernel.
+    # Whatever the call sees of gradients: the kernel must have both passes.
     operands = [x.detach().requires_grad_() for x in (query, key, value)]
-    parameters = torch.backends.cuda.SDPAParams(*operands, None, 0.0, causal, query.shape[1] != key.shape[1])
-    return torch.backends.cuda.can_use_cudnn_attention(parameters)
+    choice = torch._fused_sdp_choice(*operands, None, 0.0, causal, enable_gqa=query.shape[1] != key.shape[1])
+    return bool(choice == SDPBackend.CUDNN_ATTENTION.value)
 
 
 def cudnn_forward(
