@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -332,9 +333,9 @@ def loss_speed(bench: Bench) -> None:
         x.requires_grad_() for x in draw((tokens, width), (vocab, width), dtype=BF16, device=bench.device)
     )
     targets = torch.randint(0, vocab, (tokens,), device=bench.device)
-    size = LossChunk().size(tokens, vocab, bench.device.type == "cpu")
+    sizes = (20,) if bench.small else (1024, 2048, 4096)
 
-    def ours() -> torch.Tensor:
+    def ours(size: int) -> torch.Tensor:
         return head_cross_entropy_sums(HeadInput(hidden, weight, None), targets, 1 / tokens, size, LogitMap())[0]
 
     def whole() -> torch.Tensor:
@@ -343,7 +344,8 @@ def loss_speed(bench: Bench) -> None:
     def naive() -> torch.Tensor:
         return functional.cross_entropy((hidden @ weight.T).float(), targets)
 
-    runs: dict[str, Callable[[], torch.Tensor]] = {"naive": naive, "whole logits": whole, f"chunks of {size}": ours}
+    runs: dict[str, Callable[[], torch.Tensor]] = {"naive": naive, "whole logits": whole}
+    runs |= {f"chunks of {size}": partial(ours, size) for size in sizes}
     if hasattr(functional, "linear_cross_entropy"):
         runs["torch's"] = lambda: functional.linear_cross_entropy(hidden, weight, targets)
     shape, reference = f"N={tokens} D={width} V={vocab}", None
