@@ -1,7 +1,7 @@
 # ruff: noqa: B023  each function inside of a loop is called before the loop goes on
 """Every computation that takes another path on a GPU than on the CPU: its values against float64, and its time.
 
-    python -m tests.gpu.parts.kernels --out FOLDER [--limit-s 70] [--small] [--no-values] [--only dropout]
+    python -m tests.gpu.parts.kernels --out FOLDER [--limit-s 70] [--small] [--no-values] [--only codec,loss]
 
 A line a case; ``error`` is the largest distance of a token (or a row) from `kernel_witness`'s formulas, by its length.
 """
@@ -554,7 +554,7 @@ def float8(bench: Bench) -> None:
     if not has_torchao():
         bench.line("fp8", skipped="torchao isn't installed")
         return
-    tokens, width, outputs = (32, 64, 96) if bench.small else (4096, 4096, 14336)
+    tokens, width, outputs = (32, 64, 96) if bench.small else (16384, 4096, 14336)
     linear = nn.Linear(width, outputs, bias=False, device=bench.device, dtype=BF16)
     (x, upstream) = draw((tokens, width), (tokens, outputs), dtype=BF16, device=bench.device)
     x.requires_grad_()
@@ -571,12 +571,13 @@ def float8(bench: Bench) -> None:
 
     # e4m3, 3 bits behind the point, is off by 2.6 % in the mean square, and e5m2, which tensorwise takes for gradients,
     # by 5.2 %; a sum over rounded pairs by the root of their squares: 3.7 % and 5.8 %. Bounds are 1.6 times that.
-    recipes = (("bf16", 0.01), ("tensorwise", 0.095), ("rowwise", 0.06))
+    recipes = (("bf16", 0.01), ("rowwise", 0.06), ("tensorwise", 0.095))
     # The simulated GPU has no kernel that is compiled at run time, which a scale for each row needs.
-    for name, bound in recipes if bench.has_values else recipes[:2]:
+    for name, bound in recipes if bench.has_values else recipes[::2]:
         product = product_of(name)
-        for compiled in (False, True) if name != "bf16" and not bench.small else (False,):
-            if compiled and time.monotonic() > bench.deadline - 12:
+        # Uncompiled, roundings take three times as long as a product in bf16 (seen on an H100 at 4096 tokens).
+        for compiled in (name != "bf16",) if not bench.small else (False,):
+            if compiled and time.monotonic() > bench.deadline - (12 if name == "rowwise" else 30):
                 bench.line(f"fp8 {name} compiled", skipped="no time left")
                 continue
             run = torch.compile(product) if compiled else product
@@ -689,7 +690,7 @@ CASES: dict[str, tuple[Callable[[Bench], None], float]] = {
     "optimizer_speed": (optimizer_speed, 4),
     "mixture": (mixture, 5),
     "float8": (float8, 6),
-    "compiled_layer": (compiled_layer, 15),
+    "compiled_layer": (compiled_layer, 12),
 }
 """Function of each group of cases, and the seconds that it needs."""
 
@@ -697,7 +698,7 @@ CASES: dict[str, tuple[Callable[[Bench], None], float]] = {
 def chosen_cases(bench: Bench, only: str) -> Iterator[tuple[str, Callable[[Bench], None]]]:
     """Yields the cases that still fit before the deadline."""
     for name, (run, seconds) in CASES.items():
-        if only not in name:
+        if not any(word in name for word in only.split(",")):
             continue
         if not bench.small and time.monotonic() + seconds > bench.deadline:
             bench.line(name, skipped=f"needs {seconds} s, {bench.deadline - time.monotonic():.0f} s are left")
