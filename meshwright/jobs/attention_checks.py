@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+from meshwright.data.config import DataConfig
+from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
+from meshwright.jobs.model_reading import ReadModel
+from meshwright.jobs.progress import Say
 from meshwright.launch.devices import Devices, least_compute_capability
 from meshwright.models.analysis.document_masks import varlen_refusal
 from meshwright.models.attention import VARLEN
 from meshwright.models.build import BuiltModel
+from meshwright.models.sizes import WINDOWS
+from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis
 
 _GATHER, _RING = "gather", "ring"
@@ -43,6 +51,49 @@ def check_attention(built: BuiltModel, precision: str, analysis: ModelAnalysis, 
     refusal = refusal or varlen_refusal(built)
     if refusal:
         raise ConfigError(f"model.attention = varlen: {refusal}; set model.attention = auto")
+
+
+def choose_attention(
+    model: ReadModel,
+    plan: Plan,
+    analysis: ModelAnalysis,
+    data: DataConfig,
+    token_set: TokenSet,
+    devices: Devices,
+    say: Say | None,
+) -> ReadModel:
+    """Returns a checked model whose ``model.attention = auto`` is ``varlen`` where that replaces a mask on GPUs.
+
+    A mask (B, 1, S, S) makes attention several times as long there. Layouts with ``attention=gather`` cut one all the
+    same (`make_model_source`).
+
+    Args:
+        model: on meta.
+        plan: the run's.
+        analysis: of the model for the plan's layout.
+        data: whether documents of a row see themselves alone, and its length.
+        token_set: the prepared text.
+        devices: of this node.
+        say: takes the line that says why a mask remains; None for none.
+
+    Raises:
+        ConfigError: as `check_attention`.
+    """
+    built, precision = model.built, plan.layout.compute_precision
+    check_attention(built, precision, analysis, devices)
+    if built.config.attention != "auto" or built.hf_config is None or devices.kind != "cuda":
+        return model
+    fields = built.hf_config.get_text_config(decoder=True).to_dict()
+    windows = (fields.get(name) for name in WINDOWS)
+    has_windows = any(isinstance(window, int) and 0 < window < data.sequence for window in windows)
+    if not has_windows and not (data.mask_documents and len(token_set.train.ends) > 1):
+        return model
+    if refusal := _kernel_refusal(built, precision) or varlen_refusal(built):
+        if say is not None:
+            say(f"attention reads a mask (B, 1, S, S), since {refusal}")
+        return model
+    config = dataclasses.replace(built.config, attention=VARLEN)
+    return dataclasses.replace(model, built=dataclasses.replace(built, config=config))
 
 
 def attention_header_row(built: BuiltModel, analysis: ModelAnalysis, kind: str) -> dict[str, str]:

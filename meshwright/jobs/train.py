@@ -13,7 +13,7 @@ from meshwright.checkpoint.mirror import check_mirror
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
-from meshwright.jobs.attention_checks import attention_header_row, check_attention
+from meshwright.jobs.attention_checks import attention_header_row, choose_attention
 from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.float8_checks import check_float8, float8_header_row
 from meshwright.jobs.health import DrainPolicy, sampling_health
@@ -196,7 +196,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)
     offers = make_plans(config.joining(planned_outer(run_dir)), model, machines, max(1, trial_count), say)
-    check_attention(model.built, offers[0][0].layout.compute_precision, offers[0][1], machines.devices)
+    model = choose_attention(model, *offers[0], config.data, token_set, machines.devices, say if leads else None)
     check_float8(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0], machines.devices, token_set)
     watched = config.recovery.enabled and context is None

@@ -53,6 +53,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
         "code": code_hash(job.model.module),
         "sequence": config.data.sequence,
         "documents": documents,
+        "attention": job.model.config.attention,
         "forks": forks,
     }
     if layout.islands > 1:

@@ -40,8 +40,9 @@ class ModelConfig(Config):
     dropout: float = 0.0
     """Probability for every dropout of the family."""
     attention: Literal["auto", "varlen", "sdpa", "eager", "flex_attention", "flash_attention_2"] = "auto"
-    """Attention kernel of a transformers model; auto is sdpa where the family has it, else eager. varlen attends by
-    documents and windows without a mask, by torch's kernel for variable lengths on GPUs in bf16 or fp16."""
+    """Attention kernel of a transformers model; auto is sdpa where the family has it, else eager, and on GPUs varlen
+    where rows would need a mask and it can be. varlen attends by documents and windows without a mask, by torch's
+    kernel for variable lengths on GPUs in bf16 or fp16."""
     overrides: dict[str, str | int | float | bool] = field(default_factory=dict)
     """Any attribute of the family's transformers config; a string that parses as a TOML value is one."""
     sharding: dict[str, str] = field(default_factory=dict)

@@ -140,7 +140,9 @@ class BlockCodec:
 
     def _scaled(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
-        scale = _cast(blocks.abs().amax(dim=1, keepdim=True) / self._format.largest, torch.float32)
+        # A tensor of it: by a plain number CUDA multiplies with its reciprocal, which gives other bits than division.
+        largest = blocks.new_full((1, 1), self._format.largest)
+        scale = _cast(blocks.abs().amax(dim=1, keepdim=True) / largest, torch.float32)
         scale = torch.where(torch.isfinite(scale), scale, torch.nan)
         # A scale of zero or NaN divides by one: zeros stay zeros, and NaN times any number is NaN again.
         divisor = torch.where(scale > 0, scale, 1.0).to(blocks.dtype)

@@ -8,6 +8,8 @@ Source: Hsu et al., Liger Kernel (2024), section 3.2; Wijmans et al., Cut Your L
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
@@ -103,6 +105,10 @@ class _HeadGradients:
         kept = 0.0 if rows.start == 0 else 1.0
         if self._of_weight is not None and self._of_weight.dtype == of_logits.dtype:
             self._of_weight.addmm_(of_logits.t(), self._hidden[rows], beta=kept)
+        elif self._of_weight is not None and _adds_in_float32(of_logits.device, of_logits.dtype):
+            # Tensor cores add up in float32 anyway: beside the operands the sum alone is read and written.
+            total, wide = self._of_weight, torch.float32
+            torch.addmm(total, of_logits.t(), self._hidden[rows], out_dtype=wide, beta=kept, out=total)
         elif self._of_weight is not None:
             product = of_logits.t() @ self._hidden[rows]
             self._of_weight = self._of_weight.add_(product) if kept else self._of_weight.copy_(product)
@@ -113,6 +119,25 @@ class _HeadGradients:
         """Returns the gradients of hidden state, weight and bias in their types; None where none is wanted."""
         dtype = self._operand.dtype
         return self._of_hidden, *(None if item is None else item.to(dtype) for item in (self._of_weight, self._of_bias))
+
+
+@cache
+def _adds_in_float32(device: torch.device, dtype: torch.dtype) -> bool:
+    """Returns whether torch adds a product of 16-bit matrices to a float32 one without rounding it first; tried once.
+
+    Args:
+        device: of the matrices.
+        dtype: of the factors.
+    """
+    # Source: torch.addmm's documentation, ``out_dtype``: on CUDA alone.
+    if device.type != "cuda":
+        return False
+    total, factor = torch.zeros(16, 16, device=device), torch.ones(16, 16, dtype=dtype, device=device)
+    try:
+        torch.addmm(total, factor.t(), factor, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):  # an older GPU's or another maker's library
+        return False
+    return True
 
 
 def head_cross_entropy_sums(

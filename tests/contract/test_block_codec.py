@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from meshwright.parallel.block_codec import BlockCodec, WeightBlocks, WeightStor
 from meshwright.proof.plain_rounding import representable, round_weight
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, assign_buckets
 from meshwright.spec.layout import Layout
+from meshwright.torch_compat.tensors import TorchDispatchMode
 
 SIZES = (0, 1, 255, 256, 257, 1000)
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
@@ -40,6 +42,25 @@ def test_codec_equals_the_plain_formula_to_the_bit(name: str, dtype: torch.dtype
             for draw in ("", "0,1,2"):
                 expected = torch.from_numpy(round_weight(values.numpy(), name, draw, "w"))
                 assert torch.equal(coded(values, name, draw), expected), (size, spread, draw)
+
+
+class _DivideAsCuda(TorchDispatchMode):
+    """Divides by a plain number as CUDA does: by a product with its rounded reciprocal."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "div" in func.__name__ and not isinstance(args[1], torch.Tensor):
+            return args[0] * float(torch.ones((), dtype=args[0].dtype) / args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_gpu_rounds_to_the_same_bytes(name: str, dtype: torch.dtype) -> None:
+    codec, blocks = BlockCodec(name, FORMATS[name]), torch.randn(300, 256, dtype=dtype)
+    expected = codec.encode(blocks, None)
+    with _DivideAsCuda():
+        assert not torch.equal(blocks / 448, blocks / torch.full((1, 1), 448.0, dtype=dtype))
+        assert torch.equal(codec.encode(blocks, None), expected)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -16,6 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from meshwright.errors import ConfigError
 from meshwright.jobs import attention_checks
+from meshwright.jobs.model_reading import ReadModel
 from meshwright.jobs.verify import verify
 from meshwright.launch.devices import Devices
 from meshwright.models.analysis.clone import realise_model, shrink_config
@@ -25,6 +26,8 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_output
 from meshwright.parallel import document_attention as documents
+from meshwright.planner.memory import StateSizes
+from meshwright.spec.layout import Layout
 
 POSITIONS = torch.stack(
     [
@@ -139,6 +142,35 @@ def test_what_the_kernel_cant_do_is_refused_before_ranks_start(
     assert ("with a mask" in attention_checks.attention_header_row(built, analysis, "cuda")["attention"]) == bool(  # type: ignore[arg-type]
         facts["cp"]
     )
+
+
+@pytest.mark.parametrize(
+    ("model", "facts", "chosen", "reason"),
+    [
+        ({}, {}, "varlen", ""),
+        ({}, {"documents": False}, "auto", ""),
+        ({"name": "mistral", "overrides": {"sliding_window": 32}}, {"documents": False}, "varlen", ""),
+        ({"name": "mistral", "overrides": {"sliding_window": 64}}, {"documents": False}, "auto", ""),
+        ({}, {"kind": "cpu"}, "auto", ""),
+        ({}, {"precision": "float32"}, "auto", "computes in bf16 and fp16"),
+        ({"name": "llama4_text"}, {}, "auto", "its mask isn't causal"),
+        ({"attention": "sdpa"}, {}, "sdpa", ""),
+    ],
+)
+def test_auto_takes_the_kernel_in_place_of_a_mask(
+    model: dict[str, Any], facts: dict[str, Any], chosen: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_checks, "least_compute_capability", lambda: 9.0)
+    facts = {"precision": "bf16", "documents": True, "kind": "cuda"} | facts
+    built, said = build_meta(ModelConfig(**{"name": "llama"} | model), 128, 64), list[str]()
+    devices = Devices(kind=facts["kind"], count=2, found=2, cores=2)
+    layout = Layout.parse(f"replicate=2,precision={facts['precision']}")
+    data = SimpleNamespace(mask_documents=facts["documents"], sequence=64)
+    rest: Any = (SimpleNamespace(layout=layout), SimpleNamespace(attention=""), data)
+    text: Any = SimpleNamespace(train=SimpleNamespace(ends=[3, 9]))
+    read = ReadModel(built=built, sizes=StateSizes(total=0, layers=()), fingerprint="")
+    found = attention_checks.choose_attention(read, *rest, text, devices, said.append)
+    assert found.built.config.attention == chosen and [reason in line for line in said] == [True] * bool(reason)
 
 
 def test_no_dense_mask_is_made() -> None:

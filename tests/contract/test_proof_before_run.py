@@ -113,8 +113,8 @@ def test_a_resumed_run_is_proven_again_when_its_layout_or_model_changed(
 
     def begin(layout: str, model: str, nodes: bool = False) -> None:
         plan = SimpleNamespace(layout=Layout.parse(layout))
-        built = SimpleNamespace(module=torch.nn.Linear(2, 2))
         config = RunConfig()
+        built = SimpleNamespace(module=torch.nn.Linear(2, 2), config=config.model)
         job = SimpleNamespace(
             plan=plan, config=config, fingerprint=model, model=built, run_dir=tmp_path, outer=config.outer
         )

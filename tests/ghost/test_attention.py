@@ -61,17 +61,12 @@ def launched(root: Path, monkeypatch: pytest.MonkeyPatch, name: str, attention: 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_kernel_computes_forward_and_backward(root: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, found = launched(root, monkeypatch, name, "varlen")
-    assert found[FORWARD] and found[BACKWARD] and not found[WITH_MASK], found
-
-
-def test_a_ring_needs_no_other_setting(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, found = launched(root, monkeypatch, "ring", "auto")
+    run, found = launched(root, monkeypatch, name, "auto")
     assert found[FORWARD] and found[BACKWARD] and not found[WITH_MASK], found
     assert not run.disagreements
 
 
 def test_without_it_a_mask_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the names above are worth: the same run, as the model's author wrote it, launches other kernels."""
-    _, found = launched(root, monkeypatch, "llama", "auto")
+    _, found = launched(root, monkeypatch, "llama", "sdpa")
     assert found[WITH_MASK] and not found[BACKWARD], found

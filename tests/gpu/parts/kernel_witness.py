@@ -223,5 +223,5 @@ def arguments(description: str | None) -> Any:
     parser.add_argument("--limit-s", type=float, default=110.0)
     parser.add_argument("--no-values", action="store_true", help="errors don't count: the simulated GPU")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
-    parser.add_argument("--only", default="", help="cases whose name has this in it")
+    parser.add_argument("--only", default="", help="cases whose name has one of these, with commas between, in it")
     return parser.parse_args()
