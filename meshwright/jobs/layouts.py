@@ -31,6 +31,7 @@ from meshwright.spec.groups import row_axes
 from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
+from meshwright.torch_compat.compiler import can_compile
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis, check_shapes
 from meshwright.train.noise_scale import check_noise_scale
@@ -446,4 +447,5 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         fits=config.fits,
         rounds=make_rounds(config.outer, config.train.steps),
         history=learn(*run_history_file(machines)),
+        compile_steps=config.train.steps if machines.devices.kind == "cuda" and can_compile() else 0,
     )

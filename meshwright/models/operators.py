@@ -29,8 +29,8 @@ FREE = {"view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", 
 """Operators that move no bytes."""
 
 
-DRAWN_BYTES = 125
-"""Bytes moved for each element that dropout draws by `parallel.keyed_random` on a device, which isn't run here:
+DRAWN_BYTES = 11.5
+"""Bytes moved in the time in which `parallel.keyed_random` draws an element on a device, which isn't run here:
 `bernoulli_` stands for it. The planner's `cost.meshwright_profile` counts them."""
 
 

@@ -17,7 +17,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
-from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, MESHWRIGHT
+from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, CORE_DRAW_S, MESHWRIGHT
 from meshwright.planner.cost.pipeline_floor import MAX_SIMULATED_ACTIONS, simulated_actions
 from meshwright.planner.cost.pipeline_simulation import simulated_price, simulated_steps_s
 from meshwright.planner.cost.prices import Price, Prices
@@ -141,6 +141,8 @@ class Question:
     """Fields of `Space` that differ from their defaults."""
     rounds: Rounds = field(default_factory=Rounds)
     """How islands join, where a layout has several."""
+    compile_steps: int = 0
+    """Steps that may make up for compiling layers; 0 where layers are compiled only as ``base`` says."""
 
     def __post_init__(self) -> None:
         """Refuses an unknown objective, and one without its figures."""
@@ -240,6 +242,13 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     return MESHWRIGHT.with_options(
         **options,
         **chunks,
+        saved__logits=12.0,
+        runtime__loss_passes=(24.0, 24.0),
+        runtime__update_bytes=30.0,
+        runtime__host_step_s=0.01,
+        runtime__draw_s=CORE_DRAW_S,
+        runtime__attention=0.75,
+        runtime__mask_bytes=1.0,
         runtime__draw_bytes=CORE_DRAW_BYTES,
         runtime__sends_in_turn=False,
         context_bytes=PROCESS_BYTES,

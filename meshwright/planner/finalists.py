@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator
 
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.planner.compilation import consider_compiled
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
 from meshwright.planner.measured_price import Measure, price_layout, reprice_choice
@@ -53,6 +54,8 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
     # The search prices by formulas; the best are priced again by the measured work of the model's modules.
     choice = reprice_choice(question, choose(question, show), measure)
     choice = consider_secondary(question, choice, price)
+    if question.compile_steps:
+        choice = consider_compiled(question, choice, price)
     if lossy:
         choice = consider_lossy(question, choice, price)
     elif hint := lossy_hint(question, choice.best[0], price):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
+from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout
 from meshwright.planner.memory import ModelParts, StateSizes
@@ -108,7 +109,9 @@ def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: 
         layout=candidate.layout,
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
-        reason=reason(question, choice, candidate),
+        reason="; ".join(
+            filter(None, (reason(question, choice, candidate), compiled_reason(question, candidate.layout)))
+        ),
         rejected=rejected,
         outer=_outer_settings(candidate),
     )

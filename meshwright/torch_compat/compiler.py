@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shutil
 from typing import Any
 
 from torch._library.effects import EffectType
@@ -14,6 +17,12 @@ PRIVATE_NAMES = (
         "collectives in a compiled graph must keep their order; the kinds of effects are public under no other name",
     ),
 )
+
+
+def can_compile() -> bool:
+    """Returns whether torch.compile finds what it needs for a GPU: Triton, and a C compiler for its launchers."""
+    compilers = (os.environ.get("CC", ""), "cc", "gcc", "clang")
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, filter(None, compilers)))
 
 
 def keep_in_order(operator: Any) -> None:

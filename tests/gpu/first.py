@@ -50,7 +50,7 @@ PARTS = (
     Part("kernels", 70, True),
     Part("throughput", 170, True),
     Part("calibrate", 40, True),
-    Part("layouts", 60, True),
+    Part("layouts", 75, True),
 )
 
 

@@ -19,6 +19,7 @@ from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.transform import DTYPES
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.chunked_loss import ChunkedLoss
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -126,12 +127,15 @@ def peak_bytes(compute: Callable[[], Any]) -> int:
     return peak
 
 
-def planned_bytes(tokens: int, chunk: str, precision: str) -> float:
+CORES = MESHWRIGHT.with_options(saved__chunk_logits=0.0, saved__chunk_tokens=512.0)
+
+
+def planned_bytes(tokens: int, chunk: str, precision: str, engine: FrameworkProfile = CORES) -> float:
     """Returns the planner's bytes of the loss at its peak on one device."""
     shape = shape_from_sizes(TableSizes(name="small", layers=1, width=64, heads=4, vocab=1000))
     job = PricedJob(shape=shape, sequence=tokens, rows=1, precision=precision)
     layouts = LayoutBatch.from_layouts([Layout.parse(f"loss_chunk={chunk}")], 1)
-    model = PricedModel(job, layouts, Machine.of(Cluster.parse("1xh100")), MESHWRIGHT)
+    model = PricedModel(job, layouts, Machine.of(Cluster.parse("1xh100")), engine)
     assert ChunkedLoss(model).on.all()
     return float(ChunkedLoss(model).working_bytes[0])
 
@@ -159,6 +163,11 @@ def test_bytes_at_the_peak_are_those_planned_and_no_whole_logits(precision: str)
     copied = 4 * chunk * vocab if precision == "bf16" else 0
     assert peaks[1] == pytest.approx(planned_bytes(tokens, str(chunk), precision) + copied, rel=0.05)
     assert peaks[1] < 0.6 * peaks[0]
+    # A GPU's kernels write the gradient over the logits; float64 has none. Sums end with the last chunk's logits gone.
+    sums, logits = tokens * width * dtype.itemsize + vocab * width * max(4, dtype.itemsize), chunk * vocab
+    largest = max(logits, vocab * width if precision == "bf16" else 0) * dtype.itemsize
+    exponentials = 8 * logits if precision == "float64" else 0
+    assert planned_bytes(tokens, str(chunk), precision, MESHWRIGHT) == sums + largest + exponentials
 
 
 def test_the_choice_is_read_and_written() -> None:

@@ -90,10 +90,10 @@ def test_dropout_draws_for_each_element() -> None:
     without, with_ = priced("replicate=8,precision=bf16", plain), priced("replicate=8,precision=bf16", GPT_DROPPED)
     tokens = 64 / 8 * 1024
     drawn = tokens * GPT.width * (2 * GPT.layers + 1)  # twice a layer, once after the embedding
-    moved = drawn * (DRAW_BYTES + 9) + drawn * 9
+    moved = 2 * drawn * (DRAW_BYTES + 4)  # in backward the same once more
     rate = CLUSTER.device.bandwidth_bytes_per_s * CLUSTER.device.memory_share
     assert with_.parts["elementwise"] - without.parts["elementwise"] == pytest.approx(moved / rate)
-    # Attention whose weights are dropped is made of products and passes over scores: 24 times the tokens' own.
+    # Attention whose weights are dropped is made of products and passes over scores, and keeps of each some bytes.
     assert with_.parts["attention"] > 3 * without.parts["attention"]
     assert with_.memory["activations"] > without.memory["activations"] + 0.9 * drawn
     assert with_.parts["host"] >= without.parts["host"]
@@ -123,8 +123,11 @@ def test_float64_is_twice_the_bytes_at_its_own_rate() -> None:
     single, double = priced("shard=8,zero=1"), priced("shard=8,zero=1,precision=float64")
     for part in ("parameters", "gradients", "optimizer"):
         assert double.memory[part] == pytest.approx(2 * single.memory[part])
-    for part in ("elementwise", "optimizer"):
-        assert double.parts[part] == pytest.approx(2 * single.parts[part], rel=0.01)
+    # No kernel of the loss has float64: seven passes over wide exponentials beside the logits' three.
+    rate = CLUSTER.device.bandwidth_bytes_per_s * CLUSTER.device.memory_share
+    unfused = {"elementwise": 64 / 8 * 1024 * LLAMA.vocab * 7 * 8 / rate, "optimizer": 0.0}
+    for part, more in unfused.items():
+        assert double.parts[part] == pytest.approx(2 * single.parts[part] + more, rel=0.01)
     assert double.memory["activations"] > 2 * single.memory["activations"]  # and scores: no fused kernel takes float64
     full, cut = (
         priced("replicate=8,precision=float64", cluster=Cluster.parse(name)) for name in ("8xa100-80", "8xh800")

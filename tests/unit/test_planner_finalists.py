@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,11 @@ from meshwright.jobs.plan import plannable_model
 from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import Devices
+from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.models.measure import measure_shape
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
 from meshwright.train.config import OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
@@ -97,3 +102,40 @@ def test_a_run_takes_what_plan_shows(allow: tuple[str, ...], monkeypatch: pytest
     assert plan.layout == shown.layout
     assert plan.layout.is_lossy <= ("lossy" in allow)
     assert (plan.layout.islands > 1) == ("islands" in allow)
+
+
+# -------------------------------------------------------- compiled layers
+
+WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab=32000, context=2048)
+
+
+def run_layout(
+    monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, can_compile: bool = True, dropout: float = 0.0
+) -> tuple[Layout, str]:
+    """Returns the layout that a run of two devices takes, and why."""
+    cluster = Cluster.parse("2xh100" if kind == "cuda" else "2x1xcpu@ethernet-1g")
+    monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
+    monkeypatch.setattr(layouts, "run_history_file", lambda machines: (Path("/nowhere"), ""))
+    monkeypatch.setattr(layouts, "can_compile", lambda: can_compile)
+    sizes = dataclasses.replace(WIDE, name="gpt2" if dropout else "llama", dropout=dropout)
+    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=TrainConfig(batch=16, steps=steps))
+    devices = Devices(kind=kind, count=2, found=2, cores=2)
+    plan, _ = make_plans(config, read_model(config, None, 2048), Machines(devices=devices, ranks=2))[0]
+    return plan.layout, plan.reason
+
+
+def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, reason = run_layout(monkeypatch, "cuda", 100_000)
+    assert layout.compile and "the first step compiles for about 8.0 s" in reason
+    # The saved seconds of a step, by the price of both layouts, are the least number of steps that pay.
+    job = PricedJob(shape=measure_shape(build_meta(WIDE)), sequence=2048, rows=16)
+    eager, made = (price(job, dataclasses.replace(layout, compile=on), Cluster.parse("2xh100")) for on in (False, True))
+    steps = math.ceil(8.0 / (eager.step_s - made.step_s))
+    assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
+    assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
+
+
+def test_a_run_is_not_compiled_where_compiled_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not run_layout(monkeypatch, "cpu", 100_000)[0].compile
+    assert not run_layout(monkeypatch, "cuda", 100_000, dropout=0.1)[0].compile
+    assert not run_layout(monkeypatch, "cuda", 100_000, can_compile=False)[0].compile

@@ -37,31 +37,45 @@ class ChunkedLoss:
     def working_bytes(self) -> Array:
         """Bytes at the peak of the loss.
 
-        A chunk's logits in the type of compute (e bytes) and their exponentials in float32, the hidden state's gradient
-        (N D e), and the weight's (V D m), added up in float32 where there are several chunks. What a chunk adds to that
-        sum in 16 bits, or the sum becomes in the end, doesn't meet the exponentials. On a GPU backward copies both
-        gradients, since looking whether they are scaled once more would synchronise.
+        A chunk's logits in the type of compute (e bytes), which become their gradient, the hidden state's gradient
+        (N D e), and the weight's (V D m), added up in float32 where there are several chunks. Cores have the logits'
+        exponentials in float32 besides; what a chunk adds to the sum in 16 bits, or the sum becomes in the end, doesn't
+        meet these. On a GPU the products add to the sum, which becomes 16 bits when the last chunk's logits are gone.
         """
         model, element = self._model, self._model.element
         chunk_logits = model.tokens / self.count * self._columns
         exponentials = chunk_logits * float(master_bytes(model.job.precision))
         trained = 0.0 if model.job.adapters else 1.0
         narrow_product = np.where(self._sum_bytes > element, self._weight * element, 0.0)
-        temporary = np.maximum(exponentials, trained * narrow_product)
         hidden = model.tokens * model.job.shape.width * element
-        forward = chunk_logits * element + temporary + hidden + trained * self._weight * self._sum_bytes
-        is_copied = 1.0 if model.engine.saved.chunk_logits else 0.0
-        return np.asarray(np.maximum(forward, is_copied * 2.0 * (hidden + trained * self._weight * element)))
+        kept = hidden + trained * self._weight * self._sum_bytes
+        if self._has_kernels:
+            return np.asarray(kept + np.maximum(chunk_logits * element, trained * narrow_product))
+        return np.asarray(kept + chunk_logits * element + np.maximum(exponentials, trained * narrow_product))
+
+    @property
+    def _has_kernels(self) -> bool:
+        """Whether two kernels read the logits and write their gradient over them, as on GPUs but in float64."""
+        return bool(self._model.engine.saved.chunk_logits) and self._model.job.precision != "float64"
 
     @property
     def moved_bytes(self) -> Array:
         """Bytes that the loss moves beside its three products: of each logit's passes, and of the weight's sum.
 
-        Of each chunk after the first the sum is read and written (2 m), and a product in 16 bits written and read.
+        Of each chunk after the first the sum is read and written (2 m); on cores a product in 16 bits is written and
+        read besides. On a GPU the sum becomes 16 bits once, and both gradients are scaled in their memory.
         """
         model, element = self._model, self._model.element
-        per_weight = 2.0 * self._sum_bytes + np.where(self._sum_bytes > element, 2.0 * element, 0.0)
-        added = 0.0 if model.job.adapters else np.maximum(0.0, self.count - 1.0) * self._weight * per_weight
+        trained = 0.0 if model.job.adapters else 1.0
+        is_wide = self._sum_bytes > element
+        narrow = 0.0 if self._has_kernels else np.where(is_wide, 2.0 * element, 0.0)
+        added = trained * np.maximum(0.0, self.count - 1.0) * self._weight * (2.0 * self._sum_bytes + narrow)
+        if model.engine.saved.chunk_logits:
+            added = added + 2.0 * element * (trained * self._weight + model.tokens * model.job.shape.width)
+        if self._has_kernels:
+            added = added + trained * self._weight * np.where(is_wide, self._sum_bytes + element, 0.0)
+            # Read for the sums, read again, and the gradient written.
+            return np.asarray(model.tokens * self._columns * 3.0 * element + added)
         # Read for the maximum, read and its exponential written, exponential, sum, factor (2), gradient written.
         wide = float(master_bytes(model.job.precision))
         return np.asarray(model.tokens * self._columns * (3.0 * element + 7.0 * wide) + added)

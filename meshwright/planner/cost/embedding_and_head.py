@@ -9,7 +9,7 @@ from meshwright.planner.cost.chunked_loss import ChunkedLoss
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.meshwright_profile import drop_bytes
+from meshwright.planner.cost.meshwright_profile import drops_bytes
 from meshwright.spec.model_shape import Product
 
 UNALIGNED = 3.2
@@ -25,9 +25,9 @@ def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
         timed: price time and traffic too; else they are 0.
     """
     shape, element = model.job.shape, model.element
-    masks = 1.0 if shape.blocks[0].dropout else 0.0
+    runtime, masks = model.engine.runtime, 1.0 if shape.blocks[0].dropout else 0.0
     cost = LayerCost(
-        saved=model.tokens * (8.0 + masks * shape.width / model.token_shards),
+        saved=model.tokens * (8.0 + masks * runtime.mask_bytes * shape.width / model.token_shards),
         parameters=shape.vocab * shape.width / model.layouts.tp + shape.positions * shape.width,
     )
     if not timed:
@@ -39,12 +39,10 @@ def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
     tp_s = reduce_scatter_s * (model.layouts.sequence > 0) + all_reduce_s * (model.layouts.sequence == 0)
     forward_s = move_s(2 * size, model.machine.device)
     backward_s = move_s(model.tokens * shape.width * (element + 4.0), model.machine.device)
-    if model.engine.runtime.draw_bytes and masks:
+    if runtime.draw_bytes and masks:
         dropped_elements = model.tokens * shape.width / model.token_shards
-        forward_s = forward_s + move_s(
-            dropped_elements * (drop_bytes(element) + model.engine.runtime.draw_bytes), model.machine.device
-        )
-        backward_s = backward_s + move_s(dropped_elements * drop_bytes(element), model.machine.device)
+        forward_s = forward_s + move_s(dropped_elements * drops_bytes(runtime, element, False), model.machine.device)
+        backward_s = backward_s + move_s(dropped_elements * drops_bytes(runtime, element, True), model.machine.device)
     cost.forward = PassTime(elementwise=forward_s, tp=tp_s)
     cost.backward = PassTime(elementwise=backward_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
     for pass_time in (cost.forward, cost.backward):
@@ -104,5 +102,11 @@ def _loss_s(model: PricedModel, logits: Array, pass_index: int) -> Array:
 
 
 def _loss_element_scale(model: PricedModel) -> float:
-    """Returns the loss's bytes an element over float32's: 2 in float64, else 1."""
+    """Returns the loss's bytes an element over those that the engine's options count.
+
+    They count float32's, half of float64's; our own on GPUs count the logits' own bytes, in 16 bits, but in float64, in
+    which no kernel writes the gradient over them.
+    """
+    if model.engine.saved.chunk_logits:
+        return 12.0 if model.job.precision == "float64" else model.element / 2.0
     return 2.0 if model.job.precision == "float64" else 1.0

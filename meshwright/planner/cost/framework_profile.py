@@ -153,6 +153,8 @@ class RuntimeModel:
     draw_bytes: float = 0.0
     """Bytes moved per element for which dropout draws a number, where that is done by operations of its own; 0 where
     the kernel that drops draws, which is among the passes."""
+    mask_bytes: float = 1.0
+    """Bytes kept of each element that dropout decides on; 0 where backward draws its number again."""
     draw_s: float = 0.0
     """Host seconds of such a draw."""
     pass_backward: float = 1.5

@@ -18,7 +18,7 @@ from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
-from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, score_bytes
+from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, drops_bytes, score_bytes
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.spec.model_shape import LayerShape, Product
 
@@ -184,7 +184,7 @@ class PricedModel:
                 self._cast_elements(layer, is_backward) * runtime.cast_bytes * rotated, device
             )
         if runtime.draw_bytes and layer.drops:
-            drop_bytes_per_element = drop_bytes(self.element) + (0.0 if is_backward else runtime.draw_bytes)
+            drop_bytes_per_element = drops_bytes(runtime, self.element, is_backward)
             dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
             elementwise = elementwise + move_s(dropped_elements * drop_bytes_per_element, device)
         attention = self._attention(layer, is_backward)
@@ -361,8 +361,9 @@ class PricedModel:
         Source: Korthikanti et al. (2022), section 4, extended to gated layers.
         """
         layouts, saved, w = self.layouts, self.engine.saved, self.element
+        masks = 2.0 * self.engine.runtime.mask_bytes
         # Two norms, of each the input and the output, which is the next product's input.
-        outside_tp: Values = layer.width * (4 * w + (2.0 if layer.dropout else 0.0)) + w * layer.latent
+        outside_tp: Values = layer.width * (4 * w + (masks if layer.dropout else 0.0)) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
         inside_tp: Values = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)

@@ -5,7 +5,7 @@ Sums count bytes by operator: w is the bytes of an element of compute, a bool ha
 
 from __future__ import annotations
 
-from meshwright.planner.cost.framework_profile import ActivationModel, FrameworkProfile, RuntimeModel
+from meshwright.planner.cost.framework_profile import GIB, ActivationModel, FrameworkProfile, RuntimeModel
 from meshwright.spec.layout_choices import GPU_CHUNK_LOGITS
 
 FUSED_WIDTH = 38.0
@@ -18,25 +18,36 @@ FUSED_FFN = 5.0
 FUSED_LAYER_S = 2e-4
 """Host seconds of a compiled layer's forward: 14 of the 38 operators of a Llama layer remain, at eager's rate of 4e-4
 for all 38, and 5e-5 for guards and autograd's wrapper. An estimate, never measured."""
-DRAW_BYTES = 125.0
-"""Bytes moved per element drawn on a device, by the 18 operations of `parallel.keyed_random` over int32: 4 where places
-and lines meet, three folds (8 + 8 + 12 each), three products and sums and the change of sign (4 x 8), the comparison
-(5)."""
+DRAW_BYTES = 11.5
+"""Bytes moved on a device in the time in which `parallel.triton_kernels.dropout` hashes an element's place, beside
+those that it reads and writes. Source: measured on one H100, 2026-11-26: 0.183 ms for 4 x 4096 x 2048 in bf16, whose
+4 bytes an element take 0.047 ms at 2.85 TB/s. Backward hashes again; its 0.34 ms are of a host that launches slowly."""
 CORE_DRAW_BYTES = 44.0
 """Bytes moved in the same time on a processor core, where numpy draws within the cache: 2.0 ns an element, where a
 product of two float32 tensors needs 0.55 ns for its 12 bytes. Source: measured on a shared core of an AMD EPYC,
 8 x 2^20 elements."""
 CORE_DRAW_EXPS = 1.75
 """The same in exponentials of an element, 1.14 ns each: an operation that calibration measures and no cache helps."""
-DRAW_S = 2.1e-4
-"""Host seconds of a draw and the products that drop: 20 operations, of which 38 make a layer's 4e-4."""
+CORE_DRAW_S = 2.1e-4
+"""Host seconds of a draw and the products that drop, 20 operations, of which 38 make a layer's 4e-4."""
+DRAW_S = 2.1e-5
+"""Host seconds of a kernel that drops and of its place in autograd's graph: 2 operations, of which 38 make a layer's
+4e-4."""
 MOST_SCORES = 2.0**26
 """Most attention weights of a micro-batch that are saved with their dropout; beyond, backward recomputes them from a
 saved byte each. Source: `parallel.random_ops.DEAR`."""
-ATTENTION = 0.75
-"""Share of the device's own rate of fused attention that torch's kernels reach. Source: the mean of what was fitted to
-codes that call such kernels from PyTorch, llm-foundry 0.62 and 0.46, nanotron 0.89, torchtitan 0.87, each of a machine
-and version, rounded (`benchmarks/published/framework_profiles.py`)."""
+ATTENTION = 1.3
+"""Rate of torch's fused attention over the device's in `kernels.RATES`, which is of older kernels. Source: measured on
+one H100, 2026-11-26: cuDNN's causal kernel, E = 128, reaches 579 TFLOP/s in forward and 457 in backward at S = 4096,
+615 and 469 at S = 8192, where the table says 445 and 356."""
+UPDATE_BYTES = 41.0
+"""Bytes moved per parameter that is updated, its gradient's norm included, in the time that they take. Source: measured
+on one H100, 2026-11-26: 5.4, 15.6 and 28.7 ms for 0.37, 1.10 and 1.92 billion, at 2.85 TB/s."""
+HOST_STEP_S = 5e-4
+"""Host seconds of a step that nothing hides. Source: there, of steps of 208 ms forward, backward, norm and update left
+0.2 ms; the host issues a step while the device is at the one before."""
+CONTEXT_BYTES = 1.3 * GIB
+"""Bytes of the driver's context and of libraries. Source: there 1.40e9 beside what the allocator had reserved."""
 PASS_WIDTH = 110.0
 """Bytes moved per element of D in an eager layer's forward. Source: the geometric mean of what was fitted to eager
 PyTorch codes, torchtitan 190, nanotron 96, llm-foundry 105 and 76. Counted off a layer's operators (`FUSED_WIDTH`) they
@@ -49,12 +60,15 @@ ACCUMULATE_BYTES = 10.0
 others: nanotron 7.8, Megatron with Transformer Engine 19.6."""
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",
-    saved=ActivationModel(gate_extra=2.0, logits=12.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
+    saved=ActivationModel(gate_extra=2.0, logits=2.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
     runtime=RuntimeModel(
         attention=ATTENTION,
         pass_width=PASS_WIDTH,
         pass_ffn=12.0,
-        loss_passes=(24.0, 24.0),
+        # Read twice and the gradient written; in backward scaled in its memory.
+        loss_passes=(6.0, 4.0),
+        update_bytes=UPDATE_BYTES,
+        host_step_s=HOST_STEP_S,
         host_layer_s=4e-4,
         dp_overlap=0.8,
         context="heads",
@@ -67,11 +81,26 @@ MESHWRIGHT = FrameworkProfile(
         fused_layer_s=FUSED_LAYER_S,
         draw_bytes=DRAW_BYTES,
         draw_s=DRAW_S,
+        mask_bytes=0.0,
     ),
+    context_bytes=CONTEXT_BYTES,
     source="the runtime's own accounts of state; activations by the modules of transformers; what codes over "
     "PyTorch have in common, by their published runs",
 )
 """Our runtime on accelerators."""
+
+
+def drops_bytes(runtime: RuntimeModel, width: float, is_backward: bool) -> float:
+    """Returns bytes moved per element on which dropout outside of attention decides.
+
+    Args:
+        runtime: that draws; without a mask one kernel draws and drops, and again in backward.
+        width: bytes of an element.
+        is_backward: backward, not forward.
+    """
+    if not runtime.mask_bytes:
+        return 2.0 * width + runtime.draw_bytes
+    return drop_bytes(width) + (0.0 if is_backward else runtime.draw_bytes)
 
 
 def drop_bytes(width: float) -> float:

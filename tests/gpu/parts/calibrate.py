@@ -1,13 +1,15 @@
 """`meshwright calibrate` on one GPU, its figures beside the catalogue's, and what it doesn't measure yet.
 
-    python -m tests.gpu.parts.calibrate --out FOLDER [--quick] [--limit-s 60]
+    python -m tests.gpu.parts.calibrate --out FOLDER [--whole] [--limit-s 60]
 
-The calibration stays in FOLDER/calibration.json, for `benchmarks/fit_device.py`.
+The calibration stays in FOLDER/calibration.json, for `benchmarks/fit_device.py`: a quick one, to which the host's times
+are added that a whole one has. A whole one takes minutes on a slow host.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,12 +23,18 @@ import torch
 
 import meshwright
 from meshwright.calibrate.clock import DeviceTimer
+from meshwright.calibrate.host import host_times
 from meshwright.cli.calibrate_output import calibration_lines
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
 from meshwright.jobs.requests import CalibrateConfig
+from meshwright.launch.devices import found_devices
 from meshwright.launch.preload import prepare_environment
+from meshwright.models.build import build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.models.work import measure_model
 from meshwright.planner.cost.kernels import rates
+from meshwright.spec.model_shape import ModelWork
 from meshwright.torch_compat.tensors import fused_adamw_
 
 LARGE = 8192
@@ -36,7 +44,7 @@ TOKENS, WIDTH = 4096, 2048
 Figures = dict[str, Any]
 
 
-def calibrated(folder: Path, quick: bool, timeout_s: float) -> Iterator[Figures]:
+def calibrated(folder: Path, whole: bool, timeout_s: float) -> Iterator[Figures]:
     """Measures the machine and yields the calibration's figures, then those beside the catalogue's."""
     path = folder / "calibration.json"
     begun = time.perf_counter()
@@ -44,7 +52,7 @@ def calibrated(folder: Path, quick: bool, timeout_s: float) -> Iterator[Figures]
     def say(text: str) -> None:
         print(f"{time.perf_counter() - begun:6.1f} s {text.strip()}", file=sys.stderr, flush=True)
 
-    config = CalibrateConfig(out=str(path), quick=quick, practice=0, timeout_s=timeout_s)
+    config = CalibrateConfig(out=str(path), quick=not whole, practice=0, timeout_s=timeout_s)
     result = meshwright.calibrate(config, say=say)
     assert result is not None
     took_s = time.perf_counter() - begun
@@ -52,13 +60,27 @@ def calibrated(folder: Path, quick: bool, timeout_s: float) -> Iterator[Figures]
     print("\n".join(lines), file=sys.stderr)
     yield {
         "case": "calibration",
-        "quick": quick,
+        "quick": not whole,
         "took_s": round(took_s, 2),
         "measured_s": result.calibration.taken_s,
         "lines": lines,
         "shortfalls": list(result.shortfalls),
     }
     yield from beside_catalogue(result.calibration)
+
+
+def host_added(folder: Path) -> Iterator[Figures]:
+    """Adds to the calibration what a quick one leaves out, the host's seconds, and yields them."""
+    path, begun = folder / "calibration.json", time.perf_counter()
+    calibration = Calibration.load(path)
+
+    def work_of(model: ModelConfig, rows: int) -> ModelWork:
+        return measure_model(build_meta(model), rows, int(model.context or 0), torch.float32)
+
+    host = host_times(calibration, found_devices(None), work_of)
+    dataclasses.replace(calibration, host=host).write(path)
+    microseconds = {name: round(1e6 * value, 1) for name, value in host}
+    yield {"case": "host's times", "took_s": round(time.perf_counter() - begun, 2)} | microseconds
 
 
 def beside_catalogue(calibration: Calibration) -> Iterator[Figures]:
@@ -204,7 +226,7 @@ def main(argv: list[str]) -> int:
     """Runs the part; exit status 0 when all of it could be measured."""
     parser = argparse.ArgumentParser(prog="tests.gpu.parts.calibrate")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--whole", action="store_true")
     parser.add_argument("--limit-s", type=float, default=120.0)
     chosen = parser.parse_args(argv)
     begun, failed = time.perf_counter(), False
@@ -223,8 +245,11 @@ def main(argv: list[str]) -> int:
             return False
         return True
 
-    # Before this process touches the device: the rank that measures is forked from it.
-    failed |= not printed("calibration", lambda: calibrated(chosen.out, chosen.quick, chosen.limit_s))
+    # Before this process touches the device: ranks that measure are forked from it.
+    failed |= not printed("calibration", lambda: calibrated(chosen.out, chosen.whole, chosen.limit_s))
+    if not (failed or chosen.whole):
+        failed |= not printed("host's times", lambda: host_added(chosen.out))
+    assert not torch.cuda.is_initialized()
     clock = DeviceTimer(torch.device("cuda:0"), 0.003)
     for part in (sustained, copies, launches, low_precision, bytes_beside):
         failed |= not printed(part.__name__, lambda part=part: part(clock))  # type: ignore[misc]

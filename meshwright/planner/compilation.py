@@ -1,0 +1,57 @@
+"""Compiled layers (`Layout.compile`): tried for finalists on GPUs, where the run's steps make up for compiling them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
+from meshwright.planner.cost.stages import block_kinds
+from meshwright.spec.layout import Layout
+from meshwright.units import format_seconds
+
+COMPILE_S = 8.0
+"""Seconds of the first step for each kind of layer. Source: a Llama layer's on one H100 with its slow host, 2026-11-26:
+8.2 s, and 10.9 s with attention inside documents."""
+
+
+def compile_s(question: Question) -> float:
+    """Returns about how long a run's first step takes longer because its layers are compiled."""
+    return COMPILE_S * len(block_kinds(question.job.shape)[1])
+
+
+def consider_compiled(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
+    """Returns the choice, with compiled forms of finalists where these are faster over all of the run's steps.
+
+    Args:
+        question: what was planned; its ``compile_steps`` are those of the run.
+        choice: of layouts that aren't compiled.
+        price: prices a layout as the finalists are.
+    """
+    without = min(choice.best, key=lambda option: option.price.step_s)
+    layouts = (dataclasses.replace(option.layout, compile=True) for option in choice.best if not option.layout.compile)
+    runnable = (one for one in layouts if not (one.uncompiled_reason or one.pipeline().splits_backward))
+    least_saved_s = max(
+        question.same / (1 + question.same) * without.price.step_s, compile_s(question) / question.compile_steps
+    )
+    options = [
+        option
+        for option in price_possible(runnable, price)
+        if option.price.peak <= question.usable_bytes and without.price.step_s - option.price.step_s > least_saved_s
+    ]
+    if not options:
+        return choice
+    best, ties = sort_candidates([*choice.best, *options], question.same)
+    sentences = choice.notes
+    if reason := compiled_reason(question, best[0].layout):
+        seconds = format_seconds(without.price.step_s)
+        sentences = (*notes(question, best[0]), f"{reason}; the fastest without, {without.layout}, takes {seconds}")
+    return dataclasses.replace(choice, best=best, ties=ties, notes=sentences)
+
+
+def compiled_reason(question: Question, layout: Layout) -> str:
+    """Returns why a chosen layout is compiled, and for how long, in a clause; empty where that was no choice."""
+    if not (layout.compile and question.compile_steps):
+        return ""
+    seconds = format_seconds(compile_s(question))
+    return f"compile=true: faster layers, which the first step compiles for about {seconds}"
