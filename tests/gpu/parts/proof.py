@@ -9,6 +9,7 @@ import math
 import sys
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from torch.nn import functional
 from meshwright.models.analysis.logit_map import LogitMap
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel import dropout_rng
 from meshwright.parallel.block_attention import Segments, attend, attend_backward
 from meshwright.parallel.document_attention import document_attention, document_bounds, pack_mask, reference_attention
 from meshwright.parallel.head_cut import HeadInput
@@ -72,7 +74,10 @@ VERIFY: dict[str, tuple[str, ...]] = {
 
 
 def main() -> int:
-    """Starts the proofs, compares values in this process meanwhile, and tells what each came to."""
+    """Starts the proofs, compares steps in this process meanwhile; ``--dropout``: also its bits, which take 20 s."""
+    with_dropout = "--dropout" in sys.argv
+    if with_dropout:
+        sys.argv.remove("--dropout")
     cases = Cases.from_arguments(limit_s=95.0)
     proofs = {
         name: cases.start(f"verify-{name.replace(' ', '-')}", ("verify", "--json", *words))
@@ -81,9 +86,23 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(4)
     cases.tell("device", device=str(device), name=torch.cuda.get_device_name() if device.type == "cuda" else "")
-    for dtype in (torch.float32, torch.bfloat16):
-        cases.run(f"dropout {dtype}", lambda dtype=dtype: dropout(device, dtype))
-    cases.run("dropout of 2^31 elements", lambda: large_dropout(device))
+    if with_dropout:
+        for dtype in (torch.float32, torch.bfloat16):
+            cases.run(f"dropout {dtype}", lambda dtype=dtype: dropout(device, dtype))
+        cases.run("dropout of 2^31 elements", lambda: large_dropout(device))
+    values_of(cases, device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )
+    for text in ("precision=float64", "replicate=1"):
+        cases.run(f"steps {text}", lambda text=text: steps(device, text))
+    for name, proof in proofs.items():
+        cases.run(f"verify {name}", lambda proof=proof: proved(cases, proof))
+    return cases.finish()
+
+
+def values_of(cases: Cases, device: torch.device) -> None:
+    """Compares what steps are made of."""
     for kind in ("fused", "foreach", "single"):
         cases.run(f"optimizer {kind}", lambda kind=kind: optimizer(device, kind))
     cases.run("gradient norm", lambda: norm(device))
@@ -94,14 +113,6 @@ def main() -> int:
     for dtype in (torch.bfloat16, torch.float16):
         cases.run(f"documents {dtype}", lambda dtype=dtype: documents(device, dtype))
         cases.run(f"blocks {dtype}", lambda dtype=dtype: blocks(device, dtype))
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )
-    for text in ("precision=float64", "microbatches=4,precision=float64", "replicate=1"):
-        cases.run(f"steps {text}", lambda text=text: steps(device, text))
-    for name, proof in proofs.items():
-        cases.run(f"verify {name}", lambda proof=proof: proved(cases, proof))
-    return cases.finish()
 
 
 def proved(cases: Cases, proof: Command) -> Result:
@@ -393,30 +404,54 @@ def _dense_blocks(
 
 
 def steps(device: torch.device, text: str) -> Result:
-    """Trains a model with dropout for some steps on both devices; and measures a small batch's gradient in between."""
-    curves = [_trained(where, text) for where in (CPU, device)]
-    worst = max(abs(a - b) / abs(a) for a, b in zip(*curves))
+    """Trains a model with dropout for some steps, several times on both devices, and tells what differs first."""
+    found = [trained(where, text) for where in (CPU, CPU, device, device, CPU)]
+    curves = [one["curve"] for one in found]
+    reference = curves[2]
+    worst = [max(abs(a - b) / abs(a) for a, b in zip(reference, curve)) for curve in curves]
     bound = 1e-9 if "float64" in text else 2e-4
-    return {"ok": worst < bound, "worst": worst, "curve": curves[1], "equal": curves[0] == curves[1]}
+    differs = {}
+    for name in ("weights", "batches", "masks", "curve"):
+        for number, one in enumerate(found):
+            pairs = list(zip(found[2][name], one[name]))
+            wrong = [index for index, (a, b) in enumerate(pairs) if abs(a - b) > bound * max(abs(a), abs(b))]
+            if wrong or len(found[2][name]) != len(one[name]):
+                differs[f"{name} {number}"] = [len(pairs), len(wrong), *wrong[:8]]
+    told: Result = {"ok": max(worst) < bound and not differs, "worst": worst, "differs": differs, "curve": reference}
+    if not told["ok"]:
+        told["curves"] = curves
+    return told
 
 
-def _trained(device: torch.device, text: str) -> list[float]:
-    """Returns loss and gradient norm of each step, and the norm of a small batch before it."""
+def trained(device: torch.device, text: str) -> dict[str, list[float]]:
+    """Returns the curve: of each step the norm of a small batch before it, its loss and its gradient's norm.
+
+    Beside it what it followed from: sums of the first weights and of each batch, and of each mask its key and size.
+    """
     model = build_meta(ModelConfig(name="gpt2", layers=2, width=64, heads=4, dropout=0.3), 199, 48)
     layout = Layout.parse(text)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=1, reason="")
     program = build_program(model, plan, device, facts=analyse_model(model, layout))
+    told: dict[str, list[float]] = {"weights": [], "batches": [], "masks": [], "curve": []}
+    told["weights"] = [float(weight.local.double().square().sum()) for weight in program.weights]
+
+    def recorded(keys: Any, box: RowBox, p: float, where: torch.device) -> torch.Tensor:
+        mask = dropout_mask(keys, box, p, where)
+        told["masks"].extend((float(keys[0, 0]), float(mask.sum())))
+        return mask
+
     stepper = Stepper(program, LocalAdamW(program.weights, OptimizerConfig()), LossScaler(False), 1.0, 0)
-    found = []
-    for step, batch in enumerate(random_batches(4, 16, 48, 199, documents=False)):
-        chunks = zip(
-            batch.tokens.to(device).chunk(layout.microbatches), batch.targets.to(device).chunk(layout.microbatches)
-        )
-        parts = [MicroBatch(*chunk, None) for chunk in chunks]
-        found.append(stepper.part_norm(step, small_batch(parts, 0, 16), 16 * 48)[0])
-        values = stepper.run(step, parts, 16 * 48, 1e-3, 0.0).read()
-        found += [values["loss"], values["grad_norm"]]
-    return found
+    with mock.patch.object(dropout_rng, "dropout_mask", recorded):
+        for step, batch in enumerate(random_batches(4, 16, 48, 199, documents=False)):
+            told["batches"] += [float(batch.tokens.sum()), float(batch.targets.sum())]
+            chunks = zip(
+                batch.tokens.to(device).chunk(layout.microbatches), batch.targets.to(device).chunk(layout.microbatches)
+            )
+            parts = [MicroBatch(*chunk, None) for chunk in chunks]
+            told["curve"].append(stepper.part_norm(step, small_batch(parts, 0, 16), 16 * 48)[0])
+            values = stepper.run(step, parts, 16 * 48, 1e-3, 0.0).read()
+            told["curve"] += [values["loss"], values["grad_norm"]]
+    return told
 
 
 if __name__ == "__main__":
