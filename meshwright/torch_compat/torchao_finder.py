@@ -12,9 +12,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-from meshwright.torch_compat import PrivateName
-
-PRIVATE_NAMES: tuple[PrivateName, ...] = ()
+PRIVATE_NAMES = ()
 TORCHAO = "torchao"
 
 
