@@ -183,6 +183,9 @@ for _room in ("calibrate", "train"):
     importlib.import_module(f"{__name__}.{_room}")
     del globals()[_room]
 
+# Of a script that imports this first: what transformers imports afterwards must leave the GPUs to the ranks.
+importlib.import_module(f"{__name__}.torch_compat.torchao_finder").watch_torchao()
+
 
 def __getattr__(name: str) -> Any:
     """Loads a public name when it is used first."""

@@ -24,7 +24,13 @@ def fork_obstacle() -> str | None:
     torch = sys.modules.get("torch")
     # Only if torch is imported: this check must not import it.
     if torch is not None and hasattr(torch, "cuda") and torch.cuda.is_initialized():
-        return "CUDA is initialised in this process, and a forked rank can't use it again"
+        # transformers imports torchao where it is installed, and torchao asks for the GPU's capability.
+        cure = (
+            " (import meshwright before transformers, whose torchao may have done it)"
+            if "torchao" in sys.modules
+            else ""
+        )
+        return f"CUDA is initialised in this process{cure}, and a forked rank can't use it again"
     if _uses_cuda_driver():
         return "this process has used the GPU driver, and a forked rank can't use it again"
     if _has_engine_threads():

@@ -85,6 +85,9 @@ def init_group(
     if use_gpu:
         # NCCL's flight recorder must be enabled before the first communicator exists.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED)
+        # At a collective's limit NCCL's watchdog would write the recorder's dump first, for which it waits for the
+        # interpreter; seen on an H100: a rank at its end then hung for good. Here a supervisor asks for the dump.
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
         torch.cuda.set_device(torch.device(context.device))
     try:
         dist.init_process_group(

@@ -19,6 +19,7 @@ import torch
 import torch.utils._triton as triton_support
 
 from meshwright.torch_compat import PrivateName
+from meshwright.torch_compat.torchao_finder import TORCHAO
 
 PRIVATE_NAMES = (
     PrivateName(
@@ -26,7 +27,6 @@ PRIVATE_NAMES = (
         "torchao asks for Triton while no GPU is to be seen, and torch keeps the answer for good",
     ),
 )
-TORCHAO = "torchao"
 _IMPORTED_BY_TRANSFORMERS = ("torchao.quantization", "torchao.prototype.safetensors.safetensors_support")
 """Source: transformers 5.17 to 5.23, `quantizers/quantizer_torchao.py`."""
 
@@ -42,7 +42,7 @@ def import_torchao(name: str) -> ModuleType:
     Raises:
         ImportError: torchao, or this module of it, is absent.
     """
-    with _no_gpus(), _quiet():
+    with without_gpus(), _quiet():
         return importlib.import_module(name)
 
 
@@ -59,8 +59,11 @@ def import_before_transformers() -> None:
 
 
 @contextmanager
-def _no_gpus() -> Iterator[None]:
-    """Has torch report no GPU."""
+def without_gpus() -> Iterator[None]:
+    """Has torch report no GPU, unless this process uses one already and can't fork ranks any more."""
+    if torch.cuda.is_initialized():
+        yield
+        return
     is_available = torch.cuda.is_available
     torch.cuda.is_available = lambda: False
     try:

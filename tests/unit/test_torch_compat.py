@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import pkgutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -200,6 +204,37 @@ def test_many_tensors_in_one_kernel_are_the_same_as_one_by_one() -> None:
 
 def test_actions_can_be_run() -> None:
     assert pipelining.unsupported() == ""
+
+
+ORDER = """
+import sys
+{first}
+import torch
+torch.cuda.is_available = lambda: True
+{second}
+import torchao.kernels
+print(torchao.seen, torchao.kernels.seen, torch.cuda.is_available())
+"""
+
+
+def test_a_users_import_of_torchao_after_meshwright_sees_no_gpus(tmp_path: Path) -> None:
+    package = tmp_path / "torchao"
+    package.mkdir()
+    for name in ("__init__", "kernels"):
+        (package / f"{name}.py").write_text("import torch\nseen = torch.cuda.is_available()\n")
+
+    def seen(first: str, second: str = "") -> str:
+        code = ORDER.format(first=first, second=second)
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert seen("import meshwright") == "False False True"
+    # One that has initialised CUDA forks no ranks anyway.
+    assert seen("import meshwright", "torch.cuda.is_initialized = lambda: True") == "True True True"
 
 
 def test_torchao_is_imported_without_a_look_at_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ def main() -> int:
         ["nvidia-smi", f"--query-gpu={QUERIES}", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
     )
     _say("nvidia-smi", text=(smi.stdout or smi.stderr).strip())
+    _opened()
     for module in ("torch", "transformers", "meshwright", "meshwright.train.trainer"):
         began = time.perf_counter()
         __import__(module)
@@ -61,6 +62,91 @@ def main() -> int:
     _copies(torch)
     _say("clocks", text=_clocks())
     return 0
+
+
+OPENING = """
+import ctypes, json, os, sys, time
+from meshwright.forking import fork_obstacle, _uses_cuda_driver
+
+def open_files():
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+        except OSError:
+            continue
+    return sorted(path for path in found if "nvidia" in path)
+
+def in_fork():
+    there, here = os.pipe()
+    pid = os.fork()
+    if not pid:
+        try:
+            import torch
+            answer = str(torch.ones(3, device="cuda").sum().item())
+        except BaseException as error:
+            answer = str(error)[:160]
+        os.write(here, answer.encode())
+        os._exit(0)
+    os.close(here)
+    answer = os.read(there, 400).decode()
+    os.waitpid(pid, 0)
+    return answer
+
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+for name, code in STEPS:
+    began = time.perf_counter()
+    try:
+        exec(code)
+        error = None
+    except BaseException as failed:
+        error = str(failed)[:160]
+    seconds = time.perf_counter() - began
+    forks = name in FORKS
+    print(json.dumps({
+        "step": name, "seconds": round(seconds, 2), "open": open_files(), "initialised": _uses_cuda_driver(),
+        "obstacle": fork_obstacle(), "error": error, "in_fork": in_fork() if forks else None,
+    }), flush=True)
+"""
+"""Prints after each step what of the driver this process has open, and what a fork of it can do."""
+ORDERS = {
+    "ours": (
+        ("import torch", "import torch"),
+        ("is_available", "torch.cuda.is_available()"),
+        ("device_count", "torch.cuda.device_count()"),
+        ("nvml", "from meshwright.doctor.nvml import Nvml; kept = Nvml(); kept.gpus()"),
+        (
+            "torchao",
+            "from meshwright.torch_compat.torchao_import import import_before_transformers as ahead; ahead()",
+        ),
+        ("transformers", "import transformers.models.llama.modeling_llama"),
+        ("trainer", "import meshwright.train.trainer"),
+    ),
+    "a user's": (
+        ("import meshwright", "import meshwright"),
+        ("transformers", "import transformers.models.llama.modeling_llama"),
+        ("context", "import torch; torch.ones(2, device='cuda')"),
+    ),
+}
+"""What two processes do, step by step."""
+FORKS = ("nvml", "trainer", "transformers", "context")
+
+
+def _opened() -> None:
+    """Tells which step opens the driver's devices, and which initialises it, in processes of their own."""
+    started = {}
+    for name, steps in ORDERS.items():
+        text = f"STEPS, FORKS = {steps!r}, {FORKS!r}\n{OPENING}"
+        started[name] = subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
+    for name, process in started.items():
+        try:
+            out, _ = process.communicate(timeout=25)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, _ = process.communicate()
+        for line in out.splitlines():
+            if line.startswith("{"):
+                _say("opened", process=name, **json.loads(line))
 
 
 def _products(torch) -> None:
