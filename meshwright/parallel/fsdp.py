@@ -116,6 +116,7 @@ class FsdpSync:
         self._module, self._zero, self._replica_all_reduces = module, options.zero, copies
         self._deferred, self._on_cpu = deferred, on_cpu
         self._no_accumulated_grad = False
+        self._announced: tuple[bool, bool] | None = None
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch of the step; ``no_gradients`` where no shard holds a gradient yet."""
@@ -129,12 +130,15 @@ class FsdpSync:
         if reduces:
             self._no_accumulated_grad = False
         self._module.set_is_last_backward(is_last)
-        self._module.set_requires_gradient_sync(reduces)
         for replica_all_reduce in self._replica_all_reduces:
             replica_all_reduce.is_last_microbatch = is_last
-        if self._zero < 3:
-            # ZeRO 1 and 2 gather once a step: parameters stay gathered until the last backward.
-            self._module.set_reshard_after_backward(is_last)
+        # Each of these goes through all modules of the model.
+        if self._announced != (is_last, reduces):
+            self._announced = (is_last, reduces)
+            self._module.set_requires_gradient_sync(reduces)
+            if self._zero < 3:
+                # ZeRO 1 and 2 gather once a step: parameters stay gathered until the last backward.
+                self._module.set_reshard_after_backward(is_last)
 
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""

@@ -1,6 +1,7 @@
 """Runs the parts of `tests/gpu/parts` on a machine with a GPU, each under its own limit, and keeps every result.
 
 Parts of the first group run side by side, since nothing in them is timed; the others run alone, one after the other.
+One that takes long to set up does so beside the first group, and waits for its turn.
 
     python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600] [--limits throughput=120,...]
         [--more "throughput --only ours-compiled"]
@@ -37,6 +38,8 @@ class Part:
     limit_s: float
     alone: bool
     """Whether it is timed, so that nothing may run beside it."""
+    sets_up: bool = False
+    """Whether it starts beside the first group, and waits for a file with its limit before it is timed."""
 
 
 PARTS = (
@@ -48,7 +51,7 @@ PARTS = (
     Part("ranks", 110, False),
     Part("tests", 110, False),
     Part("kernels", 70, True),
-    Part("throughput", 170, True),
+    Part("throughput", 170, True, sets_up=True),
     Part("calibrate", 40, True),
     Part("layouts", 75, True),
 )
@@ -81,20 +84,26 @@ def main() -> int:
     limits = dict(one.split("=") for one in options.limits.split(",") if one)
     failed: list[str] = []
 
+    def start(part: Part) -> Started:
+        more = [word for text in options.more for word in text.split()[1:] if text.split()[0] == part.name]
+        return start_part(part, more, float(limits.get(part.name, part.limit_s)), options.out, results)
+
     def run(part: Part) -> None:
         left_s = end - time.monotonic() - GRACE_S
         limit_s = min(float(limits.get(part.name, part.limit_s)), left_s)
         if limit_s < 10:
             results.add(part.name, {"end": "skipped: no time left"})
             return
-        more = [word for text in options.more for word in text.split()[1:] if text.split()[0] == part.name]
-        if run_part(part, more, limit_s, options.out, results):
+        if end_part(ahead.pop(part.name, None) or start(part), limit_s, results):
             failed.append(part.name)
 
+    ahead: dict[str, Started] = {}
     together = [threading.Thread(target=run, args=(part,)) for part in wanted if not part.alone]
     for part in wanted:
         if part.name == "environment":
             run(part)
+    if together:
+        ahead = {part.name: start(part) for part in wanted if part.sets_up}
     for thread in together:
         thread.start()
     for thread in together:
@@ -102,6 +111,8 @@ def main() -> int:
     for part in wanted:
         if part.alone and part.name != "environment":
             run(part)
+    for name in ahead:
+        kill_marked(name)
     pack(options.out)
     print(f"failed: {', '.join(failed) or 'none'}")
     return int(bool(failed))
@@ -117,11 +128,27 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run_part(part: Part, more: list[str], limit_s: float, out: Path, results: Results) -> bool:
-    """Runs a part to its end or its limit, and returns whether it failed."""
+@dataclass(frozen=True)
+class Started:
+    """A part under way."""
+
+    part: Part
+    folder: Path
+    process: subprocess.Popen
+    reader: threading.Thread
+    go: Path | None
+    """File that it waits for."""
+
+
+def start_part(part: Part, more: list[str], limit_s: float, out: Path, results: Results) -> Started:
+    """Starts a part."""
     folder = out / part.name
     folder.mkdir(exist_ok=True)
     words = ["-m", f"tests.gpu.parts.{part.name}", "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *more]
+    go = folder / "go" if part.sets_up else None
+    if go is not None:
+        go.unlink(missing_ok=True)
+        words += ["--go", str(go)]
     environment = os.environ | {
         MARK: part.name,
         "TOKENIZERS_PARALLELISM": "false",
@@ -132,23 +159,32 @@ def run_part(part: Part, more: list[str], limit_s: float, out: Path, results: Re
     if not part.alone and part.name != "train":
         # Side by side each would start a thread a core.
         environment["OMP_NUM_THREADS"] = "2"
-    began = time.monotonic()
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors
         )
-        reader = threading.Thread(target=_read, args=(process, part.name, results, folder))
-        reader.start()
-        try:
-            status: int | str = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            status = "killed at its limit"
-        kill_marked(part.name)
-        reader.join(GRACE_S)
+    reader = threading.Thread(target=_read, args=(process, part.name, results, folder))
+    reader.start()
+    return Started(part, folder, process, reader, go)
+
+
+def end_part(started: Started, limit_s: float, results: Results) -> bool:
+    """Awaits a part's end or its limit, from now on, and returns whether it failed."""
+    name, began = started.part.name, time.monotonic()
+    if started.go is not None:
+        partial = started.go.with_suffix(".part")
+        partial.write_text(f"{limit_s:.1f}")
+        partial.rename(started.go)
+    try:
+        status: int | str = started.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        status = "killed at its limit"
+    kill_marked(name)
+    started.reader.join(GRACE_S)
     found: dict = {"end": status, "seconds": round(time.monotonic() - began, 1)}
     if status:
-        found["stderr"] = (folder / "stderr.txt").read_text(errors="replace")[-1500:]
-    results.add(part.name, found)
+        found["stderr"] = (started.folder / "stderr.txt").read_text(errors="replace")[-1500:]
+    results.add(name, found)
     return bool(status)
 
 

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshwright.forking import die_with_parent
+from meshwright.forking import die_with_parent, fork_obstacle, release_threads
 from meshwright.jobs.requests import VerifyConfig
 from meshwright.jobs.verify import verify
 from meshwright.launch import devices
@@ -76,19 +76,19 @@ class Group:
 
 
 GROUPS = (
-    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
-    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
-    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
+    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
     Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 3),
+    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
     Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 3),
     Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 3),
     Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
-    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
-    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
-    Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
     Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
+    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
+    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
+    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
+    Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
     Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
     Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
     Group("plain", "llama", "float64", ("replicate=1", "replicate=2", "replicate=2,shard=2,zero=3,microbatches=2",
@@ -305,7 +305,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=100.0)
-    parser.add_argument("--jobs", type=int, default=8)
+    parser.add_argument("--jobs", type=int, default=9)
     parser.add_argument("--only", default="")
     parser.add_argument("--cpu-references", action="store_true", help="low precision too: without a real GPU")
     parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU: the same class on CPU tensors")
@@ -315,6 +315,12 @@ def main() -> int:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     chosen = [group for group in GROUPS if not options.only or group.name in options.only.split(",")]
     warm()
+    print(
+        json.dumps({"case": "imported", "seconds": round(process_age_s(), 1), "obstacle": fork_obstacle()}), flush=True
+    )
+    release_threads()
+    # Python 3.12 warns of any thread, those of libraries too, which hold nothing here.
+    warnings.simplefilter("ignore", DeprecationWarning)
     waiting, running = list(chosen), dict[int, Group]()
     while (waiting or running) and time.monotonic() < end:
         while waiting and len(running) < options.jobs:

@@ -56,8 +56,9 @@ PEAK = 989e12
 WARM, TIMED, TRACED = 4, 12, 2
 CASE_LIMIT_S, CASE_LEAST_S = 80.0, 15.0
 """Seconds after which a contender is ended, and which must be left for it to begin."""
-WARM_LIMIT_S = 45.0
-"""Seconds in which the compiler's cache is filled."""
+WARM_LIMIT_S, LATE_S, WARM_AT_ONCE, WARM_NICE = 75.0, 8.0, 3, 5
+"""Seconds in which the compiler's cache is filled, and in which what runs then must end; its processes, and how nice
+they are to others."""
 ALIKE, ALIKE_STEPS = 5e-3, 4
 """Relative difference of first losses that rounding to bf16 may make."""
 
@@ -132,17 +133,17 @@ LAYERS_8 = f"{HALF},compile=true,recompute=selective"
 FP8_8 = "precision=fp8,compile=true,recompute=selective"
 CASES = {
     "ours-compiled": Case(setting="compiled", layout=f"{HALF},compile=true", traced=True),
-    "fsdp2-compiled": Case(setting="compiled", hand=HandLoop(style="fsdp2", compile=True)),
-    "ours-eager": Case(setting="eager", layout=HALF),
-    "plain-compiled": Case(setting="compiled", hand=HandLoop(style="autocast", compile=True)),
     "ours-documents-varlen": Case(setting="documents", layout=f"{HALF},compile=true", documents=True, words=VARLEN),
     "ours-fp8": Case(setting="fp8", layout="precision=fp8,compile=true"),
-    "ours-cudnn": Case(setting="cudnn", layout=f"{HALF},compile=true", cudnn=True),
-    "fsdp2-eager": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
+    "fsdp2-compiled": Case(setting="compiled", hand=HandLoop(style="fsdp2", compile=True)),
+    "ours-eager": Case(setting="eager", layout=HALF),
     "8b-4-bf16": Case(setting="", layout=LAYERS_8, shape="8b"),
     "8b-1-bf16": Case(setting="", layout=LAYERS_8, shape="8b", layers=1),
     "8b-4-fp8": Case(setting="", layout=FP8_8, shape="8b"),
     "8b-1-fp8": Case(setting="", layout=FP8_8, shape="8b", layers=1),
+    "plain-compiled": Case(setting="compiled", hand=HandLoop(style="autocast", compile=True)),
+    "ours-cudnn": Case(setting="cudnn", layout=f"{HALF},compile=true", cudnn=True),
+    "fsdp2-eager": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
     "fsdp2-fp8": Case(setting="fp8", hand=HandLoop(style="fsdp2", compile=True, float8=True)),
     "ours-documents-mask": Case(setting="documents", layout=f"{HALF},compile=true", documents=True),
     "fsdp2-documents-flex": Case(
@@ -317,15 +318,20 @@ class Bench:
         self.results[name] = figures | {"setting": case.setting, "ours": case.hand is None}
         self.say({"case": name, "setting": case.setting, "wall_s": round(time.time() - began, 1), **figures})
 
-    def start_by_hand(self, name: str, case: Case, steps: int, layers: int = 0) -> tuple[Child, Callable[[], bool]]:
-        """Starts a loop by hand in a process of its own; returns it and whether its figures are there."""
+    def start_by_hand(self, name: str, case: Case, steps: int, warms: bool = False) -> tuple[Child, Callable[[], bool]]:
+        """Starts a loop by hand in a process of its own, of one layer if it only warms.
+
+        Returns:
+            It, and whether its figures are there.
+        """
         loop, result, started = case.hand, self.work / f"{name}.json", time.time()
         assert loop is not None
         rows = self.work / f"rows-{case.documents}.npz"
 
         def work() -> None:
+            os.nice(WARM_NICE if warms else 0)
             with _attention_order(case.cudnn):
-                hand_loops.run(loop, self.work / "model", rows, steps, result, started, layers)
+                hand_loops.run(loop, self.work / "model", rows, steps, result, started, layers=int(warms))
 
         return Child(work, self.out / f"{name}.log"), result.exists
 
@@ -358,6 +364,7 @@ class Bench:
         is_traced, summary = case.traced and not warms, self.out / f"{name}.trace-summary.json"
 
         def work() -> int:
+            os.nice(WARM_NICE if warms else 0)
             if is_traced:
                 trace_steps(steps, TRACED, self.out / f"{name}.trace.json.gz", summary)
             with _attention_order(case.cudnn):
@@ -366,33 +373,41 @@ class Bench:
         firsts = Firsts(run, steps, summary if is_traced else None, time.time())
         return Child(work, self.out / f"{name}.log"), firsts
 
-    def warm(self, names: Sequence[str], limit_s: float) -> None:
-        """Fills the compiler's cache, with one layer of each kind, all at once: timed runs compile little then."""
-        started, waiting, kinds = time.monotonic(), {}, set()
+    def warm(self, names: Sequence[str], limit_s: float, go: Path | None) -> None:
+        """Fills the compiler's cache, with one layer of each kind: timed runs compile little then.
+
+        Args:
+            names: of the contenders.
+            limit_s: for all.
+            go: nothing is begun once this file is there, and what runs has `LATE_S` left.
+        """
+        end, waiting, kinds = time.monotonic() + limit_s, {}, {}
         for name in names:
             case = CASES[name]
-            kind = (case.shape, case.layout, case.words, case.documents, case.hand)
-            if kind in kinds or case.cudnn or not ("compile=true" in case.layout or (case.hand and case.hand.compile)):
-                continue
-            kinds.add(kind)
-            warm_name = f"warm-{name}"
-            if case.hand:
-                waiting[name] = self.start_by_hand(warm_name, case, 1, layers=1)
-            else:
-                waiting[name] = self.start_meshwright(warm_name, case, 1, warms=True)
-        seconds, failed = {}, []
-        while waiting and time.monotonic() - started < limit_s:
+            if not case.cudnn and ("compile=true" in case.layout or (case.hand and case.hand.compile)):
+                kinds.setdefault((case.shape, case.layout, case.words, case.documents, case.hand), name)
+        left, seconds, failed, late = list(kinds.values()), {}, [], False
+        began: dict[str, float] = {}
+        while (left or waiting) and time.monotonic() < end:
+            if go is not None and go.exists() and not late:
+                late, left, end = True, [], min(end, time.monotonic() + LATE_S)
+            if left and len(waiting) < WARM_AT_ONCE:
+                name = left.pop(0)
+                began[name] = time.monotonic()
+                start = self.start_by_hand if CASES[name].hand else self.start_meshwright
+                waiting[name] = start(f"warm-{name}", CASES[name], 1, warms=True)
             for name, (child, is_done) in list(waiting.items()):
                 done = is_done()
                 if done or not child.alive():
-                    seconds[name] = round(time.monotonic() - started, 1)
+                    seconds[name] = round(time.monotonic() - began[name], 1)
                     failed += [] if done else [name]
                     child.until(lambda: True, 0.0)
                     del waiting[name]
             time.sleep(0.1)
         for child, _ in waiting.values():
             child.until(lambda: True, 0.0)
-        self.say({"case": "warm", "first_step_s": seconds, "unfinished": sorted(waiting), "failed": failed})
+        unfinished = sorted(set(kinds.values()) - set(seconds))
+        self.say({"case": "warm", "first_step_s": seconds, "unfinished": unfinished, "failed": failed})
 
     def by_meshwright(self, name: str, case: Case, limit_s: float) -> dict[str, Any]:
         """Runs the command up to the last step that is needed; returns its figures."""
@@ -518,6 +533,16 @@ def _attention_order(cudnn_first: bool) -> Iterator[None]:
         yield
 
 
+def await_go(go: Path) -> float:
+    """Waits for the file and returns the monotonic time at which its limit ends; ends with who would write it."""
+    parent = os.getppid()
+    while not go.exists():
+        if os.getppid() != parent:
+            sys.exit(1)
+        time.sleep(0.05)
+    return time.monotonic() - (time.time() - go.stat().st_mtime) + float(go.read_text())
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     """Returns the whole lines of a file of JSON lines, none where there is none."""
     if not path.exists():
@@ -534,6 +559,7 @@ def main() -> int:
     parser.add_argument("--case-limit-s", type=float, default=CASE_LIMIT_S, help="of each contender")
     parser.add_argument("--no-warm", action="store_true", help="compile in the timed runs alone")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the part itself")
+    parser.add_argument("--go", type=Path, help="file awaited after the setup; it holds the limit from then on")
     parser.add_argument("--work", type=Path, default=Path("/tmp/meshwright-throughput"), help="for what isn't kept")
     options = parser.parse_args()
     end = time.monotonic() + options.limit_s
@@ -552,8 +578,10 @@ def main() -> int:
         bench.say({"case": "weights", "error": (options.out / "weights.log").read_text()[-1500:]})
         return 1
     if not options.no_warm:
-        bench.warm(chosen, min(WARM_LIMIT_S, options.limit_s / 3))
+        bench.warm(chosen, WARM_LIMIT_S if options.go else min(WARM_LIMIT_S, options.limit_s / 3), options.go)
     bench.say({"case": "setup", "seconds": round(options.limit_s - (end - time.monotonic()), 1), "order": chosen})
+    if options.go:
+        end = await_go(options.go)
     for name in chosen:
         left = end - time.monotonic()
         if left < CASE_LEAST_S:
