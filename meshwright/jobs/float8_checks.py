@@ -52,6 +52,8 @@ def float8_header_row(built: BuiltModel, layout: Layout, analysis: ModelAnalysis
         row += ", ..." if len(left_out) > 3 else ""
     if kind == "cpu":
         row += "; emulated on processor cores, which is slower than bf16"
+    elif not layout.compile:
+        row += "; without compile=true its casts are kernels of their own, which is slower than bf16"
     return {"float8": row}
 
 
