@@ -184,10 +184,8 @@ class PricedModel:
                 self._cast_elements(layer, is_backward) * runtime.cast_bytes * rotated, device
             )
         if runtime.draw_bytes and layer.drops:
-            dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
-            elementwise = elementwise + move_s(
-                dropped_elements * drops_bytes(runtime, self.element, is_backward), device
-            )
+            dropped = self.tokens * layer.width / self.token_shards * layer.drops
+            elementwise = elementwise + move_s(dropped * drops_bytes(runtime, self.element, is_backward), device)
         attention = self._attention(layer, is_backward)
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
