@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import shutil
 from typing import Any
 
@@ -21,8 +20,7 @@ PRIVATE_NAMES = (
 
 def can_compile() -> bool:
     """Returns whether torch.compile finds what it needs for a GPU: Triton, and a C compiler for its launchers."""
-    compilers = (os.environ.get("CC", ""), "cc", "gcc", "clang")
-    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, filter(None, compilers)))
+    return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
 def keep_in_order(operator: Any) -> None:

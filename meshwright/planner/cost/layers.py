@@ -184,9 +184,8 @@ class PricedModel:
                 self._cast_elements(layer, is_backward) * runtime.cast_bytes * rotated, device
             )
         if runtime.draw_bytes and layer.drops:
-            drop_bytes_per_element = drops_bytes(runtime, self.element, is_backward)
-            dropped_elements = self.tokens * layer.width / self.token_shards * layer.drops
-            elementwise = elementwise + move_s(dropped_elements * drop_bytes_per_element, device)
+            dropped = self.tokens * layer.width / self.token_shards * layer.drops
+            elementwise = elementwise + move_s(dropped * drops_bytes(runtime, self.element, is_backward), device)
         attention = self._attention(layer, is_backward)
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
@@ -361,9 +360,9 @@ class PricedModel:
         Source: Korthikanti et al. (2022), section 4, extended to gated layers.
         """
         layouts, saved, w = self.layouts, self.engine.saved, self.element
-        masks = 2.0 * self.engine.runtime.mask_bytes
         # Two norms, of each the input and the output, which is the next product's input.
-        outside_tp: Values = layer.width * (4 * w + (masks if layer.dropout else 0.0)) + w * layer.latent
+        masks = 2.0 * self.engine.runtime.mask_bytes if layer.dropout else 0.0
+        outside_tp: Values = layer.width * (4 * w + masks) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
         inside_tp: Values = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
         inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
