@@ -1,13 +1,19 @@
 """What the room uses of transformers, imported once torchao has been.
 
 transformers imports torchao where that is installed, which would touch the GPUs before ranks are forked
-(`torch_compat.torchao_import`).
+(`torch_compat.torchao_import`). So would its masks, in each forward, by asking whether a CUDA graph is being captured.
 """
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
 
 from meshwright.torch_compat.torchao_import import import_before_transformers
 
 import_before_transformers()
 
+import transformers.utils.import_utils as transformers_imports  # noqa: E402
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig  # noqa: E402
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
@@ -25,3 +31,16 @@ __all__ = [
     "get_model_conversion_mapping",
     "rename_source_key",
 ]
+
+
+def _keep_driver_closed(imports: Any) -> None:
+    """Has transformers ask torch whether a CUDA graph is captured only where CUDA is in use: else none can be."""
+    is_capturing: Callable[[], bool] = imports.is_cuda_stream_capturing
+
+    def is_cuda_stream_capturing() -> bool:
+        return torch.cuda.is_initialized() and is_capturing()
+
+    imports.is_cuda_stream_capturing = is_cuda_stream_capturing
+
+
+_keep_driver_closed(transformers_imports)

@@ -41,10 +41,10 @@ def build() -> Path:
     include = [f"-I{path}" for path in sorted(site.glob("nvidia/*/include")) if path.is_dir()]
     compiler = ["gcc", "-shared", "-fPIC", "-O1", "-w", *include]
     sources = [SOURCES / name for name in ("runtime.c", "nccl.c")]
-    _run([*compiler, "-o", folder / "own.so", *sources, "-lpthread"])
+    _run([*compiler, "-o", folder / "own.so", *sources, "-lpthread", "-ldl"])
     stubs = folder / "stubs.c"
     stubs.write_text(_stubs(libraries, folder / "own.so"), encoding="ascii")
-    _run([*compiler, "-o", folder / "libghost.so", *sources, stubs, "-lpthread"])
+    _run([*compiler, "-o", folder / "libghost.so", *sources, stubs, "-lpthread", "-ldl"])
     _run([*compiler, "-o", folder / "libcuda.so.1", SOURCES / "driver.c", "-ldl"])
     _run([*compiler, "-o", folder / "libnvidia-ml.so.1", SOURCES / "nvml.c"])
     shutil.copy2(SOURCES / "nvidia-smi", folder / "nvidia-smi")

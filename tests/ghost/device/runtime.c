@@ -3,6 +3,7 @@
 #include "ghost.h"
 
 #include <cuda_runtime_api.h>
+#include <dlfcn.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
@@ -91,7 +92,17 @@ void ghost_free(void *pointer) {
 
 static __thread int current;
 
-cudaError_t cudaGetDeviceCount(int *count) { *count = ghost_devices(); return cudaSuccess; }
+/* As the real runtime does, the first question for devices initialises the driver: after that no fork can use it. */
+cudaError_t cudaGetDeviceCount(int *count) {
+    static int asked;
+    if (!__sync_lock_test_and_set(&asked, 1)) {
+        void *driver = dlopen("libcuda.so.1", RTLD_NOW);
+        int (*initialise)(unsigned) = driver ? (int (*)(unsigned))dlsym(driver, "cuInit") : NULL;
+        if (initialise) initialise(0);
+    }
+    *count = ghost_devices();
+    return cudaSuccess;
+}
 cudaError_t cudaGetDevice(int *device) { *device = current; return cudaSuccess; }
 cudaError_t cudaSetDevice(int device) {
     if (device < 0 || device >= ghost_devices()) return cudaErrorInvalidDevice;
