@@ -26,7 +26,7 @@ from meshwright.models.deferred import (
     recipe_of,
 )
 from meshwright.models.family import check_kernels, directory_config, family_config
-from meshwright.models.hugging_face import AutoModelForCausalLM
+from meshwright.models.hugging_face import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from meshwright.models.recorder import record
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weights import SafetensorsSource
@@ -177,6 +177,9 @@ def _transformers_factory(config: ModelConfig, vocab: int | None, context: int |
     config_of = directory_config if config.kind == "directory" else family_config
     hf_config = config_of(config, vocab, context)
     check_kernels(config.name, hf_config)
+    # Imported ahead of the recording: what modules compute as they are imported would be in it, and move the addresses
+    # of all random numbers. A family of another library has no entry.
+    MODEL_FOR_CAUSAL_LM_MAPPING.get(type(hf_config), None)
     # Attention by documents is switched on where a layout is made true; until then the model runs as its author's.
     named = config.attention not in ("auto", VARLEN)
     attention_option = {"attn_implementation": config.attention} if named else {}

@@ -18,10 +18,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig  # n
 from transformers.conversion_mapping import get_model_conversion_mapping  # noqa: E402
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key  # noqa: E402
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # noqa: E402
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: E402
+from transformers.models.auto.modeling_auto import (  # noqa: E402
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 
 __all__ = [
     "CONFIG_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "AutoConfig",
     "AutoModelForCausalLM",
