@@ -36,7 +36,9 @@ def check() -> None:
     module.register_buffer("count", torch.zeros(5, device="cuda"))
     weights = named_weights(module, {}, 1)
     optimizer, segments = LocalAdamW(weights, OptimizerConfig()), [Segment(), Segment()]
-    program = SimpleNamespace(weights=weights, frozen=(), error_feedback=None, buffers=lambda: iter([("count", module.count)]))
+    program = SimpleNamespace(
+        weights=weights, frozen=(), error_feedback=None, buffers=lambda: iter([("count", module.count)])
+    )
 
     def make(tensors: dict) -> SnapshotWriter:
         held = [part for part, _ in collect_local_shards(tensors)]

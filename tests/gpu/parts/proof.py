@@ -77,10 +77,12 @@ AT_ONCE = 5
 
 
 def main() -> int:
-    """Starts the proofs, compares steps in this process meanwhile; ``--dropout``: also its bits, which take 20 s."""
-    with_dropout = "--dropout" in sys.argv
-    if with_dropout:
-        sys.argv.remove("--dropout")
+    """Starts the proofs, compares values in this process meanwhile.
+
+    ``--dropout``: also dropout's bits, which take 20 s; ``--no-values``: steps alone.
+    """
+    with_dropout, with_values = "--dropout" in sys.argv, "--no-values" not in sys.argv
+    sys.argv = [word for word in sys.argv if word not in ("--dropout", "--no-values")]
     cases = Cases.from_arguments(limit_s=95.0)
     pool = ThreadPoolExecutor(AT_ONCE)
     proofs = {name: pool.submit(proved, cases, name) for name in VERIFY}
@@ -91,7 +93,8 @@ def main() -> int:
         for dtype in (torch.float32, torch.bfloat16):
             cases.run(f"dropout {dtype}", lambda dtype=dtype: dropout(device, dtype))
         cases.run("dropout of 2^31 elements", lambda: large_dropout(device))
-    values_of(cases, device)
+    if with_values:
+        values_of(cases, device)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1
     )
