@@ -216,7 +216,7 @@ def test_stages_hold_every_layer_once_by_each_rule():
 @pytest.mark.parametrize("stages", [3, 4])
 def test_a_head_as_costly_as_the_layers_is_a_stage_alone(stages: int) -> None:
     """Of all splits, of which any first or last stage may be empty, the automatic one is about the fastest."""
-    shape = shape_from_sizes(TableSizes(name="wide head", layers=6, width=2048, heads=16, vocab=112000))
+    shape = shape_from_sizes(TableSizes(name="wide head", layers=6, width=2048, heads=16, vocab=128000))
     job, cluster = PricedJob(shape=shape, sequence=2048, rows=32), Cluster.parse(f"{stages}xh100")
     text, seconds = f"pp={stages},microbatches=16,precision=bf16", {}
     for cuts in itertools.combinations_with_replacement(range(7), stages - 1):

@@ -78,7 +78,7 @@ def rows(document: str, heading: str) -> list[list[str]]:
 def test_tiles_and_table_have_the_figures_of_the_json(result: PlanResult, document: str) -> None:
     best, shown = result.to_json()["best"][0], tiles(document)
     assert quantity(shown["a step"]) == pytest.approx(best["price"]["step_s"], rel=0.01)
-    assert quantity(shown["tokens a second"]) == pytest.approx(best["tokens_per_s"], rel=1e-3)
+    assert quantity(shown["tokens a second"]) == pytest.approx(best["tokens_per_s"], rel=5e-3)  # three digits
     assert quantity(shown["MFU"]) == pytest.approx(best["mfu"], abs=6e-4)
     assert quantity(shown["a device"]) == pytest.approx(best["tflops_per_device"], abs=0.06)
     assert quantity(shown["fullest rank"]) == pytest.approx(best["price"]["peak"], rel=0.01)

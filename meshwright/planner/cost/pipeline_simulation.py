@@ -105,7 +105,9 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
         name = layouts.schedules[int(row[0])].name
         sizes = (name, ranks.ranks, int(row[1]), int(row[2]), bool(row[3]))
         seconds = stage_seconds(ranks, index)
-        sums_s[index] = np.maximum(_makespan_s(*sizes, seconds), floor_s[index])
+        # What a user's own schedule idles is counted by stages that all take as long: no bound for stages that don't.
+        bound_s = floor_s if name in known_schedules() else busy_s
+        sums_s[index] = np.maximum(_makespan_s(*sizes, seconds), bound_s[index])
         if with_sends:
             free_s = _makespan_s(*sizes, seconds.without_sends())
             exposed_s[index] = np.maximum(sums_s[index] - np.maximum(free_s, busy_s[index]), 0.0)
