@@ -419,8 +419,8 @@ def steps(device: torch.device, text: str) -> Result:
     worst = [max(abs(a - b) / abs(a) for a, b in zip(reference, curve)) for curve in curves]
     bound = 1e-9 if "float64" in text else 2e-4
     differs = {}
-    # Where a kernel drops as it draws there are no masks to compare; the curve follows from them.
-    names = ("weights", "batches", *(["masks"] if len({len(one["masks"]) for one in found}) == 1 else []), "curve")
+    # In 32 bits a GPU's kernel drops as it draws, without masks to compare; the curve follows from them.
+    names = ("weights", "batches", *(["masks"] if "float64" in text else []), "curve")
     for name in names:
         for number, one in enumerate(found):
             pairs = list(zip(found[2][name], one[name]))
