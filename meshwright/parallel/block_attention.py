@@ -2,7 +2,8 @@
 
 Queries and keys lie in segments, one after the other, as for `torch.nn.attention.varlen`; a segment's queries see its
 keys alone. On a GPU torch's FlashAttention computes all segments at once, or cuDNN's kernel where they are of one size
-and no window cuts them; elsewhere the CPU's kernel computes a segment at a time.
+and no window cuts them; elsewhere the CPU's kernel computes a segment at a time. On a GPU other types than the 16 bits
+of these kernels, as a proof in float64 has, are computed by plain products.
 Source: Dao, FlashAttention-2 (2023); Milakov and Gimelshein, Online normalizer calculation for softmax (2018).
 """
 
@@ -69,14 +70,15 @@ def attend(
     if (whole := _cudnn_piece(query, key, value, segments)) is not None:
         output, log_sums = cudnn_forward(whole.queries(query), whole.keys(key), whole.keys(value), whole.causal, scale)
         return _flatten(output)[..., :size], _flatten(log_sums)
-    if query.device.type == "cuda":
+    if _has_kernel(query):
         starts, longest = _bounds(segments, query.device)
         output, log_sums = flash_forward(query, key, value, starts, longest, segments.window, scale)
         return output[..., :size], log_sums.transpose(0, 1)
     output = query.new_empty(query.shape)
     log_sums = query.new_empty(query.shape[:2], dtype=accumulation_dtype(query.dtype))
+    forward = _plain_forward if query.is_cuda else cpu_forward
     for piece in _pieces(segments, query):
-        local, local_sums = cpu_forward(
+        local, local_sums = forward(
             piece.queries(query), piece.keys(key), piece.keys(value), piece.causal, piece.mask, scale
         )
         piece.queries(output).copy_(local)
@@ -117,15 +119,16 @@ def attend_backward(
             whole.queries(output.contiguous()), whole.queries(log_sums.unsqueeze(-1)).squeeze(-1), whole.causal, scale,
         )  # fmt: skip
         grads = tuple(_flatten(grad) for grad in block_grads)
-    elif query.device.type == "cuda":
+    elif _has_kernel(query):
         starts, longest = _bounds(segments, query.device)
         flat_sums = log_sums.transpose(0, 1).contiguous()
         grads = flash_backward(upstream, query, key, value, output, flat_sums, starts, longest, segments.window, scale)
     else:
         wide = accumulation_dtype(query.dtype)
         grads = tuple(x.new_zeros(x.shape, dtype=wide) for x in (query, key, value))  # type: ignore[assignment]
+        backward = _plain_backward if query.is_cuda else cpu_backward
         for piece in _pieces(segments, query):
-            local_grads = cpu_backward(
+            local_grads = backward(
                 piece.queries(upstream), piece.queries(query), piece.keys(key), piece.keys(value),
                 piece.queries(output), piece.queries(log_sums.unsqueeze(-1)).squeeze(-1), piece.causal, piece.mask,
                 scale,
@@ -163,6 +166,54 @@ def _pad_heads(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(x if x.shape[-1] == size else functional.pad(x, (0, size - x.shape[-1])) for x in tensors)
 
 
+def _has_kernel(query: torch.Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _plain_scores(
+    query: torch.Tensor, key: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> torch.Tensor:
+    """Returns the masked scores of query heads beside their key head, (B, K, G, L, M)."""
+    scores = query.unflatten(1, (key.shape[1], -1)) @ key.unsqueeze(2).mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores[0, 0, 0], dtype=torch.bool).triu(1), -math.inf)
+    return scores if mask is None else scores + mask
+
+
+def _plain_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, mask: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Computes what `cpu_forward` does, on any device."""
+    scores = _plain_scores(query, key, causal, mask, scale)
+    log_sums = scores.logsumexp(-1)
+    output = (scores - log_sums.unsqueeze(-1)).exp() @ value.unsqueeze(2)
+    return output.flatten(1, 2), log_sums.flatten(1, 2)
+
+
+def _plain_backward(
+    upstream: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    log_sums: torch.Tensor,
+    causal: bool,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Computes what `cpu_backward` does, on any device."""
+    groups = key.shape[1], query.shape[1] // key.shape[1]
+    query_heads, upstream, output = (x.unflatten(1, groups) for x in (query, upstream, output))
+    scores = _plain_scores(query, key, causal, mask, scale)
+    weights = (scores - log_sums.unflatten(1, groups).unsqueeze(-1)).exp()
+    grad_weights = upstream @ value.unsqueeze(2).mT
+    grad_scores = weights * (grad_weights - (upstream * output).sum(-1, keepdim=True)) * scale
+    # A key head's gradient is the sum over its query heads.
+    grad_key = (grad_scores.mT @ query_heads).sum(2)
+    grad_value = (weights.mT @ upstream).sum(2)
+    return (grad_scores @ key.unsqueeze(2)).flatten(1, 2), grad_key, grad_value
+
+
 def _flatten(x: torch.Tensor) -> torch.Tensor:
     """Returns ``x`` (B, H, L, ...) as (B L, H, ...)."""
     return x.transpose(1, 2).flatten(0, 1)
@@ -172,7 +223,7 @@ def _cudnn_piece(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, se
     """Returns all segments as the one piece that cuDNN's kernel takes; None where it doesn't take them."""
     left, right = segments.window
     sizes = set(zip(segments.query_lengths, segments.key_lengths))
-    if query.device.type != "cuda" or left >= 0 or right > 0 or len(sizes) > 1:
+    if not _has_kernel(query) or left >= 0 or right > 0 or len(sizes) > 1:
         return None
     ((queries, keys),) = sizes
     if right == 0 and queries != keys:

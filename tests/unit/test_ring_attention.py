@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from meshwright.models.analysis.thread_group import ThreadGroup, run_in_threads
+from meshwright.parallel import block_attention
 from meshwright.parallel.balanced_runs import local_runs
 from meshwright.parallel.document_attention import document_attention, document_bounds, pack_mask
 from meshwright.parallel.ring_attention import RingAttention, RingRefusal
@@ -78,6 +79,15 @@ def test_the_ring_is_a_whole_rows_attention(ranks: int, documents: str, window: 
             torch.testing.assert_close(
                 part, local_runs(whole.transpose(1, 2), rank, ranks).transpose(1, 2), rtol=1e-11, atol=1e-12
             )
+
+
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+def test_plain_products_give_what_the_kernels_do(documents: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU, whose kernels have 16 bits, computes of float64."""
+    monkeypatch.setattr(block_attention, "cpu_forward", block_attention._plain_forward)
+    monkeypatch.setattr(block_attention, "cpu_backward", block_attention._plain_backward)
+    test_the_ring_is_a_whole_rows_attention(3, documents, window)
 
 
 @pytest.mark.parametrize("grouped", [True, False])

@@ -2,9 +2,9 @@
 
 NCCL takes one rank a device, so `tests.gpu.staged_group` stands in its place; all else is the product as it is. A
 layout in float64 is held to 1e-9 of one device, as by `verify`, one in low precision to what rounding does to that.
-That device is the GPU: a CPU has other cosines of the float32 angles in transformers' rotary embeddings, and all layouts
-of a llama were 4.9e-7 from it (an H100). What runs several times must give the same bits. Three proofs run with a
-planted fault, a wait on a stream that computes nothing, and must fail.
+That device is the GPU: a CPU has other cosines of the float32 angles in transformers' rotary embeddings, and all
+layouts of a llama were 4.9e-7 from it (an H100). What runs several times must give the same bits. Three proofs run with
+a planted fault, a wait on a stream that computes nothing, and must fail.
 """
 
 from __future__ import annotations
