@@ -5,10 +5,12 @@
 set -e
 cd "$(dirname "$0")/../.."
 PYTHON=${PYTHON:-python3}
-if [ -d .whl ] && ! [ -d /tmp/meshwright-site ]; then
-  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target /tmp/meshwright-site .whl/*.whl
+if [ -d .whl ]; then
+  # A folder of its own: nobody else has put code there.
+  site=$(mktemp -d)
+  "$PYTHON" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$site" .whl/*.whl
+  PYTHONPATH=$site${PYTHONPATH:+:$PYTHONPATH}
 fi
-if [ -d /tmp/meshwright-site ]; then PYTHONPATH=/tmp/meshwright-site; fi
 PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH
 # Read when torch is imported, which parts do before meshwright could set it.
