@@ -24,6 +24,8 @@ ON_NEWEST := $(addprefix tests/ranks/test_,pipeline.py traffic.py reshard.py tra
 PRIVATE := tests/unit/test_torch_compat.py
 # Products in float8 need torchao, which only these environments install: every import of transformers would import it.
 FLOAT8 := tests/ranks/test_float8.py
+# Kernels whose values Triton's interpreter computes; it comes with CUDA builds alone.
+INTERPRETED := tests/unit/test_cross_entropy_kernel.py
 ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
@@ -74,10 +76,12 @@ quick: $(READY) ## under a minute: unit tests and the house
 
 ghost: .venv-ghost/.ready ## run every layout on simulated GPUs; installs a CUDA build of the oldest torch supported
 	@.venv-ghost/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
+	@TRITON_INTERPRET=1 .venv-ghost/bin/python -m pytest $(INTERPRETED)
 	@.venv-ghost/bin/python -m tests.ghost
 
 newest: .venv-newest/.ready ## the newest torch and transformers supported: simulated GPUs, then ranks on the CPU
 	@.venv-newest/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
+	@TRITON_INTERPRET=1 .venv-newest/bin/python -m pytest $(INTERPRETED)
 	@.venv-newest/bin/python -m tests.ghost -m "not long"
 	@.venv-newest/bin/python -m pytest -m "not long" $(TWO) $(ON_NEWEST)
 

@@ -19,18 +19,15 @@ generators (OOPSLA 2014), for splitmix64.
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
-import logging
-import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+from meshwright.parallel.triton_kernels import load_kernels
 
 _SPLITMIX_STEP = 0x9E3779B97F4A7C15
 GOLDEN, MURMUR, FACTOR_1, FACTOR_2 = 0x9E3779B9, 0x85EBCA6B, 0x7FEB352D, 0x846CA68B
@@ -122,22 +119,7 @@ def drop_in_one_kernel(x: torch.Tensor, keys: Words, box: RowBox, p: float) -> t
 
 def device_kernel(device: torch.device) -> Any:
     """Returns `parallel.triton_kernels.dropout`; None on a CPU, or where Triton or its C compiler is absent."""
-    return _import_kernel() if device.type == "cuda" else None
-
-
-@cache
-def _import_kernel() -> Any:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    try:
-        kernel = importlib.import_module("meshwright.parallel.triton_kernels.dropout")
-        one = torch.zeros(1, dtype=torch.int32, device="cuda")
-        # Triton makes its launcher by a C compiler, which not every machine has.
-        kernel.mask(one.new_zeros(1, 2), one, one, 1)
-    except (ImportError, OSError, RuntimeError, subprocess.SubprocessError) as error:
-        logging.getLogger(__name__).warning("dropout is drawn by torch, since Triton doesn't run here: %s", error)
-        return None
-    return kernel
+    return load_kernels("dropout") if device.type == "cuda" else None
 
 
 def _bound(p: float) -> int:

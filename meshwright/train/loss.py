@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 from collections.abc import Iterator
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
 from torch.autograd.function import FunctionCtx
 
+from meshwright.parallel.triton_kernels import load_kernels
 from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.torch_compat.tensors import backward_keeps_graph
 
@@ -77,25 +75,22 @@ def sums_of_logits(
     Returns:
         (loss sum in nats, number of hits), float64 scalars, equal on the ranks of ``vocab``.
     """
-    if logits.is_cuda and logits.dtype != torch.float64 and logits.is_contiguous() and _kernels() is not None:
-        return _kernel_pass(logits, targets, scale, gradient, vocab)
+    fits_kernels = logits.is_cuda and logits.dtype != torch.float64 and logits.is_contiguous()
+    if fits_kernels and (kernels := load_kernels("cross_entropy")) is not None:
+        return _kernel_pass(kernels, logits, targets, scale, gradient, vocab)
     one_pass = _full_vocab_pass if vocab is None else _sharded_vocab_pass
     return one_pass(logits, targets, scale, gradient, vocab)
 
 
-@cache
-def _kernels() -> Any:
-    """Returns `parallel.triton_kernels.cross_entropy`; None where Triton is absent."""
-    if importlib.util.find_spec("triton") is None:
-        return None
-    return importlib.import_module("meshwright.parallel.triton_kernels.cross_entropy")
-
-
 def _kernel_pass(
-    logits: torch.Tensor, targets: torch.Tensor, scale: Scale, gradient: torch.Tensor | None, vocab: VocabShard | None
+    kernels: Any,
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    scale: Scale,
+    gradient: torch.Tensor | None,
+    vocab: VocabShard | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Does what `_full_vocab_pass` and `_sharded_vocab_pass` do, by two kernels."""
-    kernels = _kernels()
+    """Does what `_full_vocab_pass` and `_sharded_vocab_pass` do, by `parallel.triton_kernels.cross_entropy`."""
     is_target = targets != IGNORED
     start, stop = (vocab.start, vocab.stop) if vocab is not None else (0, logits.shape[1])
     in_shard = (targets >= start) & (targets < stop)

@@ -5,6 +5,7 @@ Run where Triton is installed, by `make ghost`; without `TRITON_INTERPRET=1` a k
 
 from __future__ import annotations
 
+import importlib
 import os
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 from meshwright.train import loss
 
 pytest.importorskip("triton")
+kernels = importlib.import_module("meshwright.parallel.triton_kernels.cross_entropy")
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels aren't interpreted here")
 
 SIZES = [(5, 7), (33, 50), (3, 4096), (4, 9001)]
@@ -45,7 +47,7 @@ def test_equals_float64(size: tuple[int, int], dtype: torch.dtype, bound: float,
     expected, expected_gradient = reference(logits, targets, 0.3)
     hits = (logits.argmax(dim=1) == targets).sum()
     # In the logits' own memory, as in training.
-    found, found_hits = loss._kernel_pass(logits, targets, scale, logits, None)
+    found, found_hits = loss._kernel_pass(kernels, logits, targets, scale, logits, None)
     assert float(found) == pytest.approx(float(expected), rel=1e-6)
     assert found_hits == hits >= 1
     assert not logits[1].any()
@@ -56,7 +58,7 @@ def test_equals_float64(size: tuple[int, int], dtype: torch.dtype, bound: float,
 def test_without_a_gradient_logits_stay() -> None:
     logits, targets = rows_of_logits((33, 50), torch.float32)
     before = logits.clone()
-    assert float(loss._kernel_pass(logits, targets, 1.0, None, None)[0]) == pytest.approx(
+    assert float(loss._kernel_pass(kernels, logits, targets, 1.0, None, None)[0]) == pytest.approx(
         float(reference(logits, targets, 1.0)[0]), rel=1e-6
     )
     assert torch.equal(logits, before)
@@ -65,7 +67,7 @@ def test_without_a_gradient_logits_stay() -> None:
 def test_logits_that_are_no_numbers_are_seen() -> None:
     logits, targets = rows_of_logits((33, 50), torch.float32)
     logits[7, 3] = torch.nan
-    assert not torch.isfinite(loss._kernel_pass(logits, targets, 1.0, None, None)[0])
+    assert not torch.isfinite(loss._kernel_pass(kernels, logits, targets, 1.0, None, None)[0])
 
 
 class _Shards:
@@ -95,10 +97,10 @@ def test_shards_of_the_vocabulary_give_the_whole(cut: int) -> None:
         shards.given = {"maximum": [], "sum": []}
         for start, stop in bounds:
             vocab = shards.shard(start, stop, known)
-            loss._kernel_pass(logits[:, start:stop].contiguous(), targets, 0.3, None, vocab)  # type: ignore[arg-type]
+            loss._kernel_pass(kernels, logits[:, start:stop].contiguous(), targets, 0.3, None, vocab)  # type: ignore[arg-type]
         known[name] = joined(*shards.given[name])
     for start, stop in bounds:
         part = logits[:, start:stop].contiguous()
-        found, _ = loss._kernel_pass(part, targets, 0.3, part, shards.shard(start, stop, known))  # type: ignore[arg-type]
+        found, _ = loss._kernel_pass(kernels, part, targets, 0.3, part, shards.shard(start, stop, known))  # type: ignore[arg-type]
         assert float(found) == pytest.approx(float(expected), rel=1e-6)
         assert torch.allclose(part.double(), expected_gradient[:, start:stop], atol=1e-6)

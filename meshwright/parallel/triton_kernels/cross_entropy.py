@@ -106,3 +106,8 @@ def write_gradient(
 
 def _block(width: int) -> int:
     return min(BLOCK, triton.next_power_of_2(width))
+
+
+def probe() -> None:
+    """Reads one logit on the current GPU; fails where Triton doesn't run."""
+    row_statistics(torch.zeros(1, 1, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda"))

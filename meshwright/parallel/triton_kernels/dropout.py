@@ -140,3 +140,9 @@ def mask(row_keys: torch.Tensor, lines: torch.Tensor, columns: torch.Tensor, bou
     keep = torch.empty(shape, dtype=torch.uint8, device=lines.device)
     _launch(None, keep, row_keys, lines, columns, bound, 1.0)
     return keep.view(torch.bool)
+
+
+def probe() -> None:
+    """Draws one element on the current GPU; fails where Triton doesn't run."""
+    one = torch.zeros(1, dtype=torch.int32, device="cuda")
+    mask(one.new_zeros(1, 2), one, one, 1)
