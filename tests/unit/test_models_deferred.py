@@ -2,6 +2,7 @@
 
 import importlib
 import itertools
+import subprocess
 import sys
 import threading
 
@@ -14,6 +15,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise, materialise_tensor, recipe_of, retie
 from meshwright.models.recorder import record
+from tests.house.source import ROOT
 
 torch.set_num_threads(1)
 
@@ -224,3 +226,28 @@ def test_the_distribution_is_the_familys_own(name):
     buffers = dict(reference.named_buffers())
     for key, buffer in module.named_buffers():
         assert torch.equal(buffer, buffers[key]), key
+
+
+IMPORTED_MEANWHILE = """
+import contextlib, sys
+from meshwright.models import build
+from meshwright.models.config import ModelConfig
+
+@contextlib.contextmanager
+def recorded(seed, record=build.record):
+    before = set(sys.modules)
+    with record(seed) as recording:
+        yield recording
+    print(*sorted(set(sys.modules) - before))
+
+build.record = recorded
+build.build_meta(ModelConfig(name=sys.argv[1], layers=2, width=32, heads=2), 64, 16)
+"""
+
+
+@pytest.mark.parametrize("family", ["gpt2", "mixtral"])
+def test_a_recording_holds_nothing_of_an_import(family: str) -> None:
+    """In a process of its own, whose first model this is: an import's operations would move all random numbers."""
+    words = [sys.executable, "-c", IMPORTED_MEANWHILE, family]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == []
