@@ -247,7 +247,6 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
         runtime__update_bytes=30.0,
         runtime__host_step_s=0.01,
         runtime__draw_s=CORE_DRAW_S,
-        runtime__attention=0.75,
         runtime__mask_bytes=1.0,
         runtime__draw_bytes=CORE_DRAW_BYTES,
         runtime__sends_in_turn=False,

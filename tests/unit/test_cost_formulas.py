@@ -10,6 +10,7 @@ from benchmarks.published.other_profile import OtherActivations, OtherProfile, O
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
+from meshwright.planner.cost.kernels import RATES, generation
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
@@ -300,3 +301,17 @@ def test_balanced_stages_are_those_that_the_runtime_cuts(seed):
     sizes = {f"{name}.weight": cost for name, cost in zip(names, costs)} | {"head": tail}
     theirs = layer_graph.divide(model, sizes, (), stages, "")
     assert _balanced(costs, tail, stages) == tuple(pairwise(theirs))
+
+
+def test_our_rate_of_attention_is_that_of_the_generation_on_which_it_was_measured() -> None:
+    """cuDNN's kernel was timed on Hopper; other GPUs keep what codes over FlashAttention-2 have in common."""
+    job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=8192, rows=1)
+    for text, share in (("1xh100", 1.3), ("1xa100-80", 0.75)):
+        cluster = Cluster.parse(text)
+        seconds = price(job, Layout.parse("precision=fp16"), cluster).parts["attention"]
+        rate = RATES[generation(cluster.device)]
+        # Causal: half of the pairs, two products forward and five backward.
+        flops = 32 * 4096 * 8192 * 8192
+        peak = cluster.device.peak("fp16")
+        expected = (2 * flops / rate.flash_forward + 5 * flops / rate.flash_backward) / peak / share
+        assert seconds == pytest.approx(expected, rel=0.02), text

@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.errors import PlanError
+from meshwright.planner.cost.kernels import generation
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import LayerShape
@@ -135,6 +136,8 @@ class RuntimeModel:
     """Share of the device's own rate of matrix products that the framework's kernels reach."""
     attention: float = 1.0
     """The same of attention."""
+    hopper_attention: float = 0.0
+    """The same on Hopper, where it was measured by itself; 0 where it wasn't."""
     pass_width: float = 30.0
     """Bytes moved per element of D in a layer's forward by all that isn't a product: norms, residuals, rotations."""
     pass_ffn: float = 8.0
@@ -229,6 +232,11 @@ class RuntimeModel:
     def end_host_s(self, host_s: Values, busy_s: Values) -> Values:
         """Returns host seconds of embedding or head, waits for the device included, (N,): the host runs ahead."""
         return host_s
+
+    def attention_share(self, device: Device) -> float:
+        """Returns the share of a device's rate of fused attention that is reached."""
+        is_measured = self.hopper_attention and generation(device) == "hopper"
+        return self.hopper_attention if is_measured else self.attention
 
     def unfused_attention_s(
         self, layer: LayerShape, scores: Array, device: Device, dtype: str, is_backward: bool

@@ -50,14 +50,19 @@ RATES = {
 }
 
 
-def rates(device: Device) -> Rates:
-    """Returns the rates of a device's generation, which its data types and best peak tell apart."""
+def generation(device: Device) -> str:
+    """Returns a device's generation, a key of `RATES`, which its data types and best peak tell apart."""
     peak = max(device.peak_flops.values())
     if "fp4" in device.peak_flops:
-        return RATES["blackwell"]
+        return "blackwell"
     if "fp8" in device.peak_flops and peak > 1e15:
-        return RATES["hopper"]
-    return RATES["ampere"] if "bf16" in device.peak_flops else RATES["volta"]
+        return "hopper"
+    return "ampere" if "bf16" in device.peak_flops else "volta"
+
+
+def rates(device: Device) -> Rates:
+    """Returns the rates of a device's generation."""
+    return RATES[generation(device)]
 
 
 def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share: float = 1.0) -> Array:

@@ -219,7 +219,7 @@ class PricedModel:
         if unfused_s is not None:
             return unfused_s
         fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, is_backward)
-        return fused_s / runtime.attention
+        return fused_s / runtime.attention_share(device)
 
     def _is_unfused(self, layer: LayerShape) -> bool:
         """Whether our runtime computes attention without a fused kernel: with dropout, or in float64 on a device."""

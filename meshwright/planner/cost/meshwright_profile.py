@@ -36,10 +36,14 @@ DRAW_S = 2.1e-5
 MOST_SCORES = 2.0**26
 """Most attention weights of a micro-batch that are saved with their dropout; beyond, backward recomputes them from a
 saved byte each. Source: `parallel.random_ops.DEAR`."""
-ATTENTION = 1.3
-"""Rate of torch's fused attention over the device's in `kernels.RATES`, which is of older kernels. Source: measured on
-one H100, 2026-11-26: cuDNN's causal kernel, E = 128, reaches 579 TFLOP/s in forward and 457 in backward at S = 4096,
-615 and 469 at S = 8192, where the table says 445 and 356."""
+ATTENTION = 0.75
+"""Share of the device's own rate of fused attention that torch's kernels reach. Source: the mean of what was fitted to
+codes that call such kernels from PyTorch, llm-foundry 0.62 and 0.46, nanotron 0.89, torchtitan 0.87, each of a machine
+and version, rounded (`benchmarks/published/framework_profiles.py`)."""
+HOPPER_ATTENTION = 1.3
+"""The same on Hopper, where torch takes cuDNN's kernel and `kernels.RATES` has older ones. Source: measured on one
+H100, 2026-11-26: causal, E = 128, 579 TFLOP/s in forward and 457 in backward at S = 4096, 615 and 469 at S = 8192,
+where the table says 445 and 356."""
 UPDATE_BYTES = 41.0
 """Bytes moved per parameter that is updated, its gradient's norm included, in the time that they take. Source: measured
 on one H100, 2026-11-26: 5.4, 15.6 and 28.7 ms for 0.37, 1.10 and 1.92 billion, at 2.85 TB/s."""
@@ -63,6 +67,7 @@ MESHWRIGHT = FrameworkProfile(
     saved=ActivationModel(gate_extra=2.0, logits=2.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
     runtime=RuntimeModel(
         attention=ATTENTION,
+        hopper_attention=HOPPER_ATTENTION,
         pass_width=PASS_WIDTH,
         pass_ffn=12.0,
         # Read twice and the gradient written; in backward scaled in its memory.
