@@ -216,7 +216,7 @@ def test_what_cannot_be_is_refused_with_a_cure() -> None:
         choose(question("2xrtx3090", limits={"offloads": ("none",)}))
     assert choose(question("2xrtx3090")).best[0].layout.offload != "none"
     with pytest.raises(PlanError, match=r"nearest that would: about \d+ devices, or \d+ layers instead of 12$"):
-        choose(question("2xrtx2080", rows=64))
+        choose(question("2xrtx2080", rows=64, usable=0.6))
     with pytest.raises(PlanError, match="batch of 1 rows"):
         choose(question("64xh100", rows=1, limits={"axes": ("replicate", "shard")}))
     with pytest.raises(PlanError, match="tp=3"):
