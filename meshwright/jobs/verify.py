@@ -12,6 +12,7 @@ import torch
 from meshwright.data.loader import Loader
 from meshwright.errors import ConfigError
 from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.product_checks import check_products
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.proof_reports import VerifyReport
 from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
@@ -45,7 +46,7 @@ def verify(
     layout: Layouts | None = None,
     devices: int | None = None,
     steps: int | None = None,
-    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
+    dtype: Literal["float64", "float32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
     full: bool | None = None,
     on_start: Callable[[str, Sequence[Layout]], None] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,
@@ -80,6 +81,7 @@ def verify(
     layouts = _layouts_to_prove(request)
     if len({layout.precision for layout in layouts}) > 1:
         raise ConfigError("verify compares layouts of one precision; call it once for each")
+    check_products(layouts[0], found_devices())
     case = _make_case(request, layouts, say)
     if on_start is not None:
         on_start(_subject_text(request), layouts)
