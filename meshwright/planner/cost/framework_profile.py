@@ -166,6 +166,9 @@ class RuntimeModel:
     """Seconds in which the host issues a layer's forward; backward costs `host_backward` as much."""
     host_backward: float = 1.5
     """Host time of a backward over that of a forward."""
+    selective_host: float = 1.0
+    """Host time of a pass under selective recompute over another's, where Python is asked for each operator whether its
+    result is kept."""
     host_runs_ahead: bool = True
     """Whether the host launches while the device computes; False where the ranks' own cores do both in turn."""
     host_microbatch_s: float = 0.0
@@ -381,7 +384,11 @@ class FrameworkProfile:
             runtime = dataclasses.replace(runtime, context=layout.attention)
         if layout.compile and runtime.fused_width:
             runtime = dataclasses.replace(
-                runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
+                runtime,
+                pass_width=runtime.fused_width,
+                pass_ffn=runtime.fused_ffn,
+                host_layer_s=runtime.fused_layer_s,
+                selective_host=1.0,
             )
         return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime)
 

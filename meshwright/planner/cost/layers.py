@@ -352,7 +352,9 @@ class PricedModel:
         for name in ("inside", "outside"):
             repeated_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + repeated_s)
-        backward.host = backward.host + np.where(full | selective, repeated.host, 0.0) * layouts.recompute_share
+        asked = np.where(selective, self.engine.runtime.selective_host, 1.0)
+        backward.host = backward.host + np.where(full | selective, asked * repeated.host, 0.0) * layouts.recompute_share
+        forward.host = forward.host * (1.0 + (asked - 1.0) * layouts.recompute_share)
 
     def _price_saved_bytes(self, layer: LayerShape, cost: LayerCost) -> None:
         """Sets the bytes that autograd saves.
