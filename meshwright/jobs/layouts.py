@@ -446,6 +446,6 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         base=base,
         fits=config.fits,
         rounds=make_rounds(config.outer, config.train.steps),
-        history=learn(*run_history_file(machines)),
+        history=learn(*run_history_file(machines), job.step_flops, precision),
         compile_steps=config.train.steps if machines.devices.kind == "cuda" and can_compile() else 0,
     )

@@ -11,6 +11,7 @@ import torch
 
 from meshwright.data.loader import Loader
 from meshwright.errors import ConfigError
+from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.product_checks import check_products
 from meshwright.jobs.progress import Say, to_stderr
@@ -84,7 +85,8 @@ def verify(
     check_products(layouts[0], found_devices())
     case = _make_case(request, layouts, say)
     if on_start is not None:
-        on_start(_subject_text(request), layouts)
+        attention = case.build().config.attention
+        on_start(_subject_text(request) + attention_text(request.model.attention, attention), layouts)
     verdicts = prove_layouts(case, layouts, on_verdict)
     return VerifyReport(verdicts=tuple(verdicts), named=bool(request.layout))
 
@@ -108,6 +110,10 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Cas
     max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
     model = _model_to_prove(config, min_layers(layouts), max_split)
     batches, vocab = _make_batches(config, layouts, model, say)
+    unshrunk, has_documents = _build_for_proof(config.model, config.sequence), batches[0].positions is not None
+    # float64 stands for bf16, in which a run on GPUs computes unless it is told otherwise.
+    precisions = {"bf16" if layout.precision == "float64" else layout.precision for layout in layouts}
+    model = attention_to_prove(unshrunk, model, precisions, config.sequence, has_documents)
 
     def build() -> BuiltModel:
         return build_meta(model, vocab=vocab, context=config.sequence)

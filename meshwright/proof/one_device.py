@@ -20,6 +20,7 @@ from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
 from meshwright.models.forward import author_output, model_output
+from meshwright.parallel.document_attention import document_bounds
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -311,6 +312,8 @@ def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """Returns a batch on a device."""
-    positions = None if batch.positions is None else batch.positions.to(device)
-    return MicroBatch(batch.tokens.to(device), batch.targets.to(device), positions)
+    """Returns a batch on a device; the host has counted its documents, as in a run on GPUs."""
+    tokens, targets = batch.tokens.to(device), batch.targets.to(device)
+    if batch.positions is None or device.type == "cpu":
+        return MicroBatch(tokens, targets, batch.positions)
+    return MicroBatch(tokens, targets, batch.positions.to(device), document_bounds(batch.positions).to(device))

@@ -67,6 +67,7 @@ VERIFY: dict[str, tuple[str, ...]] = {
     "fp8": (*LLAMA, "--dtype", "fp8", "--layout", "replicate=1"),
     "bf16 compiled": (*LLAMA, "--dtype", "bf16", "--steps", "2", "--layout", "compile=true", "loss_chunk=64"),
     "float64 experts": (*MIXTRAL, "--layout", "replicate=1", "recompute=selective"),
+    "float64 varlen": (*LLAMA, "--model.attention", "varlen", "--layout", "replicate=1", "recompute=selective"),
     "bf16 varlen": (*LLAMA, "--model.attention", "varlen", "--dtype", "bf16", "--layout", "replicate=1"),
     "fp16": (*LLAMA, "--dtype", "fp16", "--layout", "replicate=1", "offload=parameters"),
     "float32": (*LLAMA, "--dtype", "float32", "--layout", "replicate=1"),

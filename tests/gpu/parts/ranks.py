@@ -87,6 +87,7 @@ GROUPS = (
     Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
     Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
     Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
     Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
