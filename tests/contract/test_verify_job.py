@@ -20,11 +20,12 @@ from meshwright.jobs.verify_job import case_of, job_and_layouts
 from meshwright.proof import job as job_proof
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainSchedule, train_job
 from meshwright.spec.layout import Layout
-from meshwright.train import feed, session, step_launcher
+from meshwright.train import feed, session
 from meshwright.train.config import TrainConfig
 from meshwright.train.feed import TokenFeed
 from meshwright.train.health import Health
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.rate import RateSchedule
 from meshwright.train.run_config import RunConfig
 from tests.runs import write_corpus
 from tests.tiers import cases
@@ -91,8 +92,8 @@ def _rows_of_another_seed(patch: pytest.MonkeyPatch) -> None:
 
 
 def _rate_a_step_late(patch: pytest.MonkeyPatch) -> None:
-    plain = step_launcher.learning_rate
-    patch.setattr(step_launcher, "learning_rate", lambda step, *rest: plain(max(0, step - 1), *rest))
+    plain = RateSchedule.rate
+    patch.setattr(RateSchedule, "rate", lambda self, step: plain(self, max(0, step - 1)))
 
 
 def _targets_of_another_row(patch: pytest.MonkeyPatch) -> None:
