@@ -7,7 +7,7 @@ launches) on the Python source text of the interpreter. All runs train beside ea
 ranks exchange through the host (`tests.gpu.staged_group`). The exact run is of one rank, which trains as `replicate=2`
 does up to rounding; a short run of that gives the bytes that it sends in a step, and shows that losses are the same.
 Each evaluation is told as it comes: validation loss, mean training loss since the one before, bytes that rank 0 sent.
-Where the runs won't all end within the limit, the last ones in the order of importance are given up.
+Where the runs won't all end within the limit at their pace, the last ones in the order of importance are given up.
 """
 
 from __future__ import annotations
@@ -51,7 +51,11 @@ COMMON = (
     "--checkpoint.every 0 --recovery.snapshot-every 0"
 )
 BYTES_STEPS = 8
-"""Steps of the short run of copies."""
+"""Steps after which the run of copies is ended."""
+LEAST_RUNS = 3
+"""First runs of islands and exact training, which aren't given up."""
+SLOW_STEPS = 20
+"""First steps, and first ones after those as one, whose pace says nothing."""
 PACE_S = 12.0
 """Seconds over which the pace of a run is measured."""
 END_S = 8.0
@@ -87,26 +91,32 @@ class Run:
     name: str
     way: str
     seed: str
+    ranks: int
+    warmup: int
+    """First steps, in which islands exchange each time, so that their pace says nothing of the others'."""
     running: Running
     metrics: Tail
     events: Tail
-    step: int = 0
-    sent_bytes: int = 0
     ended: bool = False
     """Whether it was given up or has ended."""
     losses: list[float] = field(default_factory=list)
-    """Training losses since the last evaluation."""
+    """Of each step, in training."""
+    sent: list[int] = field(default_factory=lambda: [0])
+    """Bytes that rank 0 has sent after each number of steps."""
     validation: dict[int, float] = field(default_factory=dict)
     """Loss by step."""
-    sent: dict[int, int] = field(default_factory=dict)
-    """Bytes by the same steps."""
     times: deque[tuple[float, int]] = field(default_factory=deque)
     """Moments of the last `PACE_S` with the step that was reached."""
+
+    @property
+    def step(self) -> int:
+        """Steps done."""
+        return len(self.losses)
 
     def left_s(self, steps: int) -> float:
         """Returns the seconds that its remaining steps take at its present pace; 0 where that isn't known yet."""
         (began_s, first), (now_s, last) = self.times[0], self.times[-1]
-        if now_s - began_s < 0.8 * PACE_S or last == first:
+        if now_s - began_s < 0.8 * PACE_S or last == first or first < self.warmup + SLOW_STEPS:
             return 0.0
         return (steps - last) * (now_s - began_s) / (last - first)
 
@@ -130,32 +140,34 @@ class Comparison:
         """Starts the runs, the most important first."""
         seeds = self._options.seeds.split(",")
         names = list(WAYS)
-        self._start(COPIES, seeds[0], COPIES, BYTES_STEPS)
+        self._start(COPIES, seeds[0], COPIES)
         for seed in seeds:
             for name in names[:FOR_ALL_SEEDS]:
-                self._start(name, seed, WAYS[name], self._options.steps)
+                self._start(name, seed, WAYS[name])
         for name in names[FOR_ALL_SEEDS:]:
-            self._start(name, seeds[0], WAYS[name], self._options.steps)
+            self._start(name, seeds[0], WAYS[name])
 
-    def _start(self, way: str, seed: str, words: str, steps: int) -> None:
+    def _start(self, way: str, seed: str, words: str) -> None:
         layout, *more = shlex.split(words)
-        name = f"{way} seed {seed}"
-        run_dir = self._root / name.replace(" ", "-").replace("=", "-")
-        every = max(30, self._options.steps // 300 * 30)
+        name, ranks = f"{way} seed {seed}", int(layout[-1])
+        warmup = int(more[more.index("--outer.warmup") + 1]) if "--outer.warmup" in more else 0
+        run_dir, steps = self._root / name.replace(" ", "-").replace("=", "-"), self._options.steps
+        # Where rounds end with and without their first steps as one: outer weights are then those of all islands.
+        every = max(30, steps // 150 * 30)
         argv = [
             *("train", *shlex.split(RECIPE), *shlex.split(COMMON)),
-            *("--layout", f"{layout},precision=float32", "--devices", layout[-1], "--run", str(run_dir)),
+            *("--layout", f"{layout},precision=float32", "--devices", str(ranks), "--run", str(run_dir)),
             *("--train.steps", str(steps), "--train.seed", seed, "--evaluation.every", str(every)),
             *("--data.cache", str(self._root / "prepared"), *more, *shlex.split(self._options.words)),
         ]
         running = Running(argv, self._cases.out / f"{run_dir.name}.log", partial(share_device, self._options.on_cpu))
         tails = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
-        self.runs.append(Run(name, way, seed, running, *tails))
+        self.runs.append(Run(name, way, seed, ranks, warmup, running, *tails))
 
     def watch(self) -> None:
         """Tells each evaluation until all runs have ended, or until the limit."""
         shed_s = self._began_s
-        while self._cases.left_s > 2.0:
+        while self._cases.left_s > 5.0:
             living = [run for run in self.runs if not run.ended]
             if not living:
                 return
@@ -164,21 +176,38 @@ class Comparison:
                 if run.running.poll() is not None:
                     self._read(run)
                     self._end(run, f"ended with {run.running.status}" if run.running.status else "")
-            late = [run for run in living if run.left_s(self._options.steps) + END_S > self._cases.left_s]
-            if late and time.monotonic() - shed_s > PACE_S and len(living) > 2:
+            copies = self.runs[0]
+            if copies.step >= BYTES_STEPS and not copies.ended:
+                self._end(copies, "ended: its bytes and losses are known")
+            if time.monotonic() - shed_s > PACE_S and self._give_up(living):
                 shed_s = time.monotonic()
-                dropped = max(living, key=self.runs.index)
-                self._end(dropped, f"given up at step {dropped.step}, so that others end in time")
             time.sleep(0.5)
         for run in self.runs:
             if not run.ended:
                 self._end(run, f"at step {run.step} when the limit came")
 
+    def _give_up(self, living: list[Run]) -> bool:
+        """Ends the least important runs, where all of them won't end in time; returns whether it did.
+
+        Their pace is taken for one that goes by the ranks that train.
+        """
+        steps_s = max(run.left_s(self._options.steps) for run in living)
+        if not steps_s:
+            return False
+        needed_s, ranks = steps_s + END_S, sum(run.ranks for run in living)
+        most_ranks = ranks * max(0.0, self._cases.left_s) / needed_s
+        dropped = False
+        for run in sorted(living, key=self.runs.index, reverse=True):
+            if ranks <= most_ranks or self.runs.index(run) <= LEAST_RUNS:
+                break
+            self._end(run, f"given up at step {run.step}, so that others end in time")
+            ranks, dropped = ranks - run.ranks, True
+        return dropped
+
     def _read(self, run: Run) -> None:
         for line in run.metrics.read():
-            run.step = line["step"]
             run.losses.append(line["loss"])
-            run.sent_bytes += sum(entry["bytes"] for entry in line["comm"])
+            run.sent.append(run.sent[-1] + sum(entry["bytes"] for entry in line["comm"]))
         for event in run.events.read():
             if event["kind"] == "evaluated":
                 self._evaluated(run, event)
@@ -192,29 +221,28 @@ class Comparison:
             run.times.append((now_s, 0))
 
     def _evaluated(self, run: Run, event: dict[str, Any]) -> None:
-        step = event["step"]
-        run.validation[step], run.sent[step] = event["loss"], run.sent_bytes
-        fields: dict[str, Any] = {"step": step, "validation_loss": event["loss"], "sent_bytes": run.sent_bytes}
-        fields |= {"training_loss": mean(run.losses) if run.losses else None, "targets": event["targets"]}
+        step, before = event["step"], max(run.validation, default=0)
+        run.validation[step] = event["loss"]
+        fields: dict[str, Any] = {"step": step, "validation_loss": event["loss"], "sent_bytes": run.sent[step]}
+        fields |= {"training_loss": mean(run.losses[before:step]), "targets": event["targets"]}
         self._cases.tell(run.name, **fields, at_s=round(time.monotonic() - self._began_s, 1))
-        run.losses.clear()
 
     def _end(self, run: Run, why: str) -> None:
         run.ended = True
         run.running.end()
         failed = bool(run.running.status)
         last = {"last": run.running.text()[-1200:]} if failed else {}
-        steps = {"steps": run.step, "sent_bytes": run.sent_bytes, "end": why or "finished"}
+        steps = {"steps": run.step, "sent_bytes": run.sent[-1], "end": why or "finished"}
         self._cases.tell(run.name, ok=not failed, **steps, **last)
 
     def compare(self) -> None:
         """Tells for each way and seed its distance from exact training at the last evaluation that both had."""
         copies = self.runs[0]
-        step_bytes = copies.sent_bytes / max(1, copies.step)
+        step_bytes = copies.sent[-1] / max(1, copies.step)
         exact = {run.seed: run for run in self.runs if run.way == EXACT}
-        same = {step: abs(loss / exact[copies.seed].validation[step] - 1)
-                for step, loss in copies.validation.items() if step in exact[copies.seed].validation}  # fmt: skip
-        self._cases.tell("bytes of replicate=2", step_bytes=step_bytes, steps=copies.step, off_exact_by_step=same)
+        pairs = zip(copies.losses, exact[copies.seed].losses)
+        off_exact = [loss / exact_loss - 1 for loss, exact_loss in pairs]
+        self._cases.tell("bytes of replicate=2", step_bytes=step_bytes, steps=copies.step, losses_off_exact=off_exact)
         for run in self.runs[1:]:
             common = sorted(run.validation.keys() & exact[run.seed].validation.keys())
             if run.way == EXACT or not common:
