@@ -87,6 +87,17 @@ def test_a_job_equals_a_plain_loop_across_a_change_of_layout(recipe: Path, capsy
     assert "a small clone" in report["proven"]
 
 
+def test_rates_that_follow_the_noise_equal_a_plain_loops(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured after the second step and the fourth, one of which a checkpoint holds; under sums over three axes."""
+    noise, text = recipe.with_name("noise.toml"), recipe.read_text(encoding="utf-8")
+    for line, more in (("steps = 300", "noise_scale = 7"), ("clip = 0.5", 'lr_batch = 2\nlr_rule = "adascale_sqrt"')):
+        text = text.replace(line, f"{line}\n{more}")
+    noise.write_text(text, encoding="utf-8")
+    status, report = proven(noise, capsys, "replicate=2,tp=2,microbatches=2", "pp=2,microbatches=2,shard=2,zero=1")
+    assert status == 0, report
+    assert max(max(job["errors"].values()) for job in report["jobs"]) < 1e-9
+
+
 def _rows_of_another_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loader, "derive_key", lambda *parts: loader.mix.__hash__() % 2**63)
 

@@ -241,17 +241,22 @@ class Comparison:
         step_bytes = copies.sent[-1] / max(1, copies.step)
         exact = {run.seed: run for run in self.runs if run.way == EXACT}
         pairs = zip(copies.losses, exact[copies.seed].losses)
-        off_exact = [loss / exact_loss - 1 for loss, exact_loss in pairs]
+        off_exact = [distance(loss, exact_loss) for loss, exact_loss in pairs]
         self._cases.tell("bytes of replicate=2", step_bytes=step_bytes, steps=copies.step, losses_off_exact=off_exact)
         for run in self.runs[1:]:
             common = sorted(run.validation.keys() & exact[run.seed].validation.keys())
             if run.way == EXACT or not common:
                 continue
-            off = {step: round(run.validation[step] / exact[run.seed].validation[step] - 1, 5) for step in common}
+            off = {step: round(distance(run.validation[step], exact[run.seed].validation[step]), 5) for step in common}
             last = common[-1]
             fewer = step_bytes * last / max(1, run.sent[last])
             fields = {"step": last, "validation_loss": run.validation[last], "off_exact": off[last]}
             self._cases.tell(f"{run.name}, compared", **fields, times_fewer_bytes=round(fewer, 2), off_by_step=off)
+
+
+def distance(loss: float, exact_loss: float) -> float:
+    """Returns how far a loss is from another, as a share of that; a simulated GPU's are 0."""
+    return loss / exact_loss - 1.0 if exact_loss else loss
 
 
 def share_device(on_cpu: bool) -> None:
