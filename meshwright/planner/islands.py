@@ -41,9 +41,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
 from meshwright.units import format_bytes, format_seconds
 
-UPDATE_ACCESSES = 36.0
+UPDATE_ACCESSES = 38.0
 """Reads and writes of a value in memory that a join makes, beside those of rounding. Counted on `train.outer`: the
-movement 5, its weight and the division 4, distances for the metrics 8, the outer step 11, the weights 2, and 6 where
+movement 5, its weight and the division 4, distances for the metrics 8, the outer step 11, the weights 2, and 8 where
 bounds are looked at (`train.bounds`)."""
 
 
