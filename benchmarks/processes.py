@@ -158,10 +158,12 @@ class CoreShare:
 
     PERIOD_US = 10_000
     """In which a quota is used up: short beside a step."""
+    SHARED = 0.9
+    """Share of the cores that quotas add up to: the rest is for everything else that the machine does."""
 
     def __init__(self, nodes: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
-        self._share = min(1.0, len(self._cores) / nodes)
+        self._share = 1.0 if nodes <= len(self._cores) else self.SHARED * len(self._cores) / nodes
         second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
         root = Path("/sys/fs/cgroup" if second else "/sys/fs/cgroup/cpu")
         quota = str(round(self._share * self.PERIOD_US))

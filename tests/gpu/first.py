@@ -41,6 +41,8 @@ class Part:
     """Whether it is timed, so that nothing may run beside it."""
     sets_up: bool = False
     """Whether it starts beside the first group, and waits for a file with its limit before it is timed."""
+    named_only: bool = False
+    """Whether it runs only when it is asked for by its name."""
 
 
 PARTS = (
@@ -55,6 +57,7 @@ PARTS = (
     Part("throughput", 170, True, sets_up=True),
     Part("calibrate", 40, True),
     Part("layouts", 75, True),
+    Part("quality", 235, False, named_only=True),
 )
 
 
@@ -83,7 +86,8 @@ def main() -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="meshwright-inductor-"))
     results = Results(options.out / "results.jsonl")
     end = time.monotonic() + options.limit_s
-    wanted = [part for part in PARTS if not options.parts or part.name in options.parts.split(",")]
+    names = options.parts.split(",") if options.parts else [part.name for part in PARTS if not part.named_only]
+    wanted = [part for part in PARTS if part.name in names]
     limits = dict(one.split("=") for one in options.limits.split(",") if one)
     failed: list[str] = []
 
@@ -124,7 +128,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--parts", default="", help="names, separated by commas; all when not given")
+    parser.add_argument("--parts", default="", help="names, separated by commas; all but quality when not given")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for everything together")
     parser.add_argument("--limits", default="", help="other limits of parts: throughput=120,kernels=40")
     parser.add_argument("--more", action="append", default=[], help="a part and more arguments for it")

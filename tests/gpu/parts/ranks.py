@@ -30,7 +30,6 @@ import torch.distributed as dist
 from meshwright.forking import die_with_parent, fork_obstacle, release_threads
 from meshwright.jobs.requests import VerifyConfig
 from meshwright.jobs.verify import verify
-from meshwright.launch import devices
 from meshwright.models.config import ModelConfig
 from meshwright.proof import verify as proof
 from meshwright.proof.compare import EXACT, Verdict
@@ -151,17 +150,6 @@ def digest_runs(folder: Path, repeats: int) -> None:
     proof._train_under_layout, proof.init_group = repeated, form_once
 
 
-def share_device(on_cpu: bool) -> None:
-    """Puts all ranks on the first GPU with the staged group; on the CPU the ranks' collectives are staged too."""
-    staged_group.install()
-    devices.count_gpus = lambda: 0 if on_cpu else 16
-    devices.Devices.slot = lambda self, local_rank: 0
-    devices.Devices.threads = lambda self, ranks: 1
-    if on_cpu:
-        start = dist.init_process_group
-        dist.init_process_group = lambda _backend, **more: start("cpu:staged", **more)
-
-
 def plant() -> None:
     """Has the product wait for collectives on a stream that computes nothing; on the CPU it doesn't wait at all."""
     wait = staged_group.StagedWork.wait
@@ -279,7 +267,7 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
 
     warnings.simplefilter("ignore")
     staged_group.DELAY_S = group.delay_s
-    share_device(on_cpu)
+    staged_group.share_device(on_cpu)
     try:
         if group.trained:
             with tempfile.TemporaryDirectory() as root:

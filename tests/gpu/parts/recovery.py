@@ -101,11 +101,7 @@ class Runs:
     def wait_for_step(self, name: str, step: int) -> None:
         """Waits until the metrics show a step."""
         while last_step(self.root / name) < step:
-            if self._running[name].status is None:
-                pid, status = os.waitpid(self._running[name].pid, os.WNOHANG)
-                if pid:
-                    self._running[name].status = os.waitstatus_to_exitcode(status)
-            assert self._running[name].status is None, self._running[name].text()[-800:]
+            assert self._running[name].poll() is None, self._running[name].text()[-800:]
             assert self.cases.left_s > 5, f"step {step} wasn't reached: {self._running[name].text()[-800:]}"
             time.sleep(0.05)
 
