@@ -185,12 +185,17 @@ class Command:
 
     def out(self) -> str:
         """Returns what it printed."""
-        return self._out.read_text(encoding="utf-8", errors="replace")
+        return _text(self._out)
 
     def err(self) -> str:
         """Returns what it printed on its standard error."""
-        return self._err.read_text(encoding="utf-8", errors="replace") if self._err.exists() else ""
+        return _text(self._err)
 
     def json(self) -> Any:
         """Returns the JSON that it printed."""
         return json.loads(self.out())
+
+
+def _text(path: Path) -> str:
+    """Returns what is in a file, nothing before a fork has made it."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
