@@ -157,8 +157,11 @@ CASES = {
     "ours-selective": Case(setting="", layout=f"{HALF},compile=true,recompute=selective"),
     "ours-compiled-again": Case(setting="compiled", layout=f"{HALF},compile=true"),
     "fsdp2-compiled-again": Case(setting="compiled", hand=HandLoop(style="fsdp2", compile=True)),
+    "ours-eager-again": Case(setting="eager", layout=HALF),
+    "fsdp2-eager-again": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
+    "plain-eager-again": Case(setting="eager", hand=HandLoop(style="autocast", compile=False)),
 }
-"""By name, in the order in which they run."""
+"""By name, in the order in which they run where none are named."""
 
 
 class Child(Running):
@@ -554,7 +557,7 @@ def main() -> int:
     """Runs the chosen contenders within the limit; 0 when all that ran agree and none failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="names, separated by commas; all when not given")
+    parser.add_argument("--only", default="", help="names, separated by commas, in their order; all when not given")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--case-limit-s", type=float, default=CASE_LIMIT_S, help="of each contender")
     parser.add_argument("--no-warm", action="store_true", help="compile in the timed runs alone")
@@ -568,7 +571,7 @@ def main() -> int:
     work = options.work / f"{os.getpid()}-{random.randrange(1 << 30)}"
     work.mkdir(parents=True)
     bench = Bench(options.out, work, TINY if options.tiny else SHAPES)
-    chosen = [name for name in CASES if not options.only or name in options.only.split(",")]
+    chosen = options.only.split(",") if options.only else list(CASES)
     weights = Child(bench.write_weights, options.out / "weights.log")
     steps = WARM + TIMED
     tokens = max(shape.rows * shape.sequence for shape in bench.shapes.values()) * (steps + 6)
