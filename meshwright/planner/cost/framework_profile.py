@@ -123,7 +123,7 @@ class ActivationModel:
             elements: of a micro-batch's hidden state on a rank of cp, (N,).
             width: D, of the hidden state.
             layers: number of layers of each rank, (N or 1, P).
-            in_flight: micro-batches micro-batches of each rank, (N, P).
+            in_flight: micro-batches of each rank, (N, P).
         """
         return 0.0
 
@@ -177,6 +177,8 @@ class RuntimeModel:
     """Of a step: data, logging, reading the loss."""
     context: str = "ring"
     """How attention meets the keys of cp's other ranks: one of `spec.layout.ATTENTIONS`."""
+    copies_tokens: bool = True
+    """Whether tokens of several rows are copied around tp's collectives, as they aren't the outermost dimension."""
     cp_overlap: float = 0.5
     """Share of a ring's traffic that hides under attention."""
     ep_overlap: float = 0.0
@@ -319,10 +321,7 @@ class RuntimeModel:
         return 1.0
 
     def scattered_share(self) -> float:
-        """Returns seconds of the collectives that scatter gradients and gather parameters once a step, over a wire's.
-
-        1 where they reach the links' rate.
-        """
+        """Returns seconds of collectives that scatter gradients and gather parameters once a step, over a wire's."""
         return 1.0
 
     def sharded_overlap(self) -> float:
