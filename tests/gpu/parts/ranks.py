@@ -30,6 +30,7 @@ import torch.distributed as dist
 from meshwright.forking import die_with_parent, fork_obstacle, release_threads
 from meshwright.jobs.requests import VerifyConfig
 from meshwright.jobs.verify import verify
+from meshwright.launch import devices
 from meshwright.models.config import ModelConfig
 from meshwright.proof import verify as proof
 from meshwright.proof.compare import EXACT, Verdict
