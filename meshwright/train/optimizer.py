@@ -87,7 +87,7 @@ class LocalAdamW:
             fused=config.implementation == "fused",
             foreach=config.implementation == "foreach",
         )
-        self._kernels = load_kernels("adamw") if self._fits_kernels() else None
+        self._kernels: Any = load_kernels("adamw") if self._fits_kernels() else None
         self._update: Any = None
         """The kernel's table of tensors, made by the first update."""
 
