@@ -282,6 +282,21 @@ class Layout:
         return "bf16" if self.precision in FLOAT8_RECIPES else self.precision
 
     @property
+    def has_compute_copies(self) -> bool:
+        """Whether each rank keeps all of its weights in the type of compute, beside their masters.
+
+        The masters are whole and on the device, no schedule frees the weights of a stage, and gradients are summed
+        exactly: rounded ones travel by FSDP unit.
+        """
+        rests = self.zero == 0 and self.offload != "parameters" and self.degree(Mechanics.STAGES) == 1
+        return self.is_mixed_precision and rests and not self.compress
+
+    @property
+    def sums_no_gradients(self) -> bool:
+        """Whether no axis has ranks that read other data than their peers and so sum gradients with them."""
+        return all(self.degree(axis) == 1 for axis in gradient_axes(()))
+
+    @property
     def product_precision(self) -> str:
         """Data type of products of matrices where it differs from `compute_precision`; else empty."""
         if self.precision == "tf32":

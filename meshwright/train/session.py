@@ -203,6 +203,7 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         moving=tuple(buffer.name for buffer in trial.moving),
         fill=model.tensor if filled else _no_values,
         fill_buffers=model.fill_buffers,
+        keeps_copies=True,
         random=may_draw(model) and not layout.compile,
         ties=model.structure.ties,
         table=facts.table,

@@ -40,6 +40,8 @@ class StateBytesPerParameter:
     """Of the weight that computes; gathered layer by layer at ZeRO-3."""
     gradient: float = 4.0
     """Of the reduced or accumulated gradient."""
+    lone_gradient: float = 4.0
+    """Of the gradient of a rank that shares no weight, in a step of one micro-batch: nothing is added to it."""
     optimizer: float = 12.0
     """Masters and moments; sharded from ZeRO-1 on."""
 

@@ -5,7 +5,13 @@ Sums count bytes by operator: w is the bytes of an element of compute, a bool ha
 
 from __future__ import annotations
 
-from meshwright.planner.cost.framework_profile import GIB, ActivationModel, FrameworkProfile, RuntimeModel
+from meshwright.planner.cost.framework_profile import (
+    GIB,
+    ActivationModel,
+    FrameworkProfile,
+    RuntimeModel,
+    StateBytesPerParameter,
+)
 from meshwright.spec.layout_choices import GPU_CHUNK_LOGITS
 
 FUSED_WIDTH = 38.0
@@ -67,6 +73,8 @@ SELECTIVE_HOST = 1.9
 for 16 layers, 124 of 68 and 108 more for 24, on an H100 whose host held the steps up."""
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",
+    # As autograd makes it, in the type of compute (`parallel.compute_copies`).
+    states=StateBytesPerParameter(lone_gradient=2.0),
     saved=ActivationModel(gate_extra=2.0, logits=2.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
     runtime=RuntimeModel(
         attention=ATTENTION,

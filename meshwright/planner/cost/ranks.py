@@ -408,6 +408,7 @@ class RankTimes(LayerSums):
             keeps_full_gradients=states.keeps_full_gradients(zero, accumulates, (layouts.pp > 1)[:, None]),
             has_masters=(zero > 0) | is_mixed,
             unmixed_bytes=0.0 if is_mixed else float(compute_bytes(self.job.precision)),
+            is_lone=((layouts.readers == 1) & (layouts.pp == 1) & (layouts.zero == 0))[:, None] & ~accumulates,
         )
         further_gradients, memory["update"] = states.further_bytes(zero, total, owned)
         memory["gradients"] = memory["gradients"] + further_gradients

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from tests.gpu.parts import kernel_update as update
 from tests.gpu.parts import kernel_witness as witness
 from tests.gpu.parts import kernels_attention as attention
 from tests.gpu.parts import kernels_loss as loss
@@ -29,12 +30,12 @@ CASES: dict[str, tuple[Callable[[Bench], None], float]] = {
     "gather_values": (attention.gather_values, 3),
     "models": (attention.models, 10),
     "loss_values": (loss.loss_values, 4),
-    "optimizer_values": (loss.optimizer_values, 1),
+    "optimizer_values": (update.values, 2),
     "host_copy": (products.host_copy, 1),
     "codec": (random.codec, 2),
     "attention_speed": (attention.attention_speed, 4),
     "loss_speed": (loss.loss_speed, 3),
-    "optimizer_speed": (loss.optimizer_speed, 4),
+    "optimizer_speed": (update.speed, 6),
     "mixture": (products.mixture, 5),
     "float8": (products.float8, 6),
     "compiled_layer": (products.compiled_layer, 12),

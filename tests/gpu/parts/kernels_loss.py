@@ -1,5 +1,5 @@
 # ruff: noqa: B023  each function inside of a loop is called before the loop goes on
-"""The chunked loss, the optimizer and the gradient's norm on a GPU: values and speed."""
+"""The chunked loss on a GPU: values and speed."""
 
 from __future__ import annotations
 
@@ -8,20 +8,15 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from meshwright.models.analysis.logit_map import LogitMap
 from meshwright.models.analysis.thread_group import ThreadGroup, run_in_threads
 from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.vocab_shard import VocabShard
-from meshwright.parallel.weights import named_weights
 from meshwright.spec.layout_choices import LossChunk
 from meshwright.train.chunked_loss import head_cross_entropy_sums
-from meshwright.train.config import OptimizerConfig
 from meshwright.train.loss import cross_entropy_sums
-from meshwright.train.optimizer import LocalAdamW
-from meshwright.train.step import squared_norm
 from tests.gpu.parts import kernel_witness as witness
 from tests.gpu.parts.kernel_witness import (
     BF16,
@@ -105,58 +100,3 @@ def loss_speed(bench: Bench) -> None:
         reference = reference or ms
         tflops = round(6 * tokens * width * vocab / max(ms, 1e-9) / 1e9, 1)
         bench.line(f"loss: {name}", dtype=BF16, shape=shape, ms=ms, reference_ms=reference, peak_mb=peak, tflops=tflops)
-
-
-# ------------------------------------------------------------------------------------------------ optimizer and norm
-
-
-def optimizer_values(bench: Bench) -> None:
-    rates, steps = (1e-2, 3e-3, 1e-3), 3
-    for name, on_host in (("fused", False), ("foreach", False), ("single", False), ("fused", True)):
-        config = OptimizerConfig(implementation=name)  # type: ignore[arg-type]
-        module = nn.Linear(300, 1001).to(bench.device)
-        before = [x.detach().clone() for x in module.parameters()]
-        optimizer = LocalAdamW(named_weights(module, {}, 1), config, on_host)
-        factor = torch.tensor(0.25, dtype=torch.float64, device=bench.device)
-        all_grads: list[list[torch.Tensor]] = [[], []]
-        for step in range(steps):
-            for index, x in enumerate(module.parameters()):
-                (x.grad,) = draw(x.shape, dtype=x.dtype, device=bench.device, seed=10 * step + index)
-                all_grads[index].append(0.25 * x.grad)
-            optimizer.step(rates[step], factor)
-            # A step that isn't finite changes nothing.
-            for x in module.parameters():
-                x.grad = torch.full_like(x, math.inf)
-            optimizer.step(rates[step], factor * math.nan)
-        errors = []
-        for x, old, grads, decay in zip(module.parameters(), before, all_grads, (config.weight_decay, 0.0)):
-            new = witness.adamw(old, grads, rates, decay, (config.beta1, config.beta2))
-            # Of the change, not of the weight.
-            errors.append(relative((x.double() - old).view(1, -1), (new - old).view(1, -1)))
-        bench.line(f"adamw {name}{' on the host' * on_host}", max(errors), 1e-4, dtype=torch.float32, shape="1001x300")
-        assert optimizer.steps == steps or not bench.has_values, optimizer.steps
-
-
-def optimizer_speed(bench: Bench) -> None:
-    for on_host, count in ((False, 16), (True, 2)):
-        width = 128 if bench.small else 4096
-        module = nn.Sequential(*(nn.Linear(width, width, False, bench.device) for _ in range(count)))
-        optimizer = LocalAdamW(named_weights(module, {}, 1), OptimizerConfig(), on_host)
-        factor = torch.ones((), dtype=torch.float64, device=bench.device)
-        weights = list(module.parameters())
-        for weight in weights:
-            weight.grad = torch.randn_like(weight)
-        numbers = sum(weight.numel() for weight in weights)
-        ms = bench.ms(lambda: optimizer.step(1e-4, factor), 5)
-        # Reads weight, gradient and moments, writes all but the gradient.
-        rate = round(28 * numbers / max(ms, 1e-9) / 1e6, 1)
-        bench.line(
-            f"adamw{' on the host' * on_host}", dtype=torch.float32, shape=f"{numbers} weights", ms=ms, gb_s=rate
-        )
-        if not on_host:
-            shards = [(weight, weight.parameter.grad) for weight in named_weights(module, {}, 1)]
-            norm = squared_norm(shards, bench.device)  # type: ignore[arg-type]
-            exact = sum(grad.double().square().sum() for _, grad in shards)  # type: ignore[union-attr]
-            norm_ms = bench.ms(lambda: squared_norm(shards, bench.device), 5)  # type: ignore[arg-type]
-            error, rate = abs(float(norm / exact) - 1), round(4 * numbers / max(norm_ms, 1e-9) / 1e6, 1)
-            bench.line("gradient norm", error, 1e-5, dtype=torch.float32, shape=f"{numbers}", ms=norm_ms, gb_s=rate)
