@@ -62,7 +62,8 @@ def begin(name: str, folder: Path, limit_s: float, more: list[str], selector: se
             errors = os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(here, 1)
             os.dup2(errors, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+            # Not closed with the object, which forks of this one replace.
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.argv = [name, "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *more]
             status = int(importlib.import_module(f"tests.gpu.parts.{name}").main())
