@@ -41,15 +41,11 @@ AT_ONCE = 4
 
 
 def main() -> int:
-    """Runs the proofs, several at a time; ``--only NAMES`` as the last argument chooses."""
-    only = sys.argv.pop() if "--only" in sys.argv[-2:-1] else ""
-    sys.argv = [word for word in sys.argv if word != "--only"]
+    """Runs the proofs, several at a time."""
     cases = Cases.from_arguments(limit_s=120.0)
     warm()
-    waiting, running = (
-        [name for name in VERIFY if not only or name.replace(" ", "_") in only.split(",")],
-        dict[str, Command](),
-    )
+    waiting = [name for name in VERIFY if cases.wants(name)]
+    running: dict[str, Command] = {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             name = waiting.pop(0)
