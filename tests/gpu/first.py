@@ -178,7 +178,7 @@ def start_part(part: Part, more: list[str], limit_s: float, out: Path, results: 
     }
     if not part.alone:
         # Side by side each would start a thread a core.
-        environment["OMP_NUM_THREADS"] = "2"
+        environment |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors

@@ -31,22 +31,28 @@ class Cases:
     Args:
         out: folder for logs.
         limit_s: seconds from now after which nothing more is begun.
+        only: names of cases to choose, by their beginnings; all when there is none.
     """
 
-    def __init__(self, out: Path, limit_s: float) -> None:
-        self.out, self._end = out, time.monotonic() + limit_s
+    def __init__(self, out: Path, limit_s: float, only: Sequence[str] = ()) -> None:
+        self.out, self._end, self._only = out, time.monotonic() + limit_s, tuple(only)
         self.status = 0
         self._commands: list[Command] = []
 
     @classmethod
     def from_arguments(cls, limit_s: float) -> Cases:
-        """Reads ``--out FOLDER --limit-s N`` from the command line."""
+        """Reads ``--out FOLDER --limit-s N --only NAME NAME`` from the command line."""
         parser = argparse.ArgumentParser()
         parser.add_argument("--out", type=Path, required=True)
         parser.add_argument("--limit-s", type=float, default=limit_s)
+        parser.add_argument("--only", nargs="*", default=())
         arguments = parser.parse_args()
         arguments.out.mkdir(parents=True, exist_ok=True)
-        return cls(arguments.out.resolve(), arguments.limit_s)
+        return cls(arguments.out.resolve(), arguments.limit_s, arguments.only)
+
+    def wants(self, name: str) -> bool:
+        """Returns whether a case was chosen; a name of several words by the first."""
+        return not self._only or name.replace(" ", "-").startswith(self._only)
 
     def start(
         self,

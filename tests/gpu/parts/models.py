@@ -34,10 +34,11 @@ SIZES = ("--model.width", "64", "--model.heads", "4", "--model.kv-heads", "2", "
 FAMILIES: dict[str, tuple[str, ...]] = {
     "gemma3": ("--model", "gemma3_text", "--model.layers", "6", *SIZES, "--model.overrides", "sliding_window", "16"),
     "mixtral": ("--model", "mixtral", "--model.layers", "2", *SIZES, "--model.experts", "4"),
-    "own": ("--model", "examples.my_model:build", "--model.width", "64", "--model.layers", "4"),
+    "own": ("--model", "examples.my_model:build", "--model.width", "64", "--model.layers", "4",
+            "--data.no-mask-documents"),
     "qwen3": ("--model", "qwen3", "--model.layers", "2", *SIZES),
     "gemma2": ("--model", "gemma2", "--model.layers", "2", *SIZES, "--model.overrides", "sliding_window", "16"),
-}
+}  # fmt: skip
 KINDS = {"cpu": "replicate=1", "float32": "replicate=1", "bf16": "precision=bf16", "recomputed":
          "precision=bf16,recompute=selective,microbatches=2"}  # fmt: skip
 BOUNDS = {"float32": 1e-4, "bf16": 2e-2, "recomputed": 2e-2}
@@ -61,14 +62,15 @@ def main() -> int:
     out = cases.out
     write_corpus(out / "corpus.txt", 3000)
     write_documents(out / "texts.jsonl")
-    chosen = cases.start("chosen", words(out, "chosen", *CHOSEN, layout="auto"))
-    loop = cases.start("loop", work=own_loop)
-    waiting = [(name, kind) for name in FAMILIES for kind in KINDS]
+    chosen = cases.start("chosen", words(out, "chosen", *CHOSEN, layout="auto")) if cases.wants("auto") else None
+    loop = cases.start("loop", work=own_loop) if cases.wants("strategies") else None
+    waiting = [(name, kind) for name in FAMILIES for kind in KINDS if cases.wants(name)]
     running: dict[tuple[str, str], Command] = {}
     done: dict[tuple[str, str], Result] = {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE and cases.left_s > 10:
-            running[waiting[0]] = start(cases, *waiting.pop(0))
+            key = waiting.pop(0)
+            running[key] = start(cases, *key)
         for key, command in list(running.items()):
             if not command.alive() or cases.left_s < 4:
                 done[key] = command.wait(0.1)
@@ -78,11 +80,13 @@ def main() -> int:
         if waiting and cases.left_s < 10:
             cases.tell("families", skipped=str(waiting))
             waiting = []
-        if chosen.alive() and last_step(out / "chosen") >= CHOSEN_STEPS:
+        if chosen and chosen.alive() and last_step(out / "chosen") >= CHOSEN_STEPS:
             chosen.signal(signal.SIGTERM)
         time.sleep(0.05)
-    cases.run("strategies on a module of one's own", lambda: strategies(cases, loop))
-    cases.run("auto chooses compile", lambda: chose(cases, chosen))
+    if loop:
+        cases.run("strategies on a module of one's own", lambda: strategies(cases, loop))
+    if chosen:
+        cases.run("auto chooses compile", lambda: chose(cases, chosen))
     return cases.finish()
 
 
@@ -155,11 +159,12 @@ def own_loop() -> int:
     for layout, ranks in OWN_LAYOUTS.items():
         with tempfile.TemporaryDirectory() as root:
             path = str(Path(root) / "model")
-            told = {"layout": layout}
+            told: Result = {"layout": layout}
             try:
                 told |= ForkLauncher(ranks).run(loop_in_rank, layout, path, timeout_s=60.0)[0]
-                bound = 5e-2 if "bf16" in layout else 1e-9
-                told["ok"] = max(told["loss"], told["weights"]) < bound  # type: ignore[type-var, operator]
+                # A weight whose gradient is next to nothing may move either way in bf16: its loss is held.
+                error = told["loss"] if "bf16" in layout else max(told["loss"], told["weights"])
+                told["ok"] = error < (2e-2 if "bf16" in layout else 1e-9)
             except Exception as error:
                 told |= {"ok": False, "error": str(error)[-600:]}
         status |= int(not told["ok"])

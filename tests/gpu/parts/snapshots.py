@@ -85,7 +85,7 @@ def stalls(cases: Cases) -> Result:
     told: Result = {
         "plain_ms": median_ms(plain[2:]), "others_ms": median_ms(others), "first_snapshot_ms": median_ms(first),
         "snapshot_ms": median_ms(later), "after_ms": median_ms(after),
-        "part_ms": [round(1e3 * row["parts"].get("snapshot", 0.0), 1) for row in before if row["step"] % EVERY == 0],
+        "other_ms": {row["step"]: round(1e3 * row["parts"]["other"], 1) for row in before},
         "step_ms": {row["step"]: round(1e3 * row["step_s"], 1) for row in kept},
         "plain_step_ms": [round(1e3 * row["step_s"], 1) for row in plain],
         "state_bytes": sum(value for key, value in plain[-1]["memory"].items() if key in ("parameters", "optimizer")),

@@ -49,6 +49,8 @@ def run(names: list[str], folder: Path, lines: Lines, *more: str) -> int:
     for number in (1, 2):
         os.dup2(log, number)
     words = [*names, "-v", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:benchmark", "--tb=short", *more]
+    # Its plugins may have been imported before.
+    words += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]
     return int(pytest.main([*words, f"--basetemp={folder / 'tmp'}", f"--rootdir={ROOT}"], plugins=[lines]))
 
 

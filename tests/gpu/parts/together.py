@@ -22,16 +22,14 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.forking import die_with_parent, fork_obstacle
+from meshwright.forking import die_with_parent, fork_obstacle, release_threads
 from tests.runs import warm
 
-IMPORTED = (
-    "meshwright.calibrate", "meshwright.jobs.doctor", "meshwright.jobs.export", "meshwright.jobs.generate",
-    "meshwright.jobs.verify", "meshwright.strategy", "pytest", "torch._dynamo", "torch._inductor.compile_fx",
-    "torch.testing", "transformers.models.gemma3.modeling_gemma3", "transformers.models.llama.modeling_llama",
-    "transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3.modeling_qwen3",
-)  # fmt: skip
-"""What several parts would import, each in its own process; none of it may touch a GPU."""
+IMPORTED = ("pytest", "torch._dynamo", "torch._inductor.compile_fx", "transformers.models.llama.modeling_llama",
+            "meshwright.jobs.verify", "meshwright.jobs.doctor", "meshwright.jobs.generate", "meshwright.jobs.export",
+            "meshwright.strategy", *(f"transformers.models.{name}.modeling_{name}" for name in ("gemma3", "mixtral",
+            "qwen3")))  # fmt: skip
+"""What several parts would import, each in its own process, where it touches no GPU."""
 END_S = 2.0
 """Of the limit, kept for the end."""
 
@@ -62,7 +60,8 @@ def begin(name: str, folder: Path, limit_s: float, more: list[str], selector: se
             errors = os.open(folder / "stderr.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(here, 1)
             os.dup2(errors, 2)
-            sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+            # Not closed with the object, which forks of this one replace.
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             signal.signal(signal.SIGINT, signal.default_int_handler)
             sys.argv = [name, "--out", str(folder), "--limit-s", f"{limit_s:.0f}", *more]
             status = int(importlib.import_module(f"tests.gpu.parts.{name}").main())
@@ -79,6 +78,27 @@ def begin(name: str, folder: Path, limit_s: float, more: list[str], selector: se
     fork = Fork(name, pid, folder, began + limit_s, began)
     selector.register(there, selectors.EVENT_READ, fork)
     return fork
+
+
+def import_all() -> str | None:
+    """Imports what is not harmful; returns why this process can't fork then, which would be this file's fault.
+
+    A child tries before: what of it uses the driver is left to the parts.
+    """
+    for name in IMPORTED:
+        pid = os.fork()
+        if not pid:
+            try:
+                importlib.import_module(name)
+                os._exit(fork_obstacle() is not None)
+            except BaseException:
+                os._exit(2)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if status:
+            say({"case": f"import {name}", "ok": False, "status": status})
+        else:
+            importlib.import_module(name)
+    return fork_obstacle()
 
 
 def say(fields: dict[str, object]) -> None:
@@ -161,16 +181,12 @@ def main() -> int:
     parser.add_argument("--more", action="append", default=[], help="a part and more arguments for it")
     options = parser.parse_args()
     began = time.monotonic()
-    warm()
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            say({"case": f"import {name}", "ok": False, "error": str(error)[:300]})
-    obstacle = fork_obstacle()
-    say({"case": "imported", "ok": obstacle is None, "seconds": round(time.monotonic() - began, 1), "why": obstacle})
     # Python 3.12 warns of any thread, those of libraries too, which hold nothing here.
     warnings.simplefilter("ignore", DeprecationWarning)
+    warm()
+    release_threads()
+    obstacle = import_all()
+    say({"case": "imported", "ok": obstacle is None, "seconds": round(time.monotonic() - began, 1), "why": obstacle})
     limits = dict(one.split("=") for one in options.limits.split(",") if one)
     left_s = options.limit_s - (time.monotonic() - began) - END_S
     selector, forks = selectors.DefaultSelector(), []

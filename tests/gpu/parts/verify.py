@@ -46,7 +46,8 @@ def main() -> int:
     """Runs the proofs, several at a time."""
     cases = Cases.from_arguments(limit_s=120.0)
     warm()
-    waiting, running = list(VERIFY), dict[str, Command]()
+    waiting = [name for name in VERIFY if cases.wants(name)]
+    running: dict[str, Command] = {}
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
             name = waiting.pop(0)
@@ -75,7 +76,7 @@ def proved(command: Command) -> Result:
         errors = {name: found[name] for name in ("loss_error", "grad_error", "grad_norm_error", "weight_error")}
         why = {name: str(found[name])[:400] for name in ("refused", "crashed", "wrong") if found.get(name)}
         told["layouts"][found["layout"]] = {"passed": found["passed"], **errors, **why, "bounds": found.get("bounds")}
-        told["ok"] &= bool(found["refused"]) if "tp=2" in found["layout"] else found["passed"]
+        told["ok"] &= found["passed"] or bool(found["refused"] and "tp=2" in found["layout"])
     return told
 
 
