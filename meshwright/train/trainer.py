@@ -129,8 +129,8 @@ class Trainer:
 
     def _shared_counters(self) -> dict[str, object]:
         """Returns those of `_counters` that all ranks share."""
-        values = {"validation_loss": self.validation_loss, "passed_over": self.passed_over}
-        return values | self._noise.state() | self._rates.state()
+        values: dict[str, object] = {"validation_loss": self.validation_loss, "passed_over": self.passed_over}
+        return {**values, **self._noise.state(), **self._rates.state()}
 
     def _island_counters(self) -> dict[str, object]:
         """Returns those of `_counters` that follow from an island's own losses and norms."""
