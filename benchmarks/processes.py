@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -183,7 +184,12 @@ class CoreShare:
     def __exit__(self, *_: object) -> None:
         kill_descendants()
         for group in self._groups:
-            group.rmdir()
+            # Processes that were killed leave their group a moment later.
+            for _ in range(50):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
 
     def prefix(self, node: int) -> list[str]:
         """Returns the words before a command that runs as a node."""

@@ -1,3 +1,4 @@
+# long: a calibration is its tables and what is read off each of them
 """Calibration: measured tables of a machine, which replace the catalogue's figures of its kind.
 
 Every table is rows of plain values, so that a calibration is a JSON file that people can read and programs can extend.

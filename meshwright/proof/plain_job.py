@@ -201,17 +201,18 @@ class PlainAdaScale:
     takes_root: bool
     """Whether the rate grows by the root of the gain."""
 
-    def gain(self, measured: list[tuple[float, float]]) -> float:
-        """Returns r_t from (mu^2, sigma^2) of each measurement so far; 1 before the first.
+    def gain(self, measured: list[tuple[float, float]]) -> tuple[float, float]:
+        """Returns r_t from (mu^2, sigma^2) of each measurement so far, and the factor on the rate; 1 before the first.
 
         With sigma^2 / B1 the variance of a batch of B1 = ``base_rows`` rows, which is S times that of B = ``rows``.
         """
         if not measured:
-            return 1.0
+            return 1.0, 1.0
         mean = max(0.0, math.fsum(one for one, _ in measured[-50:]) / len(measured[-50:]))
         variance = max(0.0, math.fsum(one for _, one in measured[-50:]) / len(measured[-50:])) / self.base_rows
         scale = self.rows / self.base_rows
-        return (variance + mean) / (variance / scale + mean) if variance else 1.0
+        ratio = (variance + mean) / (variance / scale + mean) if variance else 1.0
+        return ratio, math.sqrt(ratio) if self.takes_root else ratio
 
     def measure(self, small: tuple[float, int], large: tuple[float, int]) -> tuple[float, float]:
         """Returns (mu^2, sigma^2) of a row from (gradient norm, targets) of the small batch and of the large one."""
@@ -277,14 +278,12 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameters = [parameter for _, parameter in trained]
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
-        rate = job.schedule.rate(step)
-        if job.adascale is not None:
-            gain = job.adascale.gain(measured)
-            rate = (math.sqrt(gain) if job.adascale.takes_root else gain) * job.schedule.rate(math.floor(scaled_steps))
-            scaled_steps += gain
-            if (step + 1) % job.adascale.every == 0:
-                small = _norm_of_part(module, forward, batch, step)
-                measured.append(job.adascale.measure(small, (float(norm), int((batch.targets != IGNORED).sum()))))
+        gain, rate_factor = job.adascale.gain(measured) if job.adascale is not None else (1.0, 1.0)
+        rate = rate_factor * job.schedule.rate(math.floor(scaled_steps))
+        scaled_steps += gain
+        if job.adascale is not None and (step + 1) % job.adascale.every == 0:
+            small = _norm_of_part(module, forward, batch, step)
+            measured.append(job.adascale.measure(small, (float(norm), int((batch.targets != IGNORED).sum()))))
         for group in optimizer.param_groups:
             group["lr"] = rate
         if not config.largest_norm or float(norm) <= config.largest_norm:

@@ -1,3 +1,4 @@
+# long: settings of the loop, of which each class is short
 """Settings of the loop: optimizer, learning rate, evaluation."""
 
 from __future__ import annotations

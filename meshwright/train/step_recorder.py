@@ -89,9 +89,17 @@ class StepRecorder:
             processor_s={"thread": spent.thread, "rank": spent.process},
             outer=joined,
         )
-        if launched.part is None:
-            return record
-        scalars = self._noise.observe(launched.part, (values["grad_norm"], values["targets"]))
+        return record if launched.part is None else self._with_noise(record, launched.part, values["targets"])
+
+    def _with_noise(self, record: StepRecord, small: tuple[float, float], targets: float) -> StepRecord:
+        """Takes in a measurement; returns the record with its scalars.
+
+        Args:
+            record: of the step.
+            small: gradient norm and targets of the small batch.
+            targets: of the whole batch.
+        """
+        scalars = self._noise.observe(small, (record.grad_norm, targets))
         scalars |= self._rates.take_measurement(record.step, self._noise.means)
         return dataclasses.replace(record, scalars=scalars)
 
