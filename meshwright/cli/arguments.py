@@ -100,7 +100,7 @@ def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | No
 def _spell_switches(kind: type[Config], args: Sequence[str]) -> list[str]:
     """Turns ``--section.switch true`` and ``... false`` into tyro's ``--section.switch``, ``--section.no-switch``.
 
-    A switch that may be left open, ``bool | None``, has a value for tyro, which ``--switch`` and ``--no-switch`` become.
+    One that may be left open, ``bool | None``, has a value for tyro, which ``--switch`` and ``--no-switch`` become.
     """
     switched: list[str] = []
     for arg, following in zip(args, [*args[1:], ""]):
