@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from meshwright.data.config import DataConfig
 from meshwright.data.tokens import TokenSet
@@ -111,18 +111,21 @@ def needs_mask(built: BuiltModel, tokens: int, has_documents: bool) -> bool:
 
 
 def attention_to_prove(
-    built: BuiltModel, clone: ModelConfig, precisions: Iterable[str], tokens: int, has_documents: bool
+    build: Callable[[], BuiltModel], clone: ModelConfig, precisions: Iterable[str], tokens: int, has_documents: bool
 ) -> ModelConfig:
     """Returns a proof's model with the attention that a run of the user's model would take on this machine's devices.
 
     Args:
-        built: the user's model, on meta.
+        build: builds the user's model, on meta; not called without GPUs.
         clone: what is proven of it.
         precisions: of the runs for which the proof stands.
         tokens: of a row.
         has_documents: whether rows have several documents.
     """
-    if found_devices(None).kind != "cuda" or not needs_mask(built, tokens, has_documents):
+    if found_devices(None).kind != "cuda":
+        return clone
+    built = build()
+    if not needs_mask(built, tokens, has_documents):
         return clone
     computed = {Layout(precision=precision).compute_precision for precision in precisions}
     if any(_kernel_refusal(built, precision) for precision in computed) or varlen_refusal(built):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -83,10 +84,9 @@ def verify(
     if len({layout.precision for layout in layouts}) > 1:
         raise ConfigError("verify compares layouts of one precision; call it once for each")
     check_products(layouts[0], found_devices())
-    case = _make_case(request, layouts, say)
+    case, model_config = _make_case(request, layouts, say)
     if on_start is not None:
-        attention = case.build().config.attention
-        on_start(_subject_text(request) + attention_text(request.model.attention, attention), layouts)
+        on_start(_subject_text(request) + attention_text(request.model.attention, model_config.attention), layouts)
     verdicts = prove_layouts(case, layouts, on_verdict)
     return VerifyReport(verdicts=tuple(verdicts), named=bool(request.layout))
 
@@ -106,19 +106,23 @@ def _layouts_to_prove(config: VerifyConfig) -> list[Layout]:
     ]
 
 
-def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
+def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> tuple[Case, ModelConfig]:
+    """Returns what is proven, and the config of its model."""
     max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
     model = _model_to_prove(config, min_layers(layouts), max_split)
     batches, vocab = _make_batches(config, layouts, model, say)
-    unshrunk, has_documents = _build_for_proof(config.model, config.sequence), batches[0].positions is not None
     # float64 stands for bf16, in which a run on GPUs computes unless it is told otherwise.
     precisions = {"bf16" if layout.precision == "float64" else layout.precision for layout in layouts}
-    model = attention_to_prove(unshrunk, model, precisions, config.sequence, has_documents)
+    build_unshrunk, has_documents = (
+        partial(_build_for_proof, config.model, config.sequence),
+        batches[0].positions is not None,
+    )
+    model = attention_to_prove(build_unshrunk, model, precisions, config.sequence, has_documents)
 
     def build() -> BuiltModel:
         return build_meta(model, vocab=vocab, context=config.sequence)
 
-    return Case(
+    case = Case(
         build=build,
         batches=batches,
         recipe=OptimizerRecipe(),
@@ -127,6 +131,7 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Cas
         allow_whole=config.allow_whole,
         rescaled=_reads_grown_clone(config),
     )
+    return case, model
 
 
 def _model_to_prove(config: VerifyConfig, layers: int, max_split: int = 2) -> ModelConfig:

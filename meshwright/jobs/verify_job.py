@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.errors import ConfigError
@@ -125,10 +126,10 @@ def case_of(
     model, omissions = config.model, []
     if not full and model.kind != "function":
         model, omissions = _small_clone(model, layouts), ["a small clone of the model"]
-    built = build_meta(config.model, vocab=token_set.vocab_size, context=config.data.sequence)
+    build_unshrunk = partial(build_meta, config.model, vocab=token_set.vocab_size, context=config.data.sequence)
     has_documents = config.data.mask_documents and len(token_set.train.ends) > 1
     precisions = {layout.precision for layout in layouts}
-    model = attention_to_prove(built, model, precisions, config.data.sequence, has_documents)
+    model = attention_to_prove(build_unshrunk, model, precisions, config.data.sequence, has_documents)
     row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
     rows, tokens = config.train.batch, config.data.sequence
     if not full:

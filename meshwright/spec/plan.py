@@ -102,13 +102,17 @@ class Plan:
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Other layouts by text form, and why each lost."""
     outer: Mapping[str, int | str] = field(default_factory=dict)
-    """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty without
-    islands."""
+    """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty for a run
+    that never had islands."""
 
     def describe(self) -> str:
         """Returns the layout, how its islands join, and why it was chosen."""
-        joins = ", ".join(f"{name} {value}" for name, value in self.outer.items())
+        joins = ", ".join(f"{name} {value}" for name, value in self.outer.items() if self.layout.islands > 1)
         return f"{self.layout} ({'; '.join(filter(None, (self.reason, joins)))})"
+
+    def joining_as(self, planned: Mapping[str, int | str]) -> Self:
+        """Returns the plan with a run's settings for islands where it has none, for when its islands come back."""
+        return self if self.outer else dataclasses.replace(self, outer=planned)
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""

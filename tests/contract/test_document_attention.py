@@ -294,9 +294,12 @@ def test_a_proof_takes_what_a_run_there_would(
     on_devices(monkeypatch, kind)
     config = ModelConfig(**{"name": "llama"} | model)
     clone = shrink_config(config)
-    chosen = attention_checks.attention_to_prove(build_meta(config, 128, 64), clone, precisions, 64, has_documents=True)
-    assert chosen.attention == proven
-    whole_rows = attention_checks.attention_to_prove(build_meta(config, 128, 64), clone, precisions, 64, False)
+
+    def build() -> Any:
+        return build_meta(config, 128, 64)
+
+    assert attention_checks.attention_to_prove(build, clone, precisions, 64, True).attention == proven
+    whole_rows = attention_checks.attention_to_prove(build, clone, precisions, 64, False)
     assert whole_rows == clone, "the causal kernel reads no mask"
 
 

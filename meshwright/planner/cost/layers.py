@@ -287,6 +287,11 @@ class PricedModel:
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
         if (layouts.tp > 1).any():
             wire = backward_wire = groups.booked(block_count * collective_s, groups.tp)
+            if layer.normed_width:
+                # All-gathered in forward, their gradients reduce-scattered in backward; nothing runs meanwhile.
+                normed = groups.wire(traffic.all_gather_s, self.tokens * layer.normed_width * self.element, groups.tp)
+                forward.tp, backward.tp = forward.tp + normed.seconds, backward.tp + normed.seconds
+                wire, backward_wire = wire + normed, backward_wire + normed
         if layer.heads:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
