@@ -265,6 +265,13 @@ class RankTimes(LayerSums):
         extra = (self.exposed_send_s * self.layouts.stages + self.engine_action_s)[:, None]
         return self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host) + extra
 
+    def compute_s(self) -> Array:
+        """Returns a lower bound on `step_s`, (N,): the busiest rank's passes, without sums, sends and waiting."""
+        forward_s = self.with_host_s(self.forward_busy, self.forward_host)
+        backward_s = self.with_host_s(self.backward_busy, self.backward_host)
+        busiest_s = (forward_s + backward_s).max(axis=1) * self.layouts.microbatches
+        return np.asarray(busiest_s * (1.0 + self.straggler_share()))
+
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
         return np.asarray(sum(self.parts().values()))
@@ -416,6 +423,7 @@ class RankTimes(LayerSums):
             keeps_full_gradients=states.keeps_full_gradients(zero, accumulates, (layouts.pp > 1)[:, None]),
             has_masters=(zero > 0) | is_mixed,
             unmixed_bytes=0.0 if is_mixed else float(compute_bytes(self.job.precision)),
+            is_lone=self._is_lone,
         )
         further_gradients, memory["update"] = states.further_bytes(zero, total, owned)
         memory["gradients"] = memory["gradients"] + further_gradients
@@ -501,25 +509,36 @@ class RankTimes(LayerSums):
         layouts, states = self.layouts, self.engine.states
         width = float(compute_bytes(self.job.precision))
         is_mixed, trained = width == 2, 0.0 if self.job.adapters else 1.0
-        gradient = trained * (states.gradient if is_mixed else width)
         zero, microbatches = layouts.zero[:, None], layouts.microbatches[:, None]
-        accumulates = microbatches > 1
-        is_piped, on_host = layouts.pp[:, None] > 1, layouts.offload[:, None] == PARAMETERS
-        in_units = (zero > 0) | is_mixed
+        accumulates, is_piped = microbatches > 1, layouts.pp[:, None] > 1
+        on_host, is_rounded = layouts.offload[:, None] == PARAMETERS, layouts.compress[:, None] > 0
+        rests = (zero == 0) & ~on_host & ~is_piped & ~is_rounded
+        in_units = ((zero > 0) | is_mixed) & ~(rests & states.compute_copies)
         by_layer = in_units & ~is_piped
+        gradient = trained * (states.gradient if is_mixed else width)
+        kept = np.where(self._is_lone, trained * states.lone_gradient, gradient) if is_mixed else gradient
         # Of three micro-batches or more whose gradients are reduced, one keeps the weights beside all gradients.
         freed = (states.parameter if is_mixed else width) * by_layer * (zero < 3) * ((microbatches <= 2) | (zero < 2))
+        is_single = in_units & (layouts.state_shards[:, None] == 1)
+        # Outside of units a gradient is widened from the type of compute.
+        widened = ~in_units & (kept > width)
         return StateRules(
             computed=np.asarray(trained * width),
             reduced=gradient * by_layer,
             reduced_later=gradient * (in_units & is_piped),
-            own=gradient * owned_share,
-            stays=gradient * owned_share * ~on_host,
-            copies=np.where(in_units & (layouts.state_shards[:, None] == 1), 1.0, 0.0),
+            own=kept * owned_share * (in_units | ~accumulates),
+            copies=np.where(is_single, 1.0, np.where(widened, width / states.gradient, 0.0)),
+            stays=kept * owned_share * ~on_host,
             comes_late=~is_piped & (~accumulates | (on_host & (zero >= 2))),
             comes_whole=by_layer & accumulates & (zero < 2),
             freed=freed,
         )
+
+    @property
+    def _is_lone(self) -> Array:
+        """Whether a rank shares no weight and a step has one micro-batch, (N, 1) bool."""
+        layouts = self.layouts
+        return ((layouts.readers * layouts.pp == 1) & (layouts.zero == 0) & (layouts.microbatches == 1))[:, None]
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): two neighbours, and tied or other ends."""

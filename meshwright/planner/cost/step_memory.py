@@ -63,7 +63,7 @@ class StateRules:
     own: Array
     """Bytes an element of a unit, before the data axes shard it, of the rank's own part of its reduced gradient."""
     copies: Array
-    """Further copies of that while a unit is reduced."""
+    """Further copies of that while a unit is reduced, or of a weight's while it is widened."""
     stays: Array
     """Of `own`, what waits for the update on the device."""
     comes_late: Array
@@ -122,16 +122,22 @@ def _backward_moments(
         left = np.maximum(parameters - rules.freed * done, 0.0)
         return left, waiting + rules.reduced * read + further, kept, none
 
-    def reduction(done: Array, unit: Array, kept: Array) -> Moment:
-        """While a unit is reduced, whose weights are free: its gradients are copied, then the copy is reduced."""
-        copying = np.where(rules.comes_whole, 0.0, rules.computed)
-        reducing = rules.own * (1.0 + rules.copies) - added_up
-        _, waiting, _, _ = backward(done, unit, kept, np.maximum(copying, reducing) * unit)
+    def reduction(done: Array, unit: Array, weight: Array, kept: Array) -> Moment:
+        """While a unit is reduced, whose weights are free: its gradients are copied, then the copy is reduced.
+
+        Without units each ``weight`` of as many elements is on its own.
+        """
+        piece = np.where(in_units, unit, weight)
+        copying = np.where(rules.comes_whole, 0.0, rules.computed) * piece
+        reducing = (rules.own - added_up) * unit + rules.own * rules.copies * piece
+        _, waiting, _, _ = backward(done, unit, kept, np.maximum(copying, reducing))
         return np.maximum(parameters - rules.freed * (done + unit), 0.0), waiting, kept, none
 
+    in_units = (rules.reduced > 0) | (rules.reduced_later > 0)
     head, layer, embedding = units.head, units.layer, units.embedding
     tied = rules.computed * embedding if units.is_tied else none
-    layer_gradient = rules.computed * units.first + tied
+    widened = np.where(in_units | ~rules.comes_late, 0.0, rules.stays)
+    layer_gradient = np.maximum(rules.computed, widened) * units.first + tied
     saved, working = activations.saved, activations.working
     others = np.maximum(units.layers - layer, 0.0)
     # The unit before, where there is another layer.
@@ -146,13 +152,13 @@ def _backward_moments(
     return [
         # A layer's backward before the last micro-batch.
         (parameters, before + layer_gradient, saved + working, none),
-        reduction(none, head, saved),
+        reduction(none, head, head, saved),
         backward(head, head, saved + working, layer_gradient),
-        reduction(head, layer, without_one),
+        reduction(head, layer, units.first, without_one),
         backward(head + second, earlier, without_second + working, layer_gradient),
         backward(head + others, earlier, first_alone + working, layer_gradient),
-        reduction(head + others, layer, activations.ends),
-        reduction(head + units.layers, embedding, none),
+        reduction(head + others, layer, units.first, activations.ends),
+        reduction(head + units.layers, embedding, embedding, none),
         # What follows the last backward, and the update.
         (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, none, none),
     ]

@@ -114,6 +114,8 @@ gpt2 16 1024 precision=bf16,recompute=full
 """Those in which a slow host isn't the limit, by micro-batches that keep the device at work; compiled layers in
 sizes that share a graph, which `parts.throughput` may have left in the compiler's cache."""
 REST = """
+1.1B 1 4096 precision=tf32
+1.1B 1 4096 precision=tf32,compile=true
 0.4B 8 1024 precision=bf16,recompute=full
 8B/8 1 4096 precision=bf16
 1.1B 2 4096 precision=bf16
