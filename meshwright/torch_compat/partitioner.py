@@ -46,7 +46,7 @@ def partitions(
 
     Args:
         function: of tensors, to a tensor from which gradients start.
-        arguments: fake tensors; gradients flow to those that require them.
+        arguments: fake tensors of any shape; gradients flow to those that require them.
         parameters: how many of the first arguments are.
         policies: of `torch.utils.checkpoint` around the whole function; None for none.
     """

@@ -12,6 +12,7 @@ Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (fo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce as fold
 
 import numpy as np
 
@@ -92,18 +93,22 @@ def peak_parts(
         activations: of the rank.
         rules: of the rank.
     """
-    moments = [
-        (parameters, np.where(rules.comes_late, 0.0, gradients), activations.saved, logits),
-        *_backward_moments(parameters, gradients, units, activations, rules),
-    ]
-    table = np.stack([np.stack(np.broadcast_arrays(parameters, *moment)[1:]) for moment in moments])
-    fullest = np.argmax(table.sum(axis=1), axis=0)
-    at_peak = np.take_along_axis(table, fullest[None, None], axis=0)[0]
-    return dict(zip(("parameters", "gradients", "activations", "logits"), at_peak))
+    shape = np.shape(parameters)
+    peak = [parameters.copy(), np.where(rules.comes_late, 0.0, gradients), activations.saved + np.zeros(shape)]
+    most_bytes = fold(np.add, peak) + logits
+    in_loss = np.ones(shape, dtype=bool)
+    for moment in _backward_moments(parameters, gradients, units, activations, rules):
+        total = moment[0] + moment[1] + moment[2]
+        is_fuller = total > most_bytes
+        np.maximum(most_bytes, total, out=most_bytes)
+        in_loss &= ~is_fuller
+        for kept, here in zip(peak, moment):
+            np.copyto(kept, here, where=is_fuller)
+    return dict(zip(("parameters", "gradients", "activations"), peak)) | {"logits": logits * in_loss}
 
 
-Moment = tuple[Array, Array, Array, Array]
-"""Bytes of parameters, gradients, activations and logits."""
+Moment = tuple[Array, Array, Array]
+"""Bytes of parameters, gradients and activations."""
 
 
 def _backward_moments(
@@ -120,7 +125,7 @@ def _backward_moments(
         """Once ``done`` elements are reduced, while what was copied of the last ``read`` of them is still in use."""
         waiting = before + gained * done
         left = np.maximum(parameters - rules.freed * done, 0.0)
-        return left, waiting + rules.reduced * read + further, kept, none
+        return left, waiting + rules.reduced * read + further, kept
 
     def reduction(done: Array, unit: Array, weight: Array, kept: Array) -> Moment:
         """While a unit is reduced, whose weights are free: its gradients are copied, then the copy is reduced.
@@ -130,8 +135,8 @@ def _backward_moments(
         piece = np.where(in_units, unit, weight)
         copying = np.where(rules.comes_whole, 0.0, rules.computed) * piece
         reducing = (rules.own - added_up) * unit + rules.own * rules.copies * piece
-        _, waiting, _, _ = backward(done, unit, kept, np.maximum(copying, reducing))
-        return np.maximum(parameters - rules.freed * (done + unit), 0.0), waiting, kept, none
+        _, waiting, _ = backward(done, unit, kept, np.maximum(copying, reducing))
+        return np.maximum(parameters - rules.freed * (done + unit), 0.0), waiting, kept
 
     in_units = (rules.reduced > 0) | (rules.reduced_later > 0)
     head, layer, embedding = units.head, units.layer, units.embedding
@@ -151,7 +156,7 @@ def _backward_moments(
     later_unit = np.where(rules.reduced_later > 0, np.maximum(np.maximum(head, layer), embedding), 0.0)
     return [
         # A layer's backward before the last micro-batch.
-        (parameters, before + layer_gradient, saved + working, none),
+        (parameters, before + layer_gradient, saved + working),
         reduction(none, head, head, saved),
         backward(head, head, saved + working, layer_gradient),
         reduction(head, layer, units.first, without_one),
@@ -160,5 +165,5 @@ def _backward_moments(
         reduction(head + others, layer, units.first, activations.ends),
         reduction(head + units.layers, embedding, embedding, none),
         # What follows the last backward, and the update.
-        (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, none, none),
+        (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, none),
     ]
