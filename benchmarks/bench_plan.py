@@ -121,10 +121,11 @@ def _group(model: str, ranks: int, options: argparse.Namespace) -> list[Row]:
     config = MODELS[model]
     devices = Devices(kind="cpu", count=ranks, found=count_cores(), cores=count_cores())
     machines = Machines(devices=devices, ranks=ranks)
+    job = PricedJob(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32")
     question = Question(
-        job=PricedJob(shape=measure_shape(build_meta(config)), sequence=TOKENS, rows=ROWS, precision="float32"),
+        job=job,
         cluster=cluster_of_machines(machines),
-        history=learn(*run_history_file(machines)),
+        history=learn(*run_history_file(machines), job.step_flops, "float32"),
     )
     measure = make_measure(build_meta(config), TOKENS, "float32")
     question = measure_activations(question, measure)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 _OMP_PAUSE_HARD = 2
@@ -52,9 +55,7 @@ def release_threads() -> None:
     """
     if "torch" not in sys.modules:
         return
-    for path in _loaded_libraries("libgomp"):
-        # Already mapped: this returns the loaded instance, of which there may be several.
-        library = ctypes.CDLL(path)
+    for library in _loaded_libraries("libgomp"):
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_OMP_PAUSE_HARD)
 
@@ -81,12 +82,21 @@ def tied_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "meshwright.forking", str(os.getpid()), *words]
 
 
-def _loaded_libraries(name: str) -> set[str]:
+def _loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
+    """Yields the instances of a library that are loaded here, of which there may be several; loads none itself."""
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return set()
-    return {line.split(maxsplit=5)[5] for line in lines if name in line.rpartition("/")[2]}
+        return
+    paths = {line.split(maxsplit=5)[5] for line in lines if name in line.rpartition("/")[2]}
+    for path in sorted(paths):
+        # Of a file that was replaced meanwhile the loader still knows path and name; opening it would be another one.
+        file = path.removesuffix(" (deleted)")
+        soname = re.sub(r"(\.so\.\d+)\..*", r"\1", file.rpartition("/")[2])
+        for candidate in (file, soname):
+            with contextlib.suppress(OSError):
+                yield ctypes.CDLL(candidate, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
+                break
 
 
 def _has_engine_threads() -> bool:
@@ -110,9 +120,9 @@ def _uses_cuda_driver() -> bool:
 
     An open /dev/nvidia-uvm says less: NVML, by which torch counts GPUs, opens it too, and leaves CUDA to a forked rank.
     """
-    for path in _loaded_libraries("libcuda.so"):
-        # Already mapped: this returns the loaded instance. Asking for the count initialises nothing.
-        driver, count = ctypes.CDLL(path), ctypes.c_int()
+    for driver in _loaded_libraries("libcuda.so"):
+        # Asking for the count initialises nothing.
+        count = ctypes.c_int()
         if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED:
             return True
     return False

@@ -112,7 +112,8 @@ class Running:
         """Returns the exit status, or minus the signal that ended it; None while it runs."""
         if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.status = os.waitstatus_to_exitcode(status) if pid else None
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
         return self.status
 
     def text(self) -> str:

@@ -98,23 +98,46 @@ def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | No
 
 
 def _spell_switches(kind: type[Config], args: Sequence[str]) -> list[str]:
-    """Turns ``--section.switch true`` and ``... false`` into tyro's ``--section.switch``, ``--section.no-switch``."""
+    """Turns ``--section.switch true`` and ``... false`` into tyro's ``--section.switch``, ``--section.no-switch``.
+
+    One that may be left open, ``bool | None``, has a value for tyro, which ``--switch`` and ``--no-switch`` become.
+    """
     switched: list[str] = []
-    for arg in args:
+    for arg, following in zip(args, [*args[1:], ""]):
+        is_value = arg.lower() in ("true", "false")
         # Only a value behind a boolean field's flag is folded into the flag: "true" may be a text field's value.
-        if arg.lower() not in ("true", "false") or not switched or not _is_switch(kind, switched[-1]):
+        if is_value and switched and _hint(kind, switched[-1]) is bool:
+            if arg.lower() == "false":
+                switched[-1] = _opposite(switched[-1])
+        elif is_value and switched and _hint(kind, switched[-1]) == bool | None:
+            switched.append(arg.capitalize())
+        elif _hint(kind, arg) == bool | None and following.lower() not in ("true", "false", "none"):
+            switched += [arg, "True"]
+        elif arg.rpartition(".")[2].removeprefix("--").startswith("no-") and _hint(kind, _named(arg)) == bool | None:
+            switched += [_named(arg), "False"]
+        else:
             switched.append(arg)
-        elif arg.lower() == "false":
-            section, dot, name = switched[-1][2:].rpartition(".")
-            switched[-1] = f"--{section}{dot}no-{name}"
     return switched
 
 
-def _is_switch(kind: type[Config], flag: str) -> bool:
+def _opposite(flag: str) -> str:
+    """Returns ``--section.no-switch`` of ``--section.switch``."""
+    section, dot, name = flag[2:].rpartition(".")
+    return f"--{section}{dot}no-{name}"
+
+
+def _named(flag: str) -> str:
+    """Returns ``--section.switch`` of ``--section.no-switch``."""
+    section, dot, name = flag[2:].rpartition(".")
+    return f"--{section}{dot}{name.removeprefix('no-')}"
+
+
+def _hint(kind: type[Config], flag: str) -> Any:
+    """Returns the type of the field that a flag sets; None for no field's."""
     hint: Any = kind
     for name in flag.removeprefix("--").replace("-", "_").split("."):
         hint = get_type_hints(hint).get(name) if isinstance(hint, type) and issubclass(hint, Config) else None
-    return flag.startswith("--") and hint is bool
+    return hint if flag.startswith("--") else None
 
 
 def _expand_short_flag(arg: str) -> str:

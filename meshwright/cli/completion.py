@@ -80,7 +80,7 @@ def _config_flags(config: type[Config], prefix: str = "--") -> Iterator[tuple[st
 
 
 def _values(hint: Any) -> tuple[str, ...]:
-    if hint is bool:
+    if hint in (bool, bool | None):
         return ("true", "false")
     return tuple(map(str, get_args(hint))) if get_origin(hint) is Literal else ()
 

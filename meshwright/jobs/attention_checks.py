@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 
 from meshwright.data.config import DataConfig
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
 from meshwright.jobs.model_reading import ReadModel
 from meshwright.jobs.progress import Say
-from meshwright.launch.devices import Devices, least_compute_capability
+from meshwright.launch.devices import Devices, found_devices, least_compute_capability
 from meshwright.models.analysis.document_masks import varlen_refusal
 from meshwright.models.attention import VARLEN
 from meshwright.models.build import BuiltModel
+from meshwright.models.config import ModelConfig
 from meshwright.models.sizes import WINDOWS
+from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.model_analysis import ModelAnalysis
 
@@ -81,12 +84,8 @@ def choose_attention(
     """
     built, precision = model.built, plan.layout.compute_precision
     check_attention(built, precision, analysis, devices)
-    if built.config.attention != "auto" or built.hf_config is None or devices.kind != "cuda":
-        return model
-    fields = built.hf_config.get_text_config(decoder=True).to_dict()
-    windows = (fields.get(name) for name in WINDOWS)
-    has_windows = any(isinstance(window, int) and 0 < window < data.sequence for window in windows)
-    if not has_windows and not (data.mask_documents and len(token_set.train.ends) > 1):
+    has_documents = data.mask_documents and len(token_set.train.ends) > 1
+    if devices.kind != "cuda" or not needs_mask(built, data.sequence, has_documents):
         return model
     if refusal := _kernel_refusal(built, precision) or varlen_refusal(built):
         if say is not None:
@@ -94,6 +93,49 @@ def choose_attention(
         return model
     config = dataclasses.replace(built.config, attention=VARLEN)
     return dataclasses.replace(model, built=dataclasses.replace(built, config=config))
+
+
+def needs_mask(built: BuiltModel, tokens: int, has_documents: bool) -> bool:
+    """Returns whether a model whose ``model.attention`` is ``auto`` would read a mask in rows of some tokens.
+
+    Args:
+        built: the model.
+        tokens: of a row.
+        has_documents: whether rows have several documents, which see themselves alone.
+    """
+    if built.config.attention != "auto" or built.hf_config is None:
+        return False
+    fields = built.hf_config.get_text_config(decoder=True).to_dict()
+    windows = (fields.get(name) for name in WINDOWS)
+    return has_documents or any(isinstance(window, int) and 0 < window < tokens for window in windows)
+
+
+def attention_to_prove(
+    build: Callable[[], BuiltModel], clone: ModelConfig, precisions: Iterable[str], tokens: int, has_documents: bool
+) -> ModelConfig:
+    """Returns a proof's model with the attention that a run of the user's model would take on this machine's devices.
+
+    Args:
+        build: builds the user's model, on meta; not called without GPUs.
+        clone: what is proven of it.
+        precisions: of the runs for which the proof stands.
+        tokens: of a row.
+        has_documents: whether rows have several documents.
+    """
+    if found_devices(None).kind != "cuda":
+        return clone
+    built = build()
+    if not needs_mask(built, tokens, has_documents):
+        return clone
+    computed = {Layout(precision=precision).compute_precision for precision in precisions}
+    if any(_kernel_refusal(built, precision) for precision in computed) or varlen_refusal(built):
+        return clone
+    return dataclasses.replace(clone, attention=VARLEN)
+
+
+def attention_text(named: str, proven: str) -> str:
+    """Returns what a proof says of an attention that it chose itself; "" where it proves the one that was named."""
+    return ", attending by documents as a run on these GPUs does" if proven == VARLEN != named else ""
 
 
 def attention_header_row(built: BuiltModel, analysis: ModelAnalysis, kind: str) -> dict[str, str]:

@@ -110,7 +110,11 @@ def _record_history(plan: Plan, run_dir: Path, time_s: Mapping[str, float], mach
         return  # what was planned on the way is for fewer ranks, or for slow ones
     path, machine = run_history_file(machines)
     # The price before the history's own correction, or corrections would compound from run to run.
-    row = {"layout": str(plan.layout), "priced_s": time_s["planned"] / plan.prediction.learned}
+    row = {
+        "layout": str(plan.layout),
+        "flops": plan.prediction.flops,
+        "priced_s": time_s["planned"] / plan.prediction.learned,
+    }
     # What a pipeline's stages wait for each other isn't told apart from their traffic.
     if plan.layout.degree(Mechanics.STAGES) == 1:
         steps = [step for step in run_data.steps if step.get("layout") == run_data.layout]

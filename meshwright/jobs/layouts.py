@@ -423,7 +423,9 @@ def _allowed_plans(
             measure = make_measure(model.built, config.data.sequence, question.job.precision)
             choice = choose_finalists(question, FINALISTS, measure, config.allow)
             return _allowed_plans(config, model, devices, question, choice, count)
-        plans.append((predict.chosen_plan(question, choice, layout_index, parts), analysis))
+        plan = predict.chosen_plan(question, choice, layout_index, parts)
+        # The faster one that can't run is named, with its reason: the user may have allowed it.
+        plans.append((dataclasses.replace(plan, reason="; ".join((plan.reason, *refused[:1]))), analysis))
         if len(plans) == count:
             break
     if not plans:
@@ -446,6 +448,6 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         base=base,
         fits=config.fits,
         rounds=make_rounds(config.outer, config.train.steps),
-        history=learn(*run_history_file(machines)),
+        history=learn(*run_history_file(machines), job.step_flops, precision),
         compile_steps=config.train.steps if machines.devices.kind == "cuda" and can_compile() else 0,
     )

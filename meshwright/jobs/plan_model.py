@@ -24,8 +24,9 @@ from meshwright.planner.cases import Solve, candidate_json
 from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.device_limits import check_float8
+from meshwright.planner.device_limits import check_products
 from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
@@ -83,7 +84,8 @@ class PlanResult:
     @property
     def reason(self) -> str:
         """Why this layout, in a sentence."""
-        return reason(self.question, self.choice)
+        sentences = (reason(self.question, self.choice), compiled_reason(self.question, self.layout))
+        return "; ".join(filter(None, sentences))
 
     def to_json(self) -> dict[str, object]:
         """Returns the answer as plain values."""
@@ -285,13 +287,13 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     # bf16 is the request's default; layouts of CPU cores are planned in float32.
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
-    base = Layout(precision=precision, compile=config.compile)
-    if base.product_precision and cluster.device.name.startswith("cpu"):
+    base = Layout(precision=precision, compile=bool(config.compile))
+    if base.product_precision == "fp8" and cluster.device.name.startswith("cpu"):
         raise PlanError(
             f"precision={precision}: processor cores emulate float8, which is slower than any other precision; plan in "
             "float32"
         )
-    check_float8(base, cluster)
+    check_products(base, cluster)
     job = PricedJob(
         shape=model.shape,
         sequence=config.sequence,
@@ -308,12 +310,20 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         usable=config.usable,
         limits=_parse_limits(config),
         rounds=make_rounds(config.outer),
+        compile_steps=_compile_steps(config, cluster),
     )
     if not config.lost:
         return question
     # Plan for the surviving nodes; on a uniform cluster an idle node may be faster than a badly divided batch.
     question_without_lost = replace(question, cluster=question.cluster.without(config.lost))
     return replan(question_without_lost, 1)[0] if question_without_lost.cluster.uniform else question_without_lost
+
+
+def _compile_steps(config: PlanConfig, cluster: Cluster) -> int:
+    """Returns the steps that may make up for compiling layers; 0 where the plan has no choice of it."""
+    # Megatron has no flag for it.
+    is_free = config.compile is None and config.emit != "megatron" and not cluster.device.name.startswith("cpu")
+    return config.steps if is_free else 0
 
 
 def read_cluster(config: PlanConfig) -> Cluster:

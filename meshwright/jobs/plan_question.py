@@ -101,7 +101,7 @@ class PlanQuestion(Config):
     objective: Literal["time", "cost", "energy"] = "time"
     """What the best has least of."""
     compile: bool = False
-    """Plan for compiled layers."""
+    """Plan for compiled layers alone; else for those of a run of the usual number of steps."""
 
     def check(self) -> None:
         """Refuses what is out of bounds, unknown, or contradicts itself."""
@@ -143,7 +143,7 @@ class PlanQuestion(Config):
             sequence=self.sequence,
             precision=self.precision,
             objective=self.objective,
-            compile=self.compile,
+            compile=self.compile or None,
         )
 
     def curve_config(self) -> PlanConfig:
@@ -193,7 +193,8 @@ class PlanQuestion(Config):
             fields |= _fields_of_sizes(config.sizes)
         if config.cluster:
             fields |= _fields_of_cluster(config.cluster)
-        fields |= {name: getattr(config, name) for name in ("batch", "sequence", "precision", "objective", "compile")}
+        fields |= {name: getattr(config, name) for name in ("batch", "sequence", "precision", "objective")}
+        fields["compile"] = bool(config.compile)
         question = cls.from_dict(fields)
         question.check_all()
         return question

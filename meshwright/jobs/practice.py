@@ -62,7 +62,8 @@ def practise_all(devices: Devices, ranks: int, rounds: int, say: Say) -> list[di
         say: takes a line for each.
 
     Returns:
-        For each layout and round that ran ``layout``, ``priced_s``, ``measured_s`` and ``paced``, which is true.
+        For each layout and round that ran ``layout``, ``flops``, ``priced_s``, ``measured_s`` and ``paced``, which is
+        true.
     """
     path, machine = run_history_file(Machines(devices=devices, ranks=ranks))
     precision = "bf16" if devices.kind == "cuda" else "float32"
@@ -119,7 +120,8 @@ class _Runner:
         # Where ranks share cores the pace says who was scheduled when, not how fast the machine is.
         paced = calibration is not None and calibration.crowd == 1.0
         step_s = steady_s([steps for steps, _ in rank_results], calibration.pace_s if calibration and paced else 0.0)
-        return {"layout": str(layout), "priced_s": planned, "measured_s": step_s, "paced": True}
+        flops = self._question.job.step_flops
+        return {"layout": str(layout), "flops": flops, "priced_s": planned, "measured_s": step_s, "paced": True}
 
 
 def steady_s(ranks: Sequence[Sequence[tuple[float, float, float]]], pace_s: float) -> float:

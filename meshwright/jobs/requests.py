@@ -78,8 +78,11 @@ class PlanConfig(Config):
     fix: str = ""
     """What is given: degrees, micro-batches, a ZeRO level, what lies in host memory: ``tp=8,pp=4,zero=1``,
     ``offload=none``."""
-    compile: bool = False
-    """Plan for layers that torch.compile made, as ``compile=true`` in a layout runs them."""
+    compile: bool | None = None
+    """Layers that torch.compile made: true for every layout, false for none. When not given, what a run with ``layout =
+    auto`` does: on GPUs they are compiled where its ``steps`` make up for it."""
+    steps: int = 1000
+    """Steps of the run, as ``train.steps``, in which compiled layers make up for the seconds that compiling takes."""
     schedules: tuple[str, ...] = ()
     """Schedules to choose from; all that ask to be searched when none is named."""
     allow: tuple[str, ...] = ()
@@ -146,8 +149,8 @@ class PlanConfig(Config):
     def check(self) -> None:
         """Refuses settings that can't be."""
         self._check_question()
-        if self.rows < 1 or self.sequence < 1 or self.show < 1:
-            raise ConfigError("batch, sequence and show must be at least 1")
+        if self.rows < 1 or self.sequence < 1 or self.show < 1 or self.steps < 1:
+            raise ConfigError("batch, sequence, steps and show must be at least 1")
         check_fits(self.fits)
         if self.usable is not None and not 0 < self.usable <= 1:
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
@@ -196,7 +199,7 @@ class VerifyConfig(Config):
     """Number of ranks when no layout is named; None for all GPUs, else all cores."""
     steps: int = 3
     """Optimizer steps that are compared."""
-    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] = "float64"
+    dtype: Literal["float64", "float32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] = "float64"
     """Precision of layouts that name none. In float64 nothing but 1e-9 is allowed; in any other what rounding does to
     one plain device, measured (`proof.rounding`)."""
     full: bool = False

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 import torch
 
 from meshwright.data.loader import Loader
 from meshwright.errors import ConfigError
+from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.product_checks import check_products
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.proof_reports import VerifyReport
 from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
@@ -45,7 +48,7 @@ def verify(
     layout: Layouts | None = None,
     devices: int | None = None,
     steps: int | None = None,
-    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
+    dtype: Literal["float64", "float32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
     full: bool | None = None,
     on_start: Callable[[str, Sequence[Layout]], None] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,
@@ -80,9 +83,10 @@ def verify(
     layouts = _layouts_to_prove(request)
     if len({layout.precision for layout in layouts}) > 1:
         raise ConfigError("verify compares layouts of one precision; call it once for each")
-    case = _make_case(request, layouts, say)
+    check_products(layouts[0], found_devices())
+    case, model_config = _make_case(request, layouts, say)
     if on_start is not None:
-        on_start(_subject_text(request), layouts)
+        on_start(_subject_text(request) + attention_text(request.model.attention, model_config.attention), layouts)
     verdicts = prove_layouts(case, layouts, on_verdict)
     return VerifyReport(verdicts=tuple(verdicts), named=bool(request.layout))
 
@@ -102,15 +106,23 @@ def _layouts_to_prove(config: VerifyConfig) -> list[Layout]:
     ]
 
 
-def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Case:
+def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> tuple[Case, ModelConfig]:
+    """Returns what is proven, and the config of its model."""
     max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
     model = _model_to_prove(config, min_layers(layouts), max_split)
     batches, vocab = _make_batches(config, layouts, model, say)
+    # float64 stands for bf16, in which a run on GPUs computes unless it is told otherwise.
+    precisions = {"bf16" if layout.precision == "float64" else layout.precision for layout in layouts}
+    build_unshrunk, has_documents = (
+        partial(_build_for_proof, config.model, config.sequence),
+        batches[0].positions is not None,
+    )
+    model = attention_to_prove(build_unshrunk, model, precisions, config.sequence, has_documents)
 
     def build() -> BuiltModel:
         return build_meta(model, vocab=vocab, context=config.sequence)
 
-    return Case(
+    case = Case(
         build=build,
         batches=batches,
         recipe=OptimizerRecipe(),
@@ -119,6 +131,7 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> Cas
         allow_whole=config.allow_whole,
         rescaled=_reads_grown_clone(config),
     )
+    return case, model
 
 
 def _model_to_prove(config: VerifyConfig, layers: int, max_split: int = 2) -> ModelConfig:

@@ -6,9 +6,11 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from meshwright.errors import ConfigError
+from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.proof_reports import JobReport
 from meshwright.jobs.requests import Layouts
@@ -124,6 +126,10 @@ def case_of(
     model, omissions = config.model, []
     if not full and model.kind != "function":
         model, omissions = _small_clone(model, layouts), ["a small clone of the model"]
+    build_unshrunk = partial(build_meta, config.model, vocab=token_set.vocab_size, context=config.data.sequence)
+    has_documents = config.data.mask_documents and len(token_set.train.ends) > 1
+    precisions = {layout.precision for layout in layouts}
+    model = attention_to_prove(build_unshrunk, model, precisions, config.data.sequence, has_documents)
     row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
     rows, tokens = config.train.batch, config.data.sequence
     if not full:
@@ -139,9 +145,9 @@ def case_of(
     def build() -> BuiltModel:
         return build_meta(model, vocab=token_set.vocab_size, context=tokens)
 
-    build()
     case = JobCase(config=scaled, build=build, data=token_set.path, timeout_s=limit_s)
     subject = f"{config.model.name} on {token_set.path}: {steps} steps of {rows} x {tokens} tokens, float64"
+    subject += attention_text(config.model.attention, model.attention)
     narrow = sorted({layout.precision for layout in layouts if layout.is_mixed_precision})
     precision_note = (
         f"; float64 stands for {' and '.join(narrow)}, in which verify --model proves steps" if narrow else ""

@@ -7,7 +7,7 @@ of a list. Facts that the weights don't show (heads, windows, experts for each t
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ _NUMBERED = re.compile(r"(^|\.)experts\.(\d+)\.")
 _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")
 _CLOSING = re.compile(r"(o_proj|out\w*|down\w*|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h|down_proj)(\.weight)?$")
 """Names of the projection that returns to the residual stream."""
+_NORM = re.compile(r"norm[^.]*\.weight$")
 _STATE = ("conv", "A_log", "bias")
 
 
@@ -77,6 +78,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
     expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
     dropout_count, drops_scores = _dropouts(layer)
+    qk_widths = {heads * head_size, kv_heads * head_size} if heads > 1 else set()
     return LayerShape(
         products=products,
         width=width,
@@ -86,6 +88,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         kv_heads=kv_heads if has_attention else 0,
         head_size=head_size if has_attention else 0,
         value_size=(hf_fields.get("v_head_dim") or head_size) if has_attention else 0,
+        normed_width=_normed_width(layer, products, qk_widths) if has_attention else 0,
         window=window,
         latent=latent_width,
         ffn=ffn,
@@ -99,6 +102,23 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         active_experts=_active_experts(hf_fields) if experts else 0,
         expert_ffn=expert_ffn,
     )
+
+
+def _normed_width(layer: nn.Module, products: Sequence[Product], widths: Collection[int]) -> int:
+    """Returns the width of queries and keys that norms take over all heads: norms of such a width beside the products.
+
+    Args:
+        layer: with its parameters.
+        products: of the layer.
+        widths: of the queries and of the keys of all heads.
+    """
+    owners = {_parent_module(product.name) for product in products if product.split == "columns"}
+    norms = (
+        weight
+        for path, weight in layer.named_parameters()
+        if _NORM.search(path) and _parent_module(path) in owners and weight.dim() == 1
+    )
+    return sum(weight.numel() for weight in norms if weight.numel() in widths)
 
 
 def _dropouts(layer: nn.Module) -> tuple[int, bool]:

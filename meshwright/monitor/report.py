@@ -115,8 +115,8 @@ def write_report(run_dir: Path, bound: float = 0.25) -> Path:
 
 
 def newest_head(run_dir: Path) -> list[Markup]:
-    """Renders title, state and the newest figures, from a run's events and the last lines of its steps alone."""
-    run = RunReader(run_dir, newest_bytes=_NEWEST_BYTES).read()
+    """Renders title, state and the newest figures, from the last lines of a run's steps and events alone."""
+    run = RunReader(run_dir, newest_bytes=_NEWEST_BYTES, newest_event_bytes=_NEWEST_BYTES).read()
     figures = _newest_loss(run.steps)
     if run.steps:
         figures.append(("Tokens", format_count(number(run.steps[-1].get("tokens_total"))), ""))

@@ -148,11 +148,19 @@ class RunReader:
         most_steps: steps up to which all lines are kept; of more, the older half is thinned to a quarter, in which
             skipped steps and the largest gradient norms stay. None keeps all.
         newest_bytes: bytes at the end of the steps' file that are read at first; None for the whole file.
+        newest_event_bytes: the same of the events' file. Without a start or an end among them a run counts as running.
     """
 
-    def __init__(self, run_dir: Path, most_steps: int | None = None, newest_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        most_steps: int | None = None,
+        newest_bytes: int | None = None,
+        newest_event_bytes: int | None = None,
+    ) -> None:
         self._run_dir, self._most_steps = run_dir, most_steps
-        self._metrics, self._events = LineReader(run_dir / METRICS, newest_bytes), LineReader(run_dir / EVENTS)
+        self._metrics = LineReader(run_dir / METRICS, newest_bytes)
+        self._events = LineReader(run_dir / EVENTS, newest_event_bytes)
         self._steps: dict[int, dict[str, Any]] = {}
         self._event_lines: list[dict[str, Any]] = []
         self._thinned_steps, self._thinned_s = 0, 0.0

@@ -506,8 +506,8 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     bubble = best.price.parts.get("bubble", 0.0) / best.price.step_s
     if bubble > 0.2:
         sentences.append(f"{bubble:.0%} of the step is the pipeline's bubble: a larger batch would fill it")
-    if question.history.note:
-        sentences.append(question.history.note)
+    if history_note := question.history.note(best.layout):
+        sentences.append(history_note)
     measured = question.cluster.calibration
     if measured is not None and measured.pace_spread > NOTED_PACE_SPREAD:
         sentences.append(

@@ -20,6 +20,9 @@ from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
+LEAST_TRIED = 4
+"""Layouts that are priced compiled at least: the fastest without may be one that can't be compiled."""
+
 
 def choose_finalists(question: Question, show: int, measure: Measure | None, allow: Collection[str] = ()) -> Choice:
     """Returns the fastest layouts that fit, the plan first.
@@ -52,10 +55,12 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
             )
         return _with_notes(choice, *notes)
     # The search prices by formulas; the best are priced again by the measured work of the model's modules.
-    choice = reprice_choice(question, choose(question, show), measure)
+    tried = max(show, LEAST_TRIED) if question.compile_steps else show
+    choice = reprice_choice(question, choose(question, tried), measure)
     choice = consider_secondary(question, choice, price)
     if question.compile_steps:
         choice = consider_compiled(question, choice, price)
+        choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice
     if lossy:
         choice = consider_lossy(question, choice, price)
     elif hint := lossy_hint(question, choice.best[0], price):

@@ -14,7 +14,7 @@ from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
 from meshwright.spec.key_ring import KeyRing
 from meshwright.spec.layout import Layout
-from meshwright.spec.sharding_table import LayerSharding, ParameterSplit, ShardingGroup, local_group
+from meshwright.spec.sharding_table import CuttingKind, LayerSharding, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
 """Bytes of an expert's index and of a token count: int64."""
@@ -169,6 +169,12 @@ class LayerTraffic:
     ) -> Iterator[LayerCollective]:
         """Yields the ``tp`` collectives of a sharding group, at its input and output. Source: Shoeybi et al. (2019)."""
         size, split, tp = self._tokens * self._bytes.compute, self._layout.degree(Mechanics.MATRICES), self._tp
+        for cutting in group.cuttings:
+            if cutting.kind is CuttingKind.GLOBAL_NORM:
+                # It runs on the features of all units, gathered; backward returns to each rank the sum of its own.
+                local_features = sum(block.size * block.count for block in cutting.blocks) / split
+                yield LayerCollective(tp, "all_gather", size * local_features)
+                yield LayerCollective(tp, "reduce_scatter", size * local_features, is_backward=True)
         input_features = list(self._input_features(layer, group, layer_index))
         output_features = self._row_features(layer, group, group.row_linear)
         if not self._layout.sequence:

@@ -57,6 +57,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         host=int(price.host),
         learned=sum(step_parts.values()) / sum(unscaled_parts.values()),
         waits_s=sum(unscaled_parts.get(name, 0.0) for name in TRAFFIC),
+        flops=question.job.step_flops,
         join_s=price.parts.get(JOIN, 0.0),
         joules_per_token=candidate.joules_per_token,
     )
@@ -78,7 +79,7 @@ def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelPart
         layout=layout,
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
-        reason="; ".join(filter(None, (named(layout), whole_backward))),
+        reason="; ".join(filter(None, (named(layout), whole_backward, question.history.note(layout)))),
         outer=_outer_settings(candidate),
     )
 
@@ -111,7 +112,14 @@ def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: 
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
         reason="; ".join(
-            filter(None, (reason(question, choice, candidate), compiled_reason(question, candidate.layout)))
+            filter(
+                None,
+                (
+                    reason(question, choice, candidate),
+                    compiled_reason(question, candidate.layout),
+                    question.history.note(candidate.layout),
+                ),
+            )
         ),
         rejected=rejected,
         outer=_outer_settings(candidate),

@@ -34,6 +34,10 @@ _BUBBLE = "bubble"
 _OUTSIDE_PASS = (_BUBBLE, TRAFFIC_WORK, "offload", "optimizer", "step", "stragglers")
 OUTLIER_RATIO = 8.0
 """A run slower or faster than priced by this factor was disturbed, and is ignored."""
+LIKE_SIZE = 10.0
+"""Largest ratio of two jobs' floating-point operations a step at which runs of one say something of the other: a step
+of tiny layers waits for launches and latencies, of which a large one's has nearly none. Source: on one H100, tiny runs
+scaled a plan of 286 ms to 96 ms, and the step took 272 (benchmarks/README.md, "One GPU")."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +68,8 @@ class Correction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunHistory:
-    """Corrections from earlier runs on a machine.
+class AxesCorrections:
+    """Corrections from runs that are alike but for their axes.
 
     Measured waits tell traffic from compute, so that a slow wire raises the price of layouts by what they send on it.
     A run without them corrects layouts that use its axes alone.
@@ -90,17 +94,50 @@ class RunHistory:
             return self.other
         return Correction(compute=max(one.compute for one in known), traffic=max(one.traffic for one in known))
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunHistory:
+    """Corrections from a machine's earlier runs of like size and in the same precision as a job."""
+
+    eager: AxesCorrections = AxesCorrections()
+    """From runs whose layers weren't compiled."""
+    compiled: AxesCorrections = AxesCorrections()
+    """From runs whose layers were."""
+
     @property
-    def note(self) -> str:
-        """A sentence for the user; empty without runs."""
-        if not self.runs:
+    def runs(self) -> int:
+        """Number of exact runs."""
+        return self.eager.runs + self.compiled.runs
+
+    def of(self, layout: Layout) -> Correction:
+        """Returns a layout's correction, from runs whose layers were compiled as its own are.
+
+        The wire is the same: before a compiled run, traffic is scaled by what it took in the others.
+        """
+        alike = self._alike(layout)
+        if layout.compile and not alike.runs:
+            return Correction(traffic=self.eager.of(layout).traffic)
+        return alike.of(layout)
+
+    def note(self, layout: Layout) -> str:
+        """Returns how many runs a layout's price was scaled by, as a clause; empty without any."""
+        alike = self._alike(layout)
+        if not alike.runs:
             return ""
-        sentence = f"{self.runs} earlier runs here took {self.factor:.2f} times what was priced"
-        return f"{sentence}; compute and traffic of plans are scaled by what those with the same axes took"
+        count = "1 earlier run" if alike.runs == 1 else f"{alike.runs} earlier runs"
+        kind = "compiled, " if layout.compile else ""
+        return (
+            f"{count} here of like size ({kind}within {LIKE_SIZE:.0f} times the work of a step) took "
+            f"{alike.factor:.2f} times what was priced; compute and traffic are scaled by what those with the same "
+            "axes took"
+        )
+
+    def _alike(self, layout: Layout) -> AxesCorrections:
+        return self.compiled if layout.compile else self.eager
 
 
 def record(path: Path, machine: str, row: JsonObject) -> None:
-    """Appends a run: ``layout``, ``priced_s`` before any correction, ``measured_s``.
+    """Appends a run: ``layout``, ``flops`` of a step, ``priced_s`` before any correction, ``measured_s``.
 
     ``paced`` in the row marks a time that was corrected for the machine's pace during the run; ``waits_s`` and
     ``priced_waits_s`` are seconds of the step for which rank 0 waited for traffic, where they were measured.
@@ -125,12 +162,19 @@ class _Run:
     """Of these waits; None also where too few seconds of them were priced for a ratio."""
 
 
-def learn(path: Path, machine: str) -> RunHistory:
-    """Returns the corrections of a machine's newest runs; unreadable lines are ignored.
+def learn(path: Path, machine: str, flops: float, precision: str) -> RunHistory:
+    """Returns the corrections of a machine's newest runs of like size and in the same precision.
 
-    So are runs whose price rests on other figures: compiled, with state in host memory, in float64.
+    Unreadable lines are ignored, and so are runs whose price rests on other figures: with state in host memory, in
+    float64.
+
+    Args:
+        path: of the file.
+        machine: its key.
+        flops: floating-point operations of the job's step, on all ranks.
+        precision: of the job's layouts.
     """
-    runs: list[_Run] = []
+    runs: dict[bool, list[_Run]] = {False: [], True: []}
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError):
@@ -138,14 +182,21 @@ def learn(path: Path, machine: str) -> RunHistory:
     for line in lines:
         try:
             row = parse_json(line)
-            run = _read_run(row)
+            if row.get("machine") != machine or not 1 / LIKE_SIZE <= float(row["flops"]) / flops <= LIKE_SIZE:
+                continue
+            layout = Layout.parse(str(row["layout"]))
+            run = _read_run(row, layout)
         except (ValueError, KeyError, TypeError, ZeroDivisionError, OverflowError, PlanError):
             continue
-        if run is not None and row.get("machine") == machine:
-            runs.append(run)
-    runs = runs[-MAX_RUNS:]
+        if run is not None and layout.precision == precision:
+            runs[layout.compile].append(run)
+    return RunHistory(eager=_corrections(runs[False][-MAX_RUNS:]), compiled=_corrections(runs[True][-MAX_RUNS:]))
+
+
+def _corrections(runs: Sequence[_Run]) -> AxesCorrections:
+    """Returns the corrections from runs that are alike but for their axes."""
     if not _is_enough(runs):
-        return RunHistory()
+        return AxesCorrections()
     runs_by_axes: dict[str, list[_Run]] = {}
     for run in runs:
         runs_by_axes.setdefault(run.axes, []).append(run)
@@ -153,7 +204,7 @@ def learn(path: Path, machine: str) -> RunHistory:
     exact = [run for run in runs if not run.is_lossy]
     compute = [run.compute for run in exact if run.compute is not None]
     traffic = [run.traffic for run in exact if run.traffic is not None]
-    return RunHistory(
+    return AxesCorrections(
         factor=_typical([run.ratio for run in exact]),
         runs=len(exact),
         by_axes={
@@ -165,15 +216,14 @@ def learn(path: Path, machine: str) -> RunHistory:
     )
 
 
-def _read_run(row: JsonObject) -> _Run | None:
-    """Returns a row's ratios; None where it says nothing of others.
+def _read_run(row: JsonObject, layout: Layout) -> _Run | None:
+    """Returns the ratios of a layout's row; None where it says nothing of others.
 
     Raises:
-        ValueError, KeyError, TypeError, ZeroDivisionError, PlanError: for a row that `record` didn't write.
+        ValueError, KeyError, TypeError, ZeroDivisionError: for a row that `record` didn't write.
     """
     priced_s, measured_s = float(row["priced_s"]), float(row["measured_s"])
-    layout = Layout.parse(str(row["layout"]))
-    if layout.compile or layout.offload != "none" or layout.precision == "float64":
+    if layout.offload != "none" or layout.precision == "float64":
         return None
     if not 1 / OUTLIER_RATIO < measured_s / priced_s < OUTLIER_RATIO:
         return None

@@ -10,15 +10,13 @@ from meshwright.planner.cost.layout_batch import PricedJob
 
 
 def model_flops_per_s(job: PricedJob, step_s: float) -> float:
-    """Returns the model FLOP/s of all devices together: 6 N + 12 L S H E a token, without what is recomputed.
+    """Returns the model FLOP/s of all devices together.
 
     Args:
         job: model and batch.
         step_s: seconds of a step, predicted or measured.
-
-    Source: Chowdhery et al., PaLM (2022), appendix B.
     """
-    return job.shape.train_flops_per_token(job.sequence) * job.rows * job.sequence / step_s
+    return job.step_flops / step_s
 
 
 def data_sheet_flops(cluster: Cluster, dtype: str) -> float:

@@ -45,6 +45,8 @@ class LayerShape:
     """E of queries and keys."""
     value_size: int = 0
     """E of values."""
+    normed_width: int = 0
+    """Widths of queries and keys that a norm takes over all heads at once (OLMo 2): ranks of tp gather them for it."""
     window: int = 0
     """Tokens that a query looks back at most; 0 is all of them."""
     sinks: bool = False

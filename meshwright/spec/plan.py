@@ -64,6 +64,8 @@ class Prediction:
     """Seconds of a step, corrected by what earlier runs on these machines took, over what was priced."""
     waits_s: float = 0.0
     """Seconds of a step for which a rank waits for traffic, as priced before that correction."""
+    flops: float = 0.0
+    """Model FLOPs of a step on all ranks, by which later plans know a run of like size; 0 where time wasn't priced."""
     join_s: float = 0.0
     """Seconds of a step beside these for joins of islands, and first steps as one: the mean over the run."""
     joules_per_token: float | None = None
@@ -100,13 +102,17 @@ class Plan:
     rejected: Mapping[str, str] = field(default_factory=dict)
     """Other layouts by text form, and why each lost."""
     outer: Mapping[str, int | str] = field(default_factory=dict)
-    """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty without
-    islands."""
+    """How its islands join, as settings ``outer.*``, of which those count that the user didn't give; empty for a run
+    that never had islands."""
 
     def describe(self) -> str:
         """Returns the layout, how its islands join, and why it was chosen."""
-        joins = ", ".join(f"{name} {value}" for name, value in self.outer.items())
+        joins = ", ".join(f"{name} {value}" for name, value in self.outer.items() if self.layout.islands > 1)
         return f"{self.layout} ({'; '.join(filter(None, (self.reason, joins)))})"
+
+    def joining_as(self, planned: Mapping[str, int | str]) -> Self:
+        """Returns the plan with a run's settings for islands where it has none, for when its islands come back."""
+        return self if self.outer else dataclasses.replace(self, outer=planned)
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values that `from_json` takes back."""

@@ -2,7 +2,8 @@
 
 The process that starts ranks reads models, and forks: once it has touched CUDA, no child can. transformers imports
 torchao where that is installed, and torchao (0.18, `prototype/mx_formats/kernels.py`) registers kernels by the GPU's
-compute capability, which touches it. These kernels, for Blackwell's own formats, aren't used here.
+compute capability, which touches it. These kernels, for Blackwell's own formats, aren't used here. Where CUDA is in use
+already, they are registered as ever: torchao has no second time for it, so a process that wants them must begin so.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,14 @@ from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.train.optimizer import LocalAdamW
-from meshwright.train.state import BUFFERS, state_addresses, state_tensors
+from meshwright.train.state import (
+    BUFFERS,
+    COUNTERS,
+    island_of_name,
+    island_prefix,
+    state_addresses,
+    state_tensors,
+)
 
 SHARE = 0.002
 """Share of a run's time that comparisons may cost."""
@@ -134,6 +141,8 @@ class CopyCheck:
         self._holder_sets: list[HolderSet] = []
         self._addresses: list[int] = []
         self._state: dict[str, StateTensor] | None = None
+        self._across_islands = False
+        """Whether the holder sets take what islands hold for themselves as copies."""
         self._tolerated: set[tuple[int, ...]] = set()
         self._cost_ns = self._width = 0
         self._last_comparison = (0, time.monotonic())
@@ -146,17 +155,22 @@ class CopyCheck:
         """Sets the step from which this rank trains."""
         self._last_comparison = (step, time.monotonic())
 
-    def compare(self, step: int, scalars: Sequence[float | int], alarm: bool = False) -> Comparison:
+    def compare(
+        self, step: int, scalars: Sequence[float | int], alarm: bool = False, across_islands: bool = False
+    ) -> Comparison:
         """Compares all copies after a step; every rank must call it.
 
         Args:
             step: steps done.
             scalars: plain values that must be equal on all ranks.
             alarm: whether this rank's own state is out of bounds; sent to all ranks.
+            across_islands: whether islands took all steps as one, so that their own states are copies too.
         """
         started_ns = time.perf_counter_ns()
         # The holder sets contain views: gather them again after memory has moved.
-        if self._state is None or state_addresses(self._program, self._optimizer) != self._addresses:
+        is_moved = self._state is None or state_addresses(self._program, self._optimizer) != self._addresses
+        if is_moved or across_islands != self._across_islands:
+            self._across_islands = across_islands
             self._agree_on_holders()
         checksums = [
             _scalar_checksum(scalars),
@@ -187,7 +201,9 @@ class CopyCheck:
         self._addresses = state_addresses(self._program, self._optimizer)
         # Buffers may differ between ranks by design, as running statistics of local batches.
         local_shards = [
-            pair for pair in collect_local_shards(self._state) if not pair[0].name.startswith(f"{BUFFERS}/")
+            (replace(shard, name=_name_of_copies(shard.name)) if self._across_islands else shard, view)
+            for shard, view in collect_local_shards(self._state)
+            if not shard.name.startswith(f"{BUFFERS}/")
         ]
         tables = [
             [TensorShard.from_json(values) for values in table]
@@ -323,6 +339,14 @@ class CopyCheck:
         if element.index >= shapes[holder_set.ranks[0]]:
             return None
         return self._gather_element(holder_set, element.number, element.index)[0]
+
+
+def _name_of_copies(name: str) -> str:
+    """Returns the name of a tensor without the number of its island, whose plain values remain its own."""
+    island = island_of_name(name)
+    if island is None or name == f"{island_prefix(island)}{COUNTERS}":
+        return name
+    return f"islands/{name.removeprefix(island_prefix(island))}"
 
 
 def _outvoted_ranks(ranks: Sequence[int], values: Sequence[int]) -> tuple[int, ...]:

@@ -223,12 +223,13 @@ class Integrity:
             return False
         return self._copy_check.due(step) or any(self._earlier_damage_at(kind, step) for kind in (COPIES, BOUNDS))
 
-    def agrees(self, step: int, counters: JsonObject) -> bool:
+    def agrees(self, step: int, counters: JsonObject, across_islands: bool = False) -> bool:
         """Compares all copies after ``step`` steps; returns whether the state may be saved.
 
         Args:
             step: steps done.
             counters: plain values that must be equal on all ranks.
+            across_islands: whether islands took all steps as one, so that their own states are copies too.
 
         Raises:
             RankError: when copies differ and no supervisor can restart from older state.
@@ -237,7 +238,7 @@ class Integrity:
         reason = self._own_reason()
         if self._copy_check is None:
             return self._within_bounds(step, [reason], (0,) if reason else ())
-        comparison = self._copy_check.compare(step, [step, *as_values(counters)], alarm=reason is not None)
+        comparison = self._copy_check.compare(step, [step, *as_values(counters)], reason is not None, across_islands)
         for mismatch_by_rounding in comparison.rounded:
             self._event("copies_rounded", step=step, why=str(mismatch_by_rounding), size=mismatch_by_rounding.size)
         earlier = self._earlier_damage_at(COPIES, step)

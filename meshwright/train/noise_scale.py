@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.json_types import JsonObject
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
@@ -38,18 +38,19 @@ def check_noise_scale(every: int, layout: Layout, has_own_loss: bool) -> None:
         has_own_loss: whether the model's loss has terms beside the cross-entropy of its targets.
 
     Raises:
-        ConfigError: with what to write instead.
+        PlanError: for a layout, with what to write instead.
+        ConfigError: for a model.
     """
     if not every:
         return
     cure = "leave train.noise_scale out"
     if layout.compress.keeps_errors:
-        raise ConfigError(
+        raise PlanError(
             f"train.noise_scale = {every} needs gradients of a part of the rows, and compress={layout.compress} keeps "
             f"what it owes from sum to sum; take compress=int8 or none, or {cure}"
         )
     if layout.islands > 1:
-        raise ConfigError(
+        raise PlanError(
             f"train.noise_scale = {every} is of the rows that all ranks take a step with, and {layout.islands} islands "
             f"take steps of their own; take replicate in place of islands, or {cure}"
         )

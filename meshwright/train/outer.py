@@ -44,10 +44,9 @@ from meshwright.spec.groups import round_axes
 from meshwright.train.config import OuterConfig
 from meshwright.train.fragments import Fragment, Transfer, make_fragments
 from meshwright.train.join_report import VOTES, JoinReport, merge_reports
-from meshwright.train.state import OUTER_MOMENTUM, OUTER_TRANSFER, TRANSFER_SUMMARIES, WEIGHTS, island_prefix
+from meshwright.train.state import COUNTERS, OUTER_MOMENTUM, OUTER_TRANSFER, TRANSFER_SUMMARIES, WEIGHTS, island_prefix
 from meshwright.train.step import squared_norm
 
-_COUNTERS = "counters"
 _COUNTER_BYTES = 16384
 """Bytes of an island's plain values: the losses and norms of its last steps above all."""
 
@@ -107,6 +106,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
+        for weight in self._weights:
+            weight.widen_gradient()
         gradients_or_none = (weight.gradient for weight in self._weights)
         present = [gradient for gradient in gradients_or_none if gradient is not None and gradient.numel()]
         sizes, dtypes = [gradient.nbytes for gradient in present], [gradient.dtype for gradient in present]
@@ -200,6 +201,7 @@ class OuterOptimizer:
                 self._average_all()
                 for weight, start in zip(self._weights, self._start_views):
                     weight.local.copy_(start)
+            self._program.weights_changed()
             self._on_change()
         return merge_reports(reports)
 
@@ -337,7 +339,7 @@ class OuterOptimizer:
         for prefix, flat in flat_tensors:
             for weight, view in zip(self._weights, self._split(flat)):
                 yield f"{prefix}/{weight.name}", weight.checkpoint_boxes(view)
-        yield f"{island_prefix(self.island)}{_COUNTERS}", self._counters
+        yield f"{island_prefix(self.island)}{COUNTERS}", self._counters
 
     def addresses(self) -> list[int]:
         """Returns the memory addresses of `state`'s tensors."""

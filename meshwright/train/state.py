@@ -25,6 +25,8 @@ OUTER_TRANSFER = "outer_transfer"
 """Prefix of the islands' mean movements that have arrived before the step in which they are taken."""
 TRANSFER_SUMMARIES = "outer_transfer_summaries"
 """Their summaries, a row for each fragment of the weights."""
+COUNTERS = "counters"
+"""Name of an island's plain values, behind its prefix."""
 _ISLAND = "island"
 
 
@@ -159,6 +161,7 @@ def adopt_values(
     if program.error_feedback is not None:
         program.error_feedback.restored()
     optimizer.restored(int(values["updates"]))
+    program.weights_changed()
     scaler.restore(dict(values["scaler"]))
     return values
 

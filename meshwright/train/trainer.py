@@ -29,7 +29,7 @@ from meshwright.train.rank_progress import RankProgress
 from meshwright.train.rate import RateSchedule
 from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
-from meshwright.train.step import StepAbandoned, mean_terms
+from meshwright.train.step import StepAbandoned, StepOutcome, mean_terms
 from meshwright.train.step_launcher import StepLauncher
 from meshwright.train.step_recorder import METERED_STEPS, StepRecorder
 from meshwright.train.trainer_deps import TrainerDeps
@@ -212,7 +212,9 @@ class Trainer:
                 # No island may overwrite its older snapshot before all have completed the last one.
                 deps.memory.wait()
             deps.store.agreement.gather(self.step)
-        agrees = self._integrity.agrees(self.step, counters | {"tokens": self.tokens})
+        # After the last step that islands take as one their states are still equal.
+        joint = self._is_joint(self.step - 1)
+        agrees = self._integrity.agrees(self.step, counters | {"tokens": self.tokens}, joint)
         self._deps.program.step_timer.lap("compare")
         return agrees
 
@@ -287,7 +289,20 @@ class Trainer:
         # Whatever is wrong with this one too, the error that ends the run is the other.
         with contextlib.suppress(Exception):
             if self._unread.laps.have_ended():
-                self._settle_late()
+                try:
+                    self._settle_late()
+                except StepAbandoned:
+                    self._record_unsettled(self._unread)
+
+    def _record_unsettled(self, launched: LaunchedStep) -> None:
+        """Records a step as it was first computed: nothing is computed again, or handled, behind an error."""
+        values = launched.outcome.read()
+        skipped = not self._integrity.updates(launched.step, values)
+        reason = self._health.judge(values["loss"], values["grad_norm"])
+        record = self._make_record(launched, launched.outcome, values, skipped)
+        if reason is not None:
+            self._report_skipped(record, reason)
+        self._deps.monitor.step(record)
 
     def _limits(self) -> Limits | None:
         """Returns the limits of the step that is queued, once the step before it is settled.
@@ -350,21 +365,26 @@ class Trainer:
             if stop_count is None:
                 return None
             values |= {"stop": stop_count, "targets": launched.targets}
-        self._last = record = self._recorder.record(
-            launched,
-            outcome,
-            values,
-            tokens_before=self.tokens,
-            epoch=deps.feed.epoch(launched.step + self.passed_over + 1),
-            skipped=reason is not None,
-            joined=self._join.to_json() if self._join is not None else {},
-        )
+        self._last = record = self._make_record(launched, outcome, values, skipped=reason is not None)
         self._handle_anomaly(record, reason)
         self.step = launched.step + 1
         self.tokens += record.tokens
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         return record, values["stop"]
+
+    def _make_record(
+        self, launched: LaunchedStep, outcome: StepOutcome, values: Mapping[str, float], skipped: bool
+    ) -> StepRecord:
+        return self._recorder.record(
+            launched,
+            outcome,
+            values,
+            tokens_before=self.tokens,
+            epoch=self._deps.feed.epoch(launched.step + self.passed_over + 1),
+            skipped=skipped,
+            joined=self._join.to_json() if self._join is not None else {},
+        )
 
     @contextlib.contextmanager
     def dialled_in(self) -> Iterator[None]:
@@ -442,7 +462,7 @@ class Trainer:
             self._anomalous_steps = 0
             return
         self._anomalous_steps += 1
-        self._step_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
+        self._report_skipped(record, reason)
         if scaler.active and scaler.scale > 1.0 and not finite:
             return
         if policy == "stop":
@@ -459,6 +479,9 @@ class Trainer:
                 f"{self._anomalous_steps} steps in a row; lower optimizer.lr = {self._deps.config.optimizer.lr}, "
                 f"lengthen schedule.warmup, or look at the data; the last checkpoint stands"
             )
+
+    def _report_skipped(self, record: StepRecord, reason: str) -> None:
+        self._step_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
 
     def _requests(self, record: StepRecord) -> Request:
         """Calls the hooks, and records the step with their scalars; returns what is asked for."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -79,7 +80,7 @@ def test_kernel_gets_the_documents_padded_heads_and_the_window(monkeypatch: pyte
         return query
 
     monkeypatch.setattr(documents, "varlen_kernel", kernel)
-    monkeypatch.setattr(documents, "_on_kernel_device", lambda _tensor: True)
+    monkeypatch.setattr(documents, "_has_kernel", lambda _tensor: True)
     query, key = torch.randn(2, 4, 24, 12), torch.randn(2, 2, 24, 12)
     for window, left in ((0, -1), (5, 4)):
         mask = documents.pack_mask(documents.document_bounds(POSITIONS), window)
@@ -275,12 +276,77 @@ def test_no_family_finds_documents_where_nobody_gives_positions(monkeypatch: pyt
 
 
 @pytest.mark.parametrize(
-    ("family", "layouts"),
+    ("model", "precisions", "kind", "proven"),
     [
-        ("llama", ["tp=2,sequence=true", "cp=2,attention=heads", "pp=2,microbatches=2,schedule=zbv"]),
-        ("gemma3_text", ["shard=2,zero=3,recompute=selective"]),
+        ({}, {"bf16"}, "cuda", "varlen"),
+        ({}, {"bf16", "fp8"}, "cuda", "varlen"),
+        ({}, {"float32"}, "cuda", "auto"),
+        ({}, {"float64"}, "cuda", "auto"),
+        ({}, {"bf16"}, "cpu", "auto"),
+        ({"attention": "sdpa"}, {"bf16"}, "cuda", "sdpa"),
+        ({"overrides": {"head_dim": 264}}, {"bf16"}, "cuda", "auto"),
+        ({"name": "llama4_text"}, {"bf16"}, "cuda", "auto"),
     ],
 )
-def test_layouts_equal_one_device_whose_mask_is_dense(family: str, layouts: list[str]) -> None:
-    report = verify(model=ModelConfig(name=family, attention="varlen"), layout=layouts, steps=2)
+def test_a_proof_takes_what_a_run_there_would(
+    model: dict[str, Any], precisions: set[str], kind: str, proven: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_devices(monkeypatch, kind)
+    config = ModelConfig(**{"name": "llama"} | model)
+    clone = shrink_config(config)
+
+    def build() -> Any:
+        return build_meta(config, 128, 64)
+
+    assert attention_checks.attention_to_prove(build, clone, precisions, 64, True).attention == proven
+    whole_rows = attention_checks.attention_to_prove(build, clone, precisions, 64, False)
+    assert whole_rows == clone, "the causal kernel reads no mask"
+
+
+def on_devices(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    monkeypatch.setattr(attention_checks, "least_compute_capability", lambda: 9.0)
+    devices = Devices(kind="cuda" if kind == "cuda" else "cpu", count=2, found=2, cores=2)
+    monkeypatch.setattr(attention_checks, "found_devices", lambda _count: devices)
+
+
+def test_float64_takes_plain_products_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel computes in 16 bits; what a proof computes in float64 must not reach it."""
+    calls: list[torch.dtype] = []
+
+    def kernel(query: torch.Tensor, *_rest: Any) -> torch.Tensor:
+        calls.append(query.dtype)
+        return query
+
+    monkeypatch.setattr(documents, "varlen_kernel", kernel)
+    with FakeTensorMode():
+        mask = torch.empty(5, 24, 1, dtype=torch.int32, device="cuda")
+        # A wheel without CUDA can't index such a tensor.
+        packed = documents.PackedMask(torch.empty(5, dtype=torch.int32, device="cuda"), 24, 0)
+        monkeypatch.setattr(documents, "unpack_mask", lambda _mask: packed)
+        for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            query, key = (torch.empty(2, heads, 24, 16, dtype=dtype, device="cuda") for heads in (4, 2))
+            output = documents.document_attention(query, key, key, mask)
+            assert output.shape == (2, 24, 4, 16) and output.dtype == dtype and output.device.type == "cuda"
+    assert calls == [torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "layouts"),
+    [
+        ("llama", "varlen", ["tp=2,sequence=true", "cp=2,attention=heads", "pp=2,microbatches=2,schedule=zbv"]),
+        ("gemma3_text", "auto", ["shard=2,zero=3,recompute=selective"]),
+    ],
+)
+def test_layouts_equal_one_device_whose_mask_is_dense(
+    family: str, attention: Any, layouts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the user's word, or because a run on GPUs would choose it."""
+    if attention == "auto":
+        on_devices(monkeypatch, "cuda")
+    subjects: list[str] = []
+    report = verify(
+        model=ModelConfig(name=family, attention=attention), layout=layouts, steps=2,
+        on_start=lambda subject, _layouts: subjects.append(subject),
+    )  # fmt: skip
     assert all(verdict.passed for verdict in report.verdicts), report.verdicts
+    assert ("as a run on these GPUs does" in subjects[0]) == (attention == "auto")

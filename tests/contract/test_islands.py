@@ -270,6 +270,11 @@ def test_islands_take_first_steps_as_one(root: Path) -> None:
     train(root, "ended", "islands=2", 10, 2, *more, *ends, fails=True)
     assert train(root, "ended", "islands=2", 10, 2, *more, "--recovery.no-enabled") == whole
     assert events(root, "ended", "resumed")[0]["step"] == 2
+    # Islands are copies until they part: a moment that differs is seen before it moves a weight.
+    flip = ("--recovery.faults", "flip:rank=1,step=4,phase=join,of=moments,bit=20,seed=3")
+    assert train(root, "flipped", "islands=2", 10, 2, *more, *flip, "--recovery.snapshot-every", "1") == whole
+    (damaged,) = events(root, "flipped", "damaged")
+    assert damaged["step"] == 4 and "copies of the state differ after step 4" in damaged["why"], damaged
     options = ("--model.heads", "4", "--train.steps", "10", "--schedule.shape", "constant", "--evaluation.every", "3")
     status, text = call(words(root, "copies", *options, layout="replicate=2", devices=2), root / "copies.log")
     assert not status, text
@@ -399,7 +404,10 @@ def test_gradients_of_first_steps_are_summed_without_a_copy_of_all() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     outer = OuterOptimizer.__new__(OuterOptimizer)
-    outer._weights = [*(SimpleNamespace(gradient=item) for item in gradients), SimpleNamespace(gradient=None)]  # type: ignore[list-item]
+    outer._weights = [
+        SimpleNamespace(gradient=item, widen_gradient=lambda: None)  # type: ignore[misc]
+        for item in (*gradients, None)
+    ]
     outer._device, outer._group = torch.device("cpu"), SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
     outer.sum_gradients()
     assert all(torch.equal(gradient, 2.0 * old) for gradient, old in zip(gradients, before))

@@ -322,9 +322,11 @@ def test_what_a_rank_works_for_its_traffic_is_no_wait(tmp_path: Path) -> None:
     assert parts["reduce"] == pytest.approx(0.0, abs=1e-9) and plan.prediction.waits_s == pytest.approx(0.0, abs=1e-9)
     # The run takes what was priced, and stands still for nothing.
     step_s = plan.prediction.step_s
-    row = {"layout": "replicate=2", "priced_s": step_s, "measured_s": step_s, "paced": True}
+    row = {"layout": "replicate=2", "flops": JOB.step_flops, "priced_s": step_s, "measured_s": step_s, "paced": True}
     record(tmp_path / "runs", "here", row | {"waits_s": 0.0, "priced_waits_s": plan.prediction.waits_s})
-    assert learn(tmp_path / "runs", "here").of(Layout.parse("islands=2")).compute == pytest.approx(1.0)
+    assert plan.prediction.flops == JOB.step_flops
+    history = learn(tmp_path / "runs", "here", JOB.step_flops, "float32")
+    assert history.runs == 1 and history.of(Layout.parse("islands=2")).compute == pytest.approx(1.0)
     # ZeRO-3 sends half as much again, and copies what it gathers and scatters.
     sharded = Layout.parse("shard=2,zero=3,precision=float32")
     sharded_parts = correct_price(question, price_candidate(question, sharded), MEASURE).price.parts

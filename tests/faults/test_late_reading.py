@@ -207,10 +207,15 @@ def test_a_step_that_is_nan_once_is_computed_again(root: Path) -> None:
     assert noted["abandoned"] == [5, 11, 22]
 
 
-def test_an_error_in_the_next_step_loses_no_line(root: Path) -> None:
-    """Text that can't be read any more, say, ends the run after the line of the last step that was computed."""
+@pytest.mark.parametrize(("layout", "devices", "bad"), [("replicate=2", 2, ()), ("replicate=1", 1, (10,))])
+def test_an_error_in_the_next_step_loses_no_line(layout: str, devices: int, bad: tuple[int, ...], root: Path) -> None:
+    """Text that can't be read any more, say, ends the run after the line of the last step that was computed.
+
+    That line is there too where its step updated nothing.
+    """
 
     def plant() -> None:
+        plant_nan(bad)
         read = TokenFeed.micro_batches
 
         def fail(self: TokenFeed, number: int) -> Any:
@@ -222,10 +227,12 @@ def test_an_error_in_the_next_step_loses_no_line(root: Path) -> None:
 
     rate = ("--optimizer.lr", "1e-3", "--optimizer.lr-batch", "2")
     end, _, noted = both(
-        root, "gone", "--recovery.no-enabled", *rate, before=plant, status=2, layout="replicate=2", devices=2
-    )
+        root, f"gone{devices}", "--recovery.no-enabled", *SKIP, *rate,
+        before=plant, status=2, layout=layout, devices=devices,
+    )  # fmt: skip
     assert [row["step"] for row in rows(end)] == list(range(1, 11))
-    assert noted["late"][-1] == 10 and not noted["abandoned"]
+    assert [row["step"] for row in rows(end) if row["skipped"]] == list(bad)
+    assert noted["late"][-1] == (9 if bad else 10) and not noted["abandoned"]
     assert rows(end)[2]["lr"] == pytest.approx(2e-3), "the peak after 2 steps, of 8 rows where 2 had half of it"
 
 

@@ -266,8 +266,8 @@ def test_schedules(tmp_path: Path) -> None:
 def test_caches_of_a_machine(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     for _ in range(3):
-        record(path, "here", {"layout": "shard=2", "priced_s": 1.0, "measured_s": 1.5})
-    attack(path, lambda: learn(path, "here"))
+        record(path, "here", {"layout": "shard=2", "flops": 1e9, "priced_s": 1.0, "measured_s": 1.5})
+    attack(path, lambda: learn(path, "here", 1e9, "float32"))
     table = tmp_path / "calibration.json"
     made = Calibration(machine={"cpu": "x", "cores": 2}, ranks=2)
     made.write(table)

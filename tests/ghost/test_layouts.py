@@ -24,6 +24,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 1, "precision=fp16"),
     ("llama", 1, "precision=float64"),
     ("llama", 1, "precision=fp8"),
+    ("llama", 1, "precision=tf32,compile=true"),
     ("llama", 1, "precision=fp8,compile=true"),
     ("llama", 2, "tp=2,sequence=true,precision=fp8,recompute=selective"),
     ("llama", 1, "microbatches=4"),
@@ -136,6 +137,7 @@ def test_verify_runs_on_gpus(root: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     run = command(root, "verify", [*words, "replicate=2", "shard=2,zero=3", "tp=2", "pp=2,microbatches=2"], 2)
     assert "Traceback" not in run.text and "fork" not in run.text, run.text
     assert not any(word in run.text for word in ("refused", "CRASH")), run.text
+    assert "attending by documents as a run on these GPUs does" in run.text
     assert not run.disagreements
 
 

@@ -1,10 +1,10 @@
 """Runs the parts of `tests/gpu/parts` on a machine with a GPU, each under its own limit, and keeps every result.
 
-Parts of the first group run side by side, since nothing in them is timed; the others run alone, one after the other.
-One that takes long to set up does so beside the first group, and waits for its turn.
+Parts in which nothing is timed run side by side, as forks of `parts.together`; the others run alone, one after the
+other. One that takes long to set up does so beside the first group, and waits for its turn.
 
-    python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600] [--limits throughput=120,...]
-        [--more "throughput --only ours-compiled"]
+    python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600]
+        [--limits together=200,throughput=120] [--more "throughput --only ours-compiled"]
 """
 
 from __future__ import annotations
@@ -47,18 +47,25 @@ class Part:
 
 PARTS = (
     Part("environment", 45, True),
-    Part("train", 100, False),
-    Part("proof", 100, False),
-    Part("nccl", 60, False),
-    Part("recovery", 100, False),
-    Part("ranks", 110, False),
-    Part("tests", 110, False),
+    Part("nccl", 150, False),
+    Part("verify", 190, False),
+    Part("train", 190, False),
+    Part("models", 190, False),
+    Part("recovery", 150, False),
+    Part("ranks", 190, False),
+    Part("proof", 120, False),
+    Part("tests", 190, False),
     Part("kernels", 70, True),
     Part("throughput", 170, True, sets_up=True),
+    Part("snapshots", 75, True),
     Part("calibrate", 40, True),
     Part("layouts", 75, True),
     Part("quality", 235, False, named_only=True),
 )
+TOGETHER = "together"
+"""The part whose forks are those that may run beside each other."""
+TOGETHER_S = 210.0
+"""Its limit, its imports among it."""
 
 
 class Results:
@@ -91,13 +98,16 @@ def main() -> int:
     limits = dict(one.split("=") for one in options.limits.split(",") if one)
     failed: list[str] = []
 
+    def limit_of(part: Part) -> float:
+        return float(limits.get(part.name, part.limit_s))
+
     def start(part: Part) -> Started:
         more = [word for text in options.more for word in text.split()[1:] if text.split()[0] == part.name]
-        return start_part(part, more, float(limits.get(part.name, part.limit_s)), options.out, results)
+        return start_part(part, more, limit_of(part), options.out, results)
 
     def run(part: Part) -> None:
         left_s = end - time.monotonic() - GRACE_S
-        limit_s = min(float(limits.get(part.name, part.limit_s)), left_s)
+        limit_s = min(limit_of(part), left_s)
         if limit_s < 10:
             results.add(part.name, {"end": "skipped: no time left"})
             return
@@ -105,16 +115,20 @@ def main() -> int:
             failed.append(part.name)
 
     ahead: dict[str, Started] = {}
-    together = [threading.Thread(target=run, args=(part,)) for part in wanted if not part.alone]
+    together = [part for part in wanted if not part.alone]
     for part in wanted:
         if part.name == "environment":
             run(part)
     if together:
         ahead = {part.name: start(part) for part in wanted if part.sets_up}
-    for thread in together:
-        thread.start()
-    for thread in together:
-        thread.join()
+        group = Part(TOGETHER, TOGETHER_S, False)
+        words = ["--parts", ",".join(part.name for part in together)]
+        words += ["--limits", ",".join(f"{part.name}={limit_of(part):g}" for part in together)]
+        for text in options.more:
+            words += ["--more", text]
+        limit_s = min(limit_of(group), end - time.monotonic() - GRACE_S)
+        ahead[group.name] = start_part(group, words, limit_s, options.out, results)
+        run(group)
     for part in wanted:
         if part.alone and part.name != "environment":
             run(part)
@@ -162,9 +176,9 @@ def start_part(part: Part, more: list[str], limit_s: float, out: Path, results: 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if not part.alone and part.name != "train":
+    if not part.alone:
         # Side by side each would start a thread a core.
-        environment["OMP_NUM_THREADS"] = "2"
+        environment |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors

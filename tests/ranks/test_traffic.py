@@ -65,6 +65,8 @@ CASES = {
     "gemma3_text": [
         "tp=2,recompute=full,microbatches=2", "tp=2,recompute=selective", "tp=2,recompute=full:2,sequence=true",
     ],
+    # Its norms are over all heads of queries, and of keys.
+    "olmo2": ["tp=2", "tp=2,sequence=true,microbatches=2", "tp=2,recompute=full", "tp=2,recompute=selective"],
 }  # fmt: skip
 """Every axis on its own, and where two share a wire."""
 
@@ -96,7 +98,7 @@ def trained(name: str, layout: Layout, facts: ModelAnalysis, rank: int) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "world"),
-    cases([(("llama", "gemma3_text"), 2), (("mixtral",), 4), (("llama",), 4), (("mixtral",), 2)], (0, 1)),
+    cases([(("llama", "gemma3_text", "olmo2"), 2), (("mixtral",), 4), (("llama",), 4), (("mixtral",), 2)], (0, 1)),
 )
 def test_no_axis_drifts_in_bytes(names: tuple[str, ...], world: int) -> None:
     texts = [(name, text) for name in names for text in CASES[name] if Layout.parse(text).world == world]

@@ -34,6 +34,7 @@ def test_the_planner_chooses_and_the_run_says_how_far_off_it_was(root: Path) -> 
     assert sorted(curve(root / "auto")) == list(range(1, 7))
     (row,) = (json.loads(line) for line in (calibration_folder() / NAME).read_text().splitlines())
     assert row["priced_s"] == pytest.approx(plan["prediction"]["step_s"]) and row["measured_s"] > 0
+    assert row["flops"] == plan["prediction"]["flops"] > 0
     # What its rank waited for traffic is told apart, but for stages that wait for each other.
     assert ("waits_s" in row) == (layout.degree("pp") == 1)
     assert 0 <= row.get("waits_s", 0.0) < row["measured_s"] and row.get("priced_waits_s", 0.0) < row["priced_s"]

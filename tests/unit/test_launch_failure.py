@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from meshwright import forking
 from meshwright.errors import CheckpointError, LaunchError, PlanError
@@ -103,9 +107,37 @@ def test_a_thread_stands_in_the_way_of_a_fork():
 @pytest.mark.parametrize(("status", "stands"), [(0, True), (100, True), (3, False)])
 def test_an_initialised_gpu_driver_stands_in_the_way_of_a_fork(monkeypatch, status, stands):
     # 0: initialised; 100: initialised, without a GPU; 3: not initialised. Source: cuda.h, CUresult.
-    monkeypatch.setattr(forking, "_loaded_libraries", lambda name: {"/lib/libcuda.so.1"})
-    monkeypatch.setattr(forking.ctypes, "CDLL", lambda path: SimpleNamespace(cuDeviceGetCount=lambda count: status))
+    driver = SimpleNamespace(cuDeviceGetCount=lambda count: status)
+    monkeypatch.setattr(forking, "_loaded_libraries", lambda name: [driver])
     assert ("GPU driver" in (forking.fork_obstacle() or "")) is stands
+
+
+REPLACED = """
+import ctypes, os, shutil, sys
+from meshwright import forking
+source, folder = sys.argv[1:]
+maps = lambda: open("/proc/self/maps").read()
+for name, link in (("libgomp.so.1.0.0", "libgomp.so.1"), ("libgomp-a.so.1.2.3", "")):
+    path = os.path.join(folder, name)
+    shutil.copy(source, path)
+    if link:
+        os.symlink(name, os.path.join(folder, link))
+    loaded = ctypes.CDLL(os.path.join(folder, link or name))
+    os.remove(path)
+    shutil.copy(source, path)  # as an upgrade puts another file there
+    before = maps().count("libgomp")
+    handles = [library._handle for library in forking._loaded_libraries(name[:9])]
+    assert "(deleted)" in maps() and handles == [loaded._handle], (name, handles)
+    assert maps().count("libgomp") == before, "it loaded another one"
+print("whole")
+"""
+
+
+def test_a_library_whose_file_was_replaced_is_still_the_loaded_one(tmp_path):
+    """In a process of its own, which keeps what it has loaded."""
+    source = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    done = subprocess.run([sys.executable, "-c", REPLACED, source, tmp_path], capture_output=True, text=True)
+    assert done.stdout == "whole\n", done.stderr
 
 
 @pytest.mark.parametrize("name", ["MALLOC_ARENA_MAX", "GLIBC_TUNABLES"])

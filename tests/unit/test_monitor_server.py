@@ -19,7 +19,7 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.watch import make_server
-from meshwright.monitor import guarded_server, live_page
+from meshwright.monitor import guarded_server, live_page, rundir
 from meshwright.monitor.server import PageServer
 from meshwright.train.hooks import Request
 from meshwright.train.page_requests import PageRequests, split_stop_count
@@ -323,3 +323,17 @@ def test_the_first_document_has_the_newest_figures_and_waits_for_no_rendering(tm
     for text in ("running · 3000 steps · ", f"<b>{loss:.4f}</b>", "mean of the last 50 steps"):
         assert text in document and text in sections["head"]
     assert len(document) < 20_000 < len(sections["course"])
+
+
+def test_the_first_document_reads_the_end_of_the_events_alone(tmp_path, monkeypatch):
+    """However many there are: its cost must not grow with the run."""
+    run = simulated_run.write(tmp_path / "run", 20, every=10)
+    event = json.dumps({"kind": "evaluated", "step": 1, "loss": 1.0, "time": 1.0, "rank": 0})
+    with (run / "events.jsonl").open("a") as file:
+        file.write(f"{event}\n" * 20_000)
+        file.write(json.dumps({"kind": "interrupted", "step": 20, "time": 2.0, "rank": 0}) + "\n")
+    parsed, parse = [], rundir.parse_json
+    monkeypatch.setattr(rundir, "parse_json", lambda text: parsed.append(text) or parse(text))
+    document = live_page.LivePage(run, 0.25).document()
+    assert "interrupted · 20 steps" in document
+    assert sum(map(len, parsed)) < 400_000 < (run / "events.jsonl").stat().st_size

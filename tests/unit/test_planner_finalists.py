@@ -25,6 +25,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
 from meshwright.train.config import OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
 from meshwright.train.run_config import RunConfig
@@ -104,6 +105,24 @@ def test_a_run_takes_what_plan_shows(allow: tuple[str, ...], monkeypatch: pytest
     assert (plan.layout.islands > 1) == ("islands" in allow)
 
 
+def test_islands_that_a_setting_rules_out_give_way_to_the_next_layout(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: Cluster.parse("2x1xcpu@ethernet-1g"))
+    monkeypatch.setattr(layouts, "run_history_file", lambda machines: (tmp_path / "none.json", ""))
+    sizes = ModelConfig(name="gpt2", layers=4, width=256, heads=4, vocab=2048, context=128)
+    machines = Machines(devices=Devices(kind="cpu", count=1, found=1, cores=1), ranks=2)
+
+    def run_plan(train: TrainConfig) -> Plan:
+        config = RunConfig(allow=("islands",), model=sizes, data=DataConfig(sequence=128), train=train)
+        return make_plans(config, read_model(config, None, 128), machines)[0][0]
+
+    islands, measured = run_plan(TrainConfig(batch=16)), run_plan(TrainConfig(batch=16, noise_scale=2))
+    assert islands.layout.islands > 1 == measured.layout.islands
+    assert f"{islands.layout}: train.noise_scale = 2 is of the rows that all ranks" in measured.reason
+    assert not measured.outer
+
+
 # -------------------------------------------------------- compiled layers
 
 WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab=32000, context=2048)
@@ -133,6 +152,25 @@ def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pyte
     steps = math.ceil(8.0 / (eager.step_s - made.step_s))
     assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
     assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
+
+
+@pytest.mark.parametrize("steps", [20, 1000])
+def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_layout(monkeypatch, "cuda", steps)[0]
+    model, cluster = plannable_model(WIDE, 2048), Cluster.parse("2xh100")
+    request = PlanConfig(model=WIDE, batch=16, sequence=2048, steps=steps)
+    shown = plan_model(request, model, cluster)
+    assert shown.layout == run and shown.layout.compile == (steps == 1000)
+    assert ("which the first step compiles for about 8.0 s" in shown.reason) == shown.layout.compile
+    assert PlanConfig().steps == TrainConfig().steps
+    for named in (True, False):
+        assert plan_model(dataclasses.replace(request, compile=named), model, cluster).layout.compile == named
+    # Megatron has no flag for it; compiled code would hide what dropout draws.
+    assert not plan_model(dataclasses.replace(request, emit="megatron"), model, cluster).layout.compile
+    drops = dataclasses.replace(WIDE, name="gpt2", dropout=0.1)
+    assert not plan_model(
+        dataclasses.replace(request, model=drops), plannable_model(drops, 2048), cluster
+    ).layout.compile
 
 
 def test_a_run_is_not_compiled_where_compiled_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,6 +107,14 @@ class PricedJob:
         """Data type of the products."""
         return self.products or self.precision
 
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a step: 6 N + 12 L S H E a token, without what is recomputed.
+
+        Source: Chowdhery et al., PaLM (2022), appendix B.
+        """
+        return self.shape.train_flops_per_token(self.sequence) * self.rows * self.sequence
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutBatch:
