@@ -83,6 +83,7 @@ class Group:
 
 
 GROUPS = (
+<<<<<<< HEAD
     Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
     Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 3),
     Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
@@ -94,23 +95,35 @@ GROUPS = (
     Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
     Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
     Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
+=======
+    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 2),
+    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 2),
+    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 2),
+    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 2),
+>>>>>>> gpuparts
     Group("rounded", "gpt2", "float64", (
         "replicate=2,compress=int8", "replicate=2 --recovery.compare-every 2", "shard=2,zero=3,compress_weights=int8",
         "islands=2 --outer local_sgd --outer.every 3", "replicate=2,compress=powersgd:4",
         "islands=2,shard=2,zero=2 --outer.every 3 --outer.fragments 2 --outer.delay 1 --outer.compress int8",
         "replicate=2,compress=topk:100", "replicate=4,compress=int8:2"), beside_cpu=True),
+    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
+    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
+    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
     Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
-    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
-    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
     Group("plain", "llama", "float64", ("replicate=1", "replicate=2", "replicate=2,shard=2,zero=3,microbatches=2",
                                         "shard=2,zero=3,recompute=full", "tp=2,loss_chunk=100", "cp=2,tp=2",
                                         "shard=2,zero=3,offload=parameters", MICRO + "zerobubble",
                                         MICRO + "dualpipev")),
+    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
     Group("gpt2", "gpt2", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b,recompute=full")),
     Group("qwen3", "qwen3", "float64", ("tp=2,sequence=true", "cp=2", MICRO + "zbv")),
     Group("gemma3", "gemma3", "float64", ("tp=2", "cp=2,attention=ring", "shard=2,zero=3")),
+    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
+    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
+    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
 )  # fmt: skip
 
 
