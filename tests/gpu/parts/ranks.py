@@ -83,24 +83,11 @@ class Group:
 
 
 GROUPS = (
-<<<<<<< HEAD
-    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
-    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 3),
-    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
-    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 3),
-    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 3),
-    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
-    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
-    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
-    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
-    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
-    Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
-=======
     Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 2),
     Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 2),
     Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 2),
     Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 2),
->>>>>>> gpuparts
+    Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
     Group("rounded", "gpt2", "float64", (
         "replicate=2,compress=int8", "replicate=2 --recovery.compare-every 2", "shard=2,zero=3,compress_weights=int8",
         "islands=2 --outer local_sgd --outer.every 3", "replicate=2,compress=powersgd:4",
