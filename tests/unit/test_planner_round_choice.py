@@ -207,7 +207,7 @@ def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(train, "_find_machines", lambda *_: SimpleNamespace(devices=SimpleNamespace(kind="cpu")))
     monkeypatch.setattr(train, "choose_attention", lambda *_: SimpleNamespace())
     monkeypatch.setattr(train, "_make_job", keep)
-    for name in ("check_float8", "_check_before_start", "check_replan"):
+    for name in ("check_products", "_check_before_start", "check_replan"):
         monkeypatch.setattr(train, name, lambda *_: None)
     with pytest.raises(PlanError, match="it would start here"):
         train._train(config, SimpleNamespace(ranks=1), (), lambda _: None)  # type: ignore[arg-type]

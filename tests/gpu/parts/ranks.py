@@ -38,6 +38,7 @@ from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import References
 from meshwright.spec.layout import Layout
 from tests.gpu import staged_group
+from tests.gpu.parts.cases import process_age_s
 from tests.runs import call, curve, warm, words, write_corpus
 
 SIZES: dict[str, Any] = {"width": 64, "heads": 4, "layers": 4, "ffn": 128}
@@ -325,12 +326,6 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
         prove(group, out, line)
     except BaseException as error:
         line({"case": group.name, "ok": False, "error": "".join(traceback.format_exception(error))[-800:]})
-
-
-def process_age_s() -> float:
-    """Returns the seconds since this process began: imports are most of them, and count."""
-    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
