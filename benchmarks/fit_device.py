@@ -83,7 +83,8 @@ class Timed:
 
     def question(self, cluster: Cluster, engine: FrameworkProfile) -> Question:
         """Returns the question that the planner would answer of it."""
-        built, base = model(json.dumps(self.row["model"])), Layout(precision=self.layout.precision)
+        built = model(json.dumps(self.row["model"]))
+        base = Layout(precision=self.layout.precision, compile=self.layout.compile)
         job = PricedJob(
             shape=shape(json.dumps(self.row["model"])),
             sequence=self.sequence,
@@ -92,13 +93,13 @@ class Timed:
             products=base.product_precision,
         )
         question = Question(job=job, cluster=cluster, base=base, engine=engine)
-        return measure_activations(question, measure(built, self.sequence, base.compute_precision))
+        return measure_activations(question, measure(built, self.sequence, base.precision))
 
     def price(self, cluster: Cluster, engine: FrameworkProfile) -> Candidate:
         """Returns the layout as the planner prices it."""
         question = self.question(cluster, engine)
         built = model(json.dumps(self.row["model"]))
-        return price_layout(question, self.layout, measure(built, self.sequence, question.job.precision))
+        return price_layout(question, self.layout, measure(built, self.sequence, question.base.precision))
 
 
 @cache
@@ -127,7 +128,7 @@ def measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
 
 def allocated(candidate: Candidate) -> float:
     """Returns the bytes of tensors at a layout's peak."""
-    return candidate.price.peak - candidate.price.memory["reserve"]
+    return candidate.price.allocated
 
 
 READ: dict[str, tuple[str, Callable[[Candidate], float]]] = {

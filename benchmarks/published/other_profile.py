@@ -9,12 +9,8 @@ import numpy as np
 
 from meshwright.array_types import Values
 from meshwright.cluster.device import Device
-from meshwright.planner.cost.framework_profile import (
-    ActivationModel,
-    FrameworkProfile,
-    RuntimeModel,
-    StateBytesPerParameter,
-)
+from meshwright.planner.cost.activation_model import ActivationModel
+from meshwright.planner.cost.framework_profile import FrameworkProfile, RuntimeModel, StateBytesPerParameter
 from meshwright.planner.cost.kernels import plain_attention_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.model_shape import LayerShape
@@ -24,6 +20,7 @@ from meshwright.spec.model_shape import LayerShape
 class OtherStates(StateBytesPerParameter):
     """Bytes of model state; pipelines shard parameters and gradients as other layouts do, experts by elements."""
 
+    walks_backward: bool = False
     working_gradient: float = 0.0
     """Of a second, low-precision gradient beside it."""
     whole_when_accumulating: bool = True

@@ -170,7 +170,7 @@ def _step_table(best: Candidate) -> Table:
 
 
 def _memory_table(question: Question, best: Candidate) -> Table:
-    table = Table(title="memory of a rank of each stage, GiB", title_justify="left")
+    table = Table(title="memory of a rank of each stage at its fullest moment, GiB", title_justify="left")
     stages = best.price.stages
     names = [name for name in stages[0].memory if any(stage.memory[name] > LEAST * stage.peak for stage in stages)]
     table.add_column("stage")

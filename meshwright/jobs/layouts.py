@@ -266,7 +266,7 @@ LEANER_SHARE = 0.8
 
 def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, plan: Plan) -> str:
     """Returns the sentence that names the fastest layout which needs clearly less memory than one that ran out."""
-    planned: float = sum(plan.prediction.memory.values())
+    planned: float = plan.prediction.together
     precision = "float32" if plan.layout.precision == "float64" else plan.layout.precision
     try:
         question = _make_question(config, model, machines.for_ranks(plan.ranks), precision)

@@ -11,13 +11,14 @@ from meshwright.errors import MeshwrightError
 from meshwright.models.analysis.experts import routes_wide
 from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.compiled_bytes import layer_bytes
 from meshwright.models.work import measure_model
 from meshwright.parallel.transform import DTYPES
 from meshwright.planner.measured_price import Measure
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.end_units import EndUnits
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 from meshwright.spec.model_shape import ModelWork
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -87,22 +88,26 @@ def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
         sequence: tokens a row.
         precision: of compute.
     """
-    dtype = DTYPES[precision]
+    dtype, read_partition = DTYPES[precision], functools.partial(layer_bytes, float8=precision in FLOAT8_RECIPES)
 
     @functools.cache
     def table(degree: int) -> ShardingTable:
         return overridden_table(built, sharding_table(built, degree))
 
     @functools.cache
-    def measured(rows: int, degree: int, split: bool) -> ModelWork | None:
+    def measured(rows: int, degree: int, split: bool, partition: bool) -> ModelWork | None:
         try:
             split_by = table(degree) if degree > 1 else None
-            return measure_model(built, rows, sequence, dtype, split_by, degree, split)
+            by = read_partition if partition else None
+            return measure_model(built, rows, sequence, dtype, split_by, degree, split, by)
         except MeshwrightError:
             return None
 
     def measure_layout(layout: Layout, rows: int) -> ModelWork | None:
-        work = measured(rows, layout.degree(Mechanics.MATRICES), layout.sequence)
+        degree = layout.degree(Mechanics.MATRICES)
+        # What a compiled layer keeps is read off one row on one device.
+        partition = layout.compile and rows == degree == 1
+        work = measured(rows, degree, layout.sequence, partition) or measured(rows, degree, layout.sequence, False)
         return work.compiled() if work is not None and layout.compile else work
 
     return measure_layout

@@ -12,25 +12,37 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.spec.model_shape import Operator
 from meshwright.torch_compat.tensors import tree_flatten
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """The memory that an operator read or wrote of a tensor."""
+
+    storage: StorageWeakRef
+    """Of the tensor, equal for its views. The address isn't used again while this refers to it, but the memory is freed
+    when the tensor is."""
+    bytes: int
+    """Of the tensor's elements."""
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
-    """An operator with the tensors that it read and wrote."""
+    """An operator with the memory that it read and wrote."""
 
     operator: Operator
-    inputs: tuple[torch.Tensor, ...]
-    """Read; referenced here, so that no other tensor gets their address."""
-    outputs: tuple[torch.Tensor, ...]
+    inputs: tuple[Memory, ...]
+    """Read."""
+    outputs: tuple[Memory, ...]
     """Written."""
 
     @classmethod
     def of(cls, operator: Operator, inputs: Any, outputs: Any) -> Self:
         """Reads the tensors off an operator's arguments and results."""
-        return cls(operator, _tensors(inputs), _tensors(outputs))
+        return cls(operator, _memories(inputs), _memories(outputs))
 
 
 def fused(calls: Sequence[Call], live_storages: Collection[int]) -> list[Operator]:
@@ -60,13 +72,15 @@ def _fuse_run(
         return []
     written_bytes, read_bytes = dict[int, int](), dict[int, int]()
     for call in elementwise_run:
-        for tensor in call.inputs:
+        for memory in call.inputs:
             # written inside the run: stays in registers
-            if _storage(tensor) not in written_bytes:
-                read_bytes[_storage(tensor)] = max(read_bytes.get(_storage(tensor), 0), _bytes_of(tensor))
-        for tensor in call.outputs:
-            written_bytes[_storage(tensor)] = max(written_bytes.get(_storage(tensor), 0), _bytes_of(tensor))
-    read_later = {_storage(tensor) for call in later_calls for tensor in call.inputs}
+            storage = memory.storage.cdata
+            if storage not in written_bytes:
+                read_bytes[storage] = max(read_bytes.get(storage, 0), memory.bytes)
+        for memory in call.outputs:
+            storage = memory.storage.cdata
+            written_bytes[storage] = max(written_bytes.get(storage, 0), memory.bytes)
+    read_later = {memory.storage.cdata for call in later_calls for memory in call.inputs}
     # only tensors that are needed later leave the chip
     external_bytes = sum(
         size for storage, size in written_bytes.items() if storage in read_later or storage in live_storages
@@ -75,16 +89,9 @@ def _fuse_run(
     return [Operator("element", "fused", (), 0.0, sum(read_bytes.values()) + external_bytes + random_bytes)]
 
 
-def _tensors(some: Any) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors in nested arguments."""
-    return tuple(tensor for tensor in tree_flatten(some)[0] if isinstance(tensor, torch.Tensor))
-
-
-def _storage(item: torch.Tensor) -> int:
-    """Returns the address of a tensor's storage, by which views of one tensor are equal."""
-    return int(item.untyped_storage()._cdata)
-
-
-def _bytes_of(item: torch.Tensor) -> int:
-    """Returns the bytes of a tensor's elements."""
-    return item.numel() * item.element_size()
+def _memories(some: Any) -> tuple[Memory, ...]:
+    """Returns the memory of the tensors in nested arguments."""
+    tensors = (tensor for tensor in tree_flatten(some)[0] if isinstance(tensor, torch.Tensor))
+    return tuple(
+        Memory(StorageWeakRef(tensor.untyped_storage()), tensor.numel() * tensor.element_size()) for tensor in tensors
+    )

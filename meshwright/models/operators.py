@@ -6,16 +6,18 @@ operator, and autograd's hooks see which tensors are saved for backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.models.fused import Call, fused
 from meshwright.parallel.axis_group import DifferentiableCollectives
-from meshwright.spec.model_shape import ModuleWork, Operator
+from meshwright.spec.model_shape import KeptBytes, ModuleWork, Operator
 from meshwright.torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_flatten
 
 aten = torch.ops.aten
@@ -84,12 +86,13 @@ class _FinishedCollective:
 
 
 class _Counter(TorchDispatchMode):
-    """Records every operator."""
+    """Records every operator, and the memory that its results take until they are freed."""
 
     def __init__(self, rows: list[Operator]) -> None:
         super().__init__()
         self.rows = rows
         self.calls: list[Call] = []
+        self.memory = LiveStorages()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs and records one operator."""
@@ -98,7 +101,39 @@ class _Counter(TorchDispatchMode):
         if row is not None:
             self.rows.append(row)
             self.calls.append(Call.of(row, (args, kwargs), out))
+        self.memory.record(tree_flatten(out)[0])
         return out
+
+
+class LiveStorages:
+    """Writes down which storages of tensors live when, to find how much there is at once."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, StorageWeakRef] = {}
+        # Kept, so that no other storage gets the address of one that is gone.
+        self._gone: list[StorageWeakRef] = []
+        self._sizes: dict[int, int] = {}
+        self._changes: list[tuple[int, int]] = []
+
+    def record(self, results: Iterable[Any]) -> None:
+        """Adds the storages of tensors, of any shape, and takes off those that were freed since."""
+        for tensor in results:
+            if isinstance(tensor, torch.Tensor):
+                self._add(tensor.untyped_storage())
+        for address in [address for address, storage in self._live.items() if storage.expired()]:
+            self._gone.append(self._live.pop(address))
+            self._changes.append((address, -self._sizes[address]))
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        if storage._cdata not in self._sizes:
+            self._live[storage._cdata] = StorageWeakRef(storage)
+            self._sizes[storage._cdata] = storage.nbytes()
+            self._changes.append((storage._cdata, storage.nbytes()))
+
+    def most_bytes(self, left_out: Collection[int]) -> int:
+        """Returns the most bytes that lived at once, without the storages of some addresses."""
+        changes = (size for address, size in self._changes if address not in left_out)
+        return max(accumulate(changes), default=0)
 
 
 def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None:
@@ -155,30 +190,39 @@ def measure_work(
     unsaved_storages = {
         parameter.untyped_storage()._cdata for parameter in (*module.parameters(), *module.buffers(), *lent)
     }
-    saved_bytes: dict[int, int] = {}
-    alive: list[torch.Tensor] = []
+    saved: dict[int, StorageWeakRef] = {}
+    backward_counter = _Counter(work.backward)
 
     def pack(item: torch.Tensor) -> torch.Tensor:
         # weights and lent tables are in memory anyway; a view counts by its storage, once
         storage = item.untyped_storage()
-        if storage._cdata not in unsaved_storages and storage._cdata not in saved_bytes:
-            saved_bytes[storage._cdata] = storage.nbytes()
+        if storage._cdata not in unsaved_storages and storage._cdata not in saved:
             # an address must not be used twice
-            alive.append(item)
+            saved[storage._cdata] = StorageWeakRef(storage)
+            backward_counter.memory.record([item])
         return item
 
     # pack sees every tensor that autograd saves for backward
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as forward_counter:
         out = call()
+    saved_bytes = backward_counter.memory.most_bytes(())
     targets = [parameter for parameter in (*inputs, *module.parameters()) if parameter.requires_grad]
-    with _Counter(work.backward) as backward_counter:
-        grads = torch.autograd.grad(out, targets, torch.empty_like(out), allow_unused=True)
-    work.fused_forward = fused(forward_counter.calls, {*saved_bytes, out.untyped_storage()._cdata})
+    upstream = torch.empty_like(out)
+    backward_counter.memory.record([upstream])
+    with backward_counter:
+        grads = torch.autograd.grad(out, targets, upstream, allow_unused=True)
+    work.fused_forward = fused(forward_counter.calls, {*saved, out.untyped_storage()._cdata})
     work.fused_backward = fused(
         backward_counter.calls, {grad.untyped_storage()._cdata for grad in grads if grad is not None}
     )
-    work.saved_bytes = sum(saved_bytes.values())
-    work.input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    of_weights = {grad.untyped_storage()._cdata for grad in grads[len(inputs) :] if grad is not None}
+    of_weights |= unsaved_storages
+    input_bytes = sum(tensor.numel() * tensor.element_size() for tensor in inputs)
+    saved_by_mode = (saved_bytes, input_bytes + sum(item.kept_bytes for item in work.forward), input_bytes)
+    # Recompute makes anew what wasn't kept before backward begins.
+    most_bytes = max(saved_bytes, backward_counter.memory.most_bytes(of_weights))
+    none, selective, full = (most_bytes - min(saved_bytes, size) for size in saved_by_mode)
+    work.kept = KeptBytes(saved=saved_by_mode, working=(none, selective, full))
     return work
 
 

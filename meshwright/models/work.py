@@ -22,7 +22,7 @@ from meshwright.models.random_draws import may_draw
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
-from meshwright.spec.model_shape import ModelWork, ModuleWork
+from meshwright.spec.model_shape import KeptBytes, ModelWork, ModuleWork
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.torch_compat.tensors import tree_map_only, without_dispatch_mode
 
@@ -36,6 +36,7 @@ def measure_model(
     table: ShardingTable | None = None,
     degree: int = 1,
     split_tokens: bool = False,
+    partition: Callable[..., KeptBytes] | None = None,
 ) -> ModelWork:
     """Runs a model's own modules on fake tensors, layers of one kind once, split as ``tp`` would split them.
 
@@ -47,6 +48,7 @@ def measure_model(
         table: the model's, where ``degree`` is above 1.
         degree: of tp; the first rank's shard is measured.
         split_tokens: the layout's ``sequence``.
+        partition: reads what a compiled layer keeps (`compiled_bytes.layer_bytes`), of layers that nothing splits.
 
     Raises:
         ConfigError: when the model's code needs values, and can't run without: routers that count tokens.
@@ -58,7 +60,7 @@ def measure_model(
         # the axis group is a stand-in that records what a rank would send
         tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
     layers = [module.get_submodule(name) for name in built.structure.layers]
-    kinds = _LayerKinds(layers, axis_group)
+    kinds = _LayerKinds(layers, axis_group, partition)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
 
     def call() -> torch.Tensor:
@@ -125,10 +127,10 @@ class _Masks(RandomSource):
 class _LayerKinds:
     """Replaces every layer by one that measures its kind at the first call, and otherwise passes its input on."""
 
-    def __init__(self, layers: list[Any], axis_group: BlankGroup) -> None:
+    def __init__(self, layers: list[Any], axis_group: BlankGroup, partition: Callable[..., KeptBytes] | None) -> None:
         self.works: list[ModuleWork] = []
         self.counts: list[int] = []
-        self._layers, self._axis_group = layers, axis_group
+        self._layers, self._axis_group, self._partition = layers, axis_group, partition
         self._kind_index: dict[Any, int] = {}
         self._outputs: list[Any] = []
 
@@ -186,14 +188,16 @@ class _LayerKinds:
         leaf_args, leaf_kwargs = tree_map_only(torch.Tensor, leaf, (args, kwargs))
         sent_before = len(self._axis_group.sent)
 
-        def call() -> torch.Tensor:
-            result = plain(*leaf_args, **leaf_kwargs)
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            result = plain(*args, **kwargs)
             return (
                 result if isinstance(result, torch.Tensor) else next(i for i in result if isinstance(i, torch.Tensor))
             )
 
         with _HiddenFromModes(), torch.enable_grad():
-            work = measure_work(layer, call, inputs, lent)
+            work = measure_work(layer, partial(call, *leaf_args, **leaf_kwargs), inputs, lent)
+            if self._partition is not None:
+                work.compiled = self._partition(layer, call, (leaf_args, leaf_kwargs))
         work.sent = self._axis_group.sent[sent_before:]
         return work
 

@@ -74,8 +74,13 @@ def _recomputing(
     return lambda *args, **kwargs: checkpoint(repeatable_forward(plain), *args, **options, **kwargs)
 
 
-def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+def selective_policy(operator: object) -> CheckpointPolicy:
+    """Returns whether ``selective`` keeps what an operator returns, or may compute it again."""
     return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
+    return selective_policy(operator)
 
 
 def check(layout: Layout, layers: int) -> None:

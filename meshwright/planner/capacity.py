@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
@@ -100,7 +101,13 @@ def largest_model(question: Question, solve: Solve) -> LargestModel:
 
 def with_shape(question: Question, shape: ModelShape) -> Question:
     """Returns the question of another model; what the first one's modules keep for backward doesn't hold for it."""
-    return dataclasses.replace(question, job=dataclasses.replace(question.job, shape=shape, activations=None))
+    return _with_job(question, shape=shape)
+
+
+def _with_job(question: Question, **changes: Any) -> Question:
+    """Returns the question of a changed job, whose modules weren't read."""
+    job = dataclasses.replace(question.job, activations=None, compiled_activations=None, **changes)
+    return dataclasses.replace(question, job=job)
 
 
 def describe_shape(shape: ModelShape) -> str:
@@ -189,9 +196,7 @@ def longest_rows(question: Question, solve: Solve) -> LongestRows:
 def with_sequence(question: Question, tokens: int) -> Question:
     """Returns the question with rows of so many tokens; learned positions grow with them."""
     shape = with_positions(question.job.shape, tokens)
-    return dataclasses.replace(
-        question, job=dataclasses.replace(question.job, sequence=tokens, shape=shape, activations=None)
-    )
+    return _with_job(question, sequence=tokens, shape=shape)
 
 
 def _longest_sequence(question: Question) -> int:

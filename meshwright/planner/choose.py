@@ -250,6 +250,7 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
         runtime__mask_bytes=1.0,
         runtime__draw_bytes=CORE_DRAW_BYTES,
         runtime__sends_in_turn=False,
+        workspace_bytes=0.0,
         context_bytes=PROCESS_BYTES,
     )
 

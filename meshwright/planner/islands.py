@@ -170,7 +170,12 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
     """
     price, held_bytes = candidate.price, outer_bytes(question, layout)
     stages = tuple(
-        dataclasses.replace(stage, memory={**stage.memory, OUTER: held_bytes}, peak=stage.peak + held_bytes)
+        dataclasses.replace(
+            stage,
+            memory={**stage.memory, OUTER: held_bytes},
+            peak=stage.peak + held_bytes,
+            allocated=stage.allocated + held_bytes,
+        )
         for stage in price.stages
     )
     join_s = price_join(question, layout, price).step_s
@@ -181,6 +186,7 @@ def with_joins(question: Question, layout: Layout, candidate: Candidate) -> Cand
         stages=stages,
         memory={**price.memory, OUTER: held_bytes},
         peak=price.peak + held_bytes,
+        allocated=price.allocated + held_bytes,
     )
     return dataclasses.replace(priced_candidate(question, layout, joined), rounds=question.rounds)
 

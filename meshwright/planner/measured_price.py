@@ -76,6 +76,8 @@ def price_layout(question: Question, layout: Layout, measure: Measure | None) ->
     if layout.islands > 1:
         candidate = price_layout(island_question(question, layout), layout.within_island(), measure)
         return with_joins(question, layout, candidate)
+    if layout.compile and measure is not None and question.job.compiled_activations is None:
+        question = _measure_compiled(question, measure)
     return _corrected_and_scaled(question, price_candidate(question, layout), measure)
 
 
@@ -90,7 +92,19 @@ def measure_activations(question: Question, measure: Measure) -> Question:
     if work is None:
         return question
     activations = count_activation_bytes(question.job, question.machine, question.runtime, work)
-    return dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
+    measured = dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
+    return _measure_compiled(measured, measure) if question.base.compile else measured
+
+
+def _measure_compiled(question: Question, measure: Measure) -> Question:
+    """Returns the question with the bytes that compiled layers keep, where they can be traced."""
+    compiled = Layout(compile=True)
+    work = measure(compiled, 1)
+    if work is None or any(layer.compiled is None for layer in work.layers):
+        return question
+    engine = question.runtime.for_layout(compiled)
+    activations = count_activation_bytes(question.job, question.machine, engine, work)
+    return dataclasses.replace(question, job=dataclasses.replace(question.job, compiled_activations=activations))
 
 
 def reprice_choice(question: Question, choice: Choice, measure: Measure | None) -> Choice:

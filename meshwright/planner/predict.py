@@ -30,7 +30,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     """
     state = predict(candidate.layout, sizes, (candidate.rounds or question.rounds).outer_tensors)
     price, microbatches = candidate.price, candidate.layout.microbatches
-    other_memory = {name: int(price.memory[name]) for name in ("activations", "logits") if name in price.memory}
+    other_memory = {name: int(price.most[name]) for name in ("activations", "logits")}
     if OUTER in price.memory and OUTER not in state.memory:
         other_memory[OUTER] = int(price.memory[OUTER])
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
@@ -48,6 +48,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.seen)
     return Prediction(
         memory={**state.memory, **other_memory},
+        peak=int(price.allocated),
         formula=state.formula,
         step_s=step_s,
         step_range_s=(step_s / factor, step_s * factor),

@@ -15,8 +15,8 @@ from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
+from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts
-from meshwright.planner.cost.layers import LayerCost
 from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds
 from meshwright.planner.cost.pipeline_floor import sends_of_cut

@@ -15,8 +15,9 @@ import numpy as np
 from meshwright.planner.choose import Question
 from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import price_head
+from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts
-from meshwright.planner.cost.layers import LayerCost, PricedModel
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds

@@ -202,6 +202,21 @@ class Operator:
     """Of a product, whether it sums over tokens: the left factor is a transposed view."""
 
 
+ByRecompute = tuple[int, int, int]
+"""Bytes without recompute, with ``selective`` and with ``full``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeptBytes:
+    """Bytes of a module's tensors that live from its forward to its backward, and while backward runs."""
+
+    saved: ByRecompute = (0, 0, 0)
+    """Kept between forward and backward: distinct memory that is no parameter. Of ``selective`` the module's input and
+    the results of products and attention, of ``full`` the input."""
+    working: ByRecompute = (0, 0, 0)
+    """Most bytes that exist at once while backward runs, without gradients of weights, beyond what was kept."""
+
+
 @dataclass(kw_only=True, slots=True)
 class ModuleWork:
     """What one call of a module computes, sends and keeps."""
@@ -214,17 +229,12 @@ class ModuleWork:
     """Forward with the element-wise operators between two products as one, `models.fused`."""
     fused_backward: list[Operator] = field(default_factory=list)
     """Backward with the element-wise operators between two products as one, `models.fused`."""
-    saved_bytes: int = 0
-    """Kept between forward and backward: distinct memory that is no parameter, the module's input included."""
-    input_bytes: int = 0
-    """Of the inputs that gradients flow to: what full recompute keeps."""
+    kept: KeptBytes = field(default_factory=KeptBytes)
+    """As its own code keeps them."""
+    compiled: KeptBytes | None = None
+    """As a compiler's partition keeps them, where that was asked for."""
     sent: list[tuple[str, int, int]] = field(default_factory=list)
     """Collectives of the axes that split the module: (operation, bytes of the full tensor, degree)."""
-
-    @property
-    def selective_bytes(self) -> int:
-        """Kept under selective recompute: the input, and the results of products and attention."""
-        return self.input_bytes + sum(item.kept_bytes for item in self.forward)
 
     def flops(self, kind: str, backward: bool = False) -> float:
         """Returns the FLOPs of one kind of operator."""
@@ -256,14 +266,18 @@ class ModelWork:
     def compiled(self) -> ModelWork:
         """Returns the same with layers whose element-wise operators are fused, as torch.compile runs them.
 
-        What they keep stays that of eager code.
+        They keep what the partition keeps, where it was made, else what eager code keeps.
         """
         layers = tuple(
-            dataclasses.replace(work, forward=work.fused_forward, backward=work.fused_backward) for work in self.layers
+            dataclasses.replace(
+                work, forward=work.fused_forward, backward=work.fused_backward, kept=work.compiled or work.kept
+            )
+            for work in self.layers
         )
         return dataclasses.replace(self, layers=layers)
 
     @property
     def saved_bytes(self) -> int:
         """Kept between forward and backward by all layers and what lies around them."""
-        return sum(count * work.saved_bytes for count, work in zip(self.counts, self.layers)) + self.rest.saved_bytes
+        layers = sum(count * work.kept.saved[0] for count, work in zip(self.counts, self.layers))
+        return layers + self.rest.kept.saved[0]

@@ -45,7 +45,10 @@ class Prediction:
     """What a layout is expected to take; a part that wasn't priced is absent, never zero."""
 
     memory: Mapping[str, int]
-    """Bytes of the fullest rank by part: parameters, gradients, optimizer, and activations, logits where priced."""
+    """Bytes of the fullest rank by part, each when it is most: parameters, gradients, optimizer, and activations,
+    logits where priced."""
+    peak: int = 0
+    """Bytes of all parts at the fullest moment of a step, since some never exist at once; 0 where it wasn't priced."""
     formula: Mapping[str, str] = field(default_factory=dict)
     """For each part of memory, the formula that gave it."""
     step_s: float | None = None
@@ -70,6 +73,11 @@ class Prediction:
     """Seconds of a step beside these for joins of islands, and first steps as one: the mean over the run."""
     joules_per_token: float | None = None
     """Energy of all devices at their power under load over the step's tokens; None where no power is known."""
+
+    @property
+    def together(self) -> int:
+        """Most bytes at once, as far as they were priced."""
+        return self.peak or sum(self.memory.values())
 
     def rescaled(self, step_s: float) -> Self:
         """Returns the prediction with another time of a step, and what follows from it: its range and its energy.

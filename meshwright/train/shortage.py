@@ -39,5 +39,5 @@ def report(plan: Plan, measured: Mapping[str, int], position: str, error: BaseEx
         )
         rows.append(f"  {kind:<18}" + "".join(f"{text:>12}" for text in cells))
     peak = format_bytes(measured["peak"]) if measured.get("peak") else "-"
-    rows.append(f"  {'together, peak':<18}{format_bytes(sum(planned.values())):>12}{peak:>12}")
+    rows.append(f"  {'together, peak':<18}{format_bytes(plan.prediction.together):>12}{peak:>12}")
     return "\n".join(rows)

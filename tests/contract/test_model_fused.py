@@ -74,7 +74,7 @@ def test_dropout_is_measured_as_the_runtime_draws() -> None:
     back = 2 * drop_bytes(2) + scores * (drop_bytes(2) + score_bytes(2, True) - 4 * 2)
     assert moved(dropped, back=True) - moved(plain, back=True) == pytest.approx(back, rel=0.15)
     # A mask of a byte each, and of each score the softmax, what is kept of it, the mask.
-    kept = (dropped.layers[0].saved_bytes - plain.layers[0].saved_bytes) / TOKENS / WIDTH
+    kept = (dropped.layers[0].kept.saved[0] - plain.layers[0].kept.saved[0]) / TOKENS / WIDTH
     assert kept == pytest.approx(2 + scores * 5, rel=0.05)
     outside = [item for item in dropped.rest.forward if item.name == "draw"]
     assert [item.bytes / DRAW_BYTES for item in outside] == [TOKENS * WIDTH]

@@ -144,7 +144,7 @@ def parts_of(shape: ModelShape) -> ModelParts:
 def test_state_bytes_are_those_that_the_runtime_holds(text):
     layout, shape = Layout.parse(text), shape_from_sizes(LLAMA)
     job = PricedJob(shape=shape, sequence=4096, rows=64, precision="bf16" if layout.is_mixed_precision else "float32")
-    ours = price(job, layout, Cluster.parse("8xh100")).memory
+    ours = price(job, layout, Cluster.parse("8xh100")).most
     theirs, _ = state_memory(layout, parts_of(shape))
     for part, size in theirs.items():
         assert ours[part] == pytest.approx(size, rel=1e-6)
@@ -237,9 +237,9 @@ def test_a_rank_without_layers_has_no_layers_working_memory() -> None:
     text = "pp=4,microbatches=16,recompute=full,precision=bf16,split=0-16-16-0"
     first, second, _, last = price(job, Layout.parse(text), Cluster.parse("4xh100")).stages
     # Token indices in int64, of each micro-batch in flight; and of the head its input and that of the last norm.
-    assert first.memory["activations"] == 2048 * 8 * first.held
-    assert last.memory["activations"] == 2048 * 4096 * 2 * 2 * last.held
-    assert second.memory["activations"] > 1e8
+    assert first.most["activations"] == 2048 * 8 * first.held
+    assert last.most["activations"] == 2048 * 4096 * 2 * 2 * last.held
+    assert second.most["activations"] > 1e8
 
 
 @pytest.mark.parametrize(

@@ -81,15 +81,15 @@ def test_a_cluster_with_host_figures_survives_its_file() -> None:
 def test_the_optimizer_leaves_its_masters_where_they_are_gathered_from() -> None:
     for text, owned in (("replicate=8", N), ("shard=8,zero=1", N / 8), ("shard=8,zero=3", N / 8)):
         plain, there = priced(f"{text},precision=bf16"), priced(f"{text},precision=bf16,offload=optimizer")
-        assert plain.memory["optimizer"] == pytest.approx(12 * owned)
-        assert there.memory["optimizer"] == pytest.approx(4 * owned)
+        assert plain.most["optimizer"] == pytest.approx(12 * owned)
+        assert there.most["optimizer"] == pytest.approx(4 * owned)
         for part in ("parameters", "gradients", "activations", "logits"):
-            assert there.memory[part] == plain.memory[part]
+            assert there.most[part] == plain.most[part]
         assert plain.peak - there.peak == pytest.approx(8 * owned)
         # Masters again and gradients in pinned blocks, moments beside them.
         assert there.host == pytest.approx((8 * PINNED + 8) * owned) and plain.host == 0
     wide = priced("replicate=8,offload=optimizer")
-    assert wide.memory["optimizer"] == 0 and wide.host == pytest.approx((8 * PINNED + 8) * N)
+    assert wide.most["optimizer"] == 0 and wide.host == pytest.approx((8 * PINNED + 8) * N)
 
 
 def test_parameters_leave_what_is_gathered_and_what_is_on_its_way() -> None:
@@ -97,17 +97,17 @@ def test_parameters_leave_what_is_gathered_and_what_is_on_its_way() -> None:
     layer, *ends = LLAMA.layer_parameters[0], LLAMA.embedding_parameters, LLAMA.head_parameters
     units = layer + max(layer, *ends) + LLAMA.other_parameters
     three = priced("shard=8,zero=3,precision=bf16,offload=parameters")
-    assert three.memory["optimizer"] == 0
-    assert three.memory["parameters"] == pytest.approx(2 * units + 4 * units / 8)
-    assert three.memory["gradients"] == pytest.approx(4 * units)
+    assert three.most["optimizer"] == 0
+    assert three.most["parameters"] == pytest.approx(2 * units + 4 * units / 8)
+    assert three.most["gradients"] == pytest.approx(4 * units)
     assert three.host == pytest.approx((8 * PINNED + 8) * N / 8)
     one = priced("shard=8,zero=1,precision=bf16,offload=parameters")
-    assert one.memory["parameters"] == pytest.approx(2 * N + 4 * units / 8)
-    assert one.memory["gradients"] == pytest.approx(4 * units)
+    assert one.most["parameters"] == pytest.approx(2 * N + 4 * units / 8)
+    assert one.most["gradients"] == pytest.approx(4 * units)
     adding = priced("shard=8,zero=1,microbatches=2,precision=bf16,offload=parameters")
-    assert adding.memory["gradients"] == pytest.approx(4 * N)
+    assert adding.most["gradients"] == pytest.approx(4 * N)
     piped = priced("pp=2,shard=4,zero=3,microbatches=4,precision=bf16,offload=parameters")
-    assert piped.memory["gradients"] > 4 * N / 2 * 0.8
+    assert piped.most["gradients"] > 4 * N / 2 * 0.8
 
 
 def test_thirteen_billion_train_on_one_device_of_32_gb() -> None:
@@ -124,7 +124,7 @@ def test_thirteen_billion_train_on_one_device_of_32_gb() -> None:
     )
     assert whole.peak > 6 * cluster.memory_bytes and some.peak > cluster.memory_bytes
     assert most.peak < cluster.memory_bytes
-    assert most.memory["parameters"] < 2.4 * shape.parameters
+    assert most.most["parameters"] < 2.4 * shape.parameters
     host = cluster.host
     assert host is not None and most.host < HOST_USABLE * host.memory_bytes
 

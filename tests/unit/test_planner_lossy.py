@@ -174,7 +174,7 @@ def test_the_largest_values_cost_their_bytes_by_copies() -> None:
     # A fortieth of the values, twice as long with their indices, from each of 4 copies; an exact sum sends each twice.
     assert top.parts["reduce"] / exact.parts["reduce"] == pytest.approx(4 / 40, rel=0.2)
     assert sparse.parts["reduce"] / exact.parts["reduce"] == pytest.approx(4 / 80, rel=0.3)
-    assert top.memory["buffers"] == pytest.approx(8 * exact.memory["gradients"] / 4, rel=0.01)
+    assert top.memory["buffers"] == pytest.approx(8 * exact.most["gradients"] / 4, rel=0.01)
     layouts = [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=topk:40", ",compress=powersgd:4")]
     together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(SLOW)).step_s
     alone = [price(JOB, layout, Cluster.parse(SLOW)).step_s for layout in layouts]
@@ -188,7 +188,7 @@ def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
     )
     # Of n x m values 4 (n + m) travel, with both as the width of 1024; a debt and the next one in float32.
     assert low.parts["reduce"] / exact.parts["reduce"] == pytest.approx(8 / 1024, rel=0.2)
-    parameters = exact.memory["gradients"] / 4
+    parameters = exact.most["gradients"] / 4
     assert low.memory["buffers"] == pytest.approx(8 * parameters, rel=0.01)
     assert low.peak == pytest.approx(exact.peak + low.memory["buffers"], rel=0.01)
     layouts = [Layout.parse(f"replicate=8{choice}") for choice in ("", ",compress=powersgd:4", ",compress=int8")]

@@ -36,7 +36,7 @@ def test_it_costs_two_bytes_over_its_ranks(size: int) -> None:
     """2N / K bytes, of all layers but the one at work: Wang et al., ZeRO++ (2023), section 3.2."""
     without, shared = priced("shard=32,zero=3"), priced(f"shard=32,zero=3,secondary={size}")
     layers = sum(block.parameters for block in SHAPE.blocks[1:])
-    assert shared.memory["parameters"] - without.memory["parameters"] == pytest.approx(2 * layers / size, rel=1e-3)
+    assert shared.most["parameters"] - without.most["parameters"] == pytest.approx(2 * layers / size, rel=1e-3)
 
 
 def test_many_layouts_have_the_prices_of_one() -> None:

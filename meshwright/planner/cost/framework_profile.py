@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.errors import PlanError
+from meshwright.planner.cost.activation_model import ActivationModel
 from meshwright.planner.cost.kernels import generation
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.layout import Layout
@@ -42,8 +43,12 @@ class StateBytesPerParameter:
     """Of the reduced or accumulated gradient."""
     lone_gradient: float = 4.0
     """Of the gradient of a rank that shares no weight, in a step of one micro-batch: nothing is added to it."""
+    compute_copies: bool = False
+    """Whether weights that nothing shards have whole copies that compute, and gradients of their own, one by one."""
     optimizer: float = 12.0
     """Masters and moments; sharded from ZeRO-1 on."""
+    walks_backward: bool = True
+    """Whether memory is that of the fullest moment of a step; else all gradients beside all activations."""
 
     def keeps_full_gradients(self, zero: Array, accumulates: Array, is_pipelined: Array) -> Array:
         """Returns whether gradients stay unsharded until the update, of the arguments' shape, bool.
@@ -77,57 +82,6 @@ class StateBytesPerParameter:
             owned: of these, what the data axes leave a rank, (N, P).
         """
         return np.zeros_like(total), np.zeros_like(total)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationModel:
-    """Bytes that a layer saves between forward and backward, and temporaries beside them."""
-
-    gate_extra: float = 0.0
-    """More bytes per element of F: eager SwiGLU saves silu(gate) too (2), a decomposed GELU more."""
-    logits: float = 12.0
-    """Bytes per logit of one micro-batch at the peak: logits, their float32 copy, their gradient."""
-    chunk_logits: float = 0.0
-    """Logits that exist at once under ``loss_chunk=auto``; 0 for those of a whole micro-batch."""
-    chunk_tokens: float = 0.0
-    """The same as tokens, where that is how the device decides."""
-    selective_share: float = 1.0
-    """Share of the products whose results ``selective`` recompute keeps."""
-    expert_copies: float = 4.0
-    """Bytes per element of D of each routed token beside the expert's own: dispatched input and result to combine."""
-
-    def attention_bytes(self, heads: int, scores: float) -> tuple[float, float]:
-        """Returns bytes a token of fused attention's statistics, and of saved scores: fused attention holds none.
-
-        Args:
-            heads: of the layer.
-            scores: of a token, over all heads.
-        """
-        return 4.0 * heads, 0.0  # the log-sum-exp, in float32
-
-    def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Values:
-        """Returns further bytes that are allocated only while a layer runs, (N,) or a scalar.
-
-        Args:
-            layouts: N layouts.
-            elements: of a micro-batch's hidden state on a rank of cp, (N,).
-            largest_product: parameters of the layer's largest product.
-        """
-        return 0.0
-
-    def late_bytes(self, layouts: LayoutBatch, elements: Array, width: int, layers: Array, in_flight: Array) -> Values:
-        """Returns bytes that the allocator gets back late where the host is ahead of the device, (N, P) or a scalar.
-
-        They are reserved beside all that is allocated; where memory is short, the allocator waits for them.
-
-        Args:
-            layouts: N layouts.
-            elements: of a micro-batch's hidden state on a rank of cp, (N,).
-            width: D, of the hidden state.
-            layers: number of layers of each rank, (N or 1, P).
-            in_flight: micro-batches of each rank, (N, P).
-        """
-        return 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +318,8 @@ class FrameworkProfile:
     """Reserved bytes over allocated, of all that comes and goes: activations, logits."""
     allocator_bytes: float = 0.25 * GIB
     """Reserved bytes beside these: workspaces of libraries, halves of blocks."""
+    workspace_bytes: float = 0.0
+    """Of these, what libraries have allocated for good."""
     context_bytes: float = 1.0 * GIB
     """Bytes of driver, libraries and communicators on a device, outside the allocator."""
     source: str = ""
@@ -375,11 +331,8 @@ class FrameworkProfile:
             raise PlanError(f"engine {self.name}: split {self.split} is none of {', '.join(SPLITS)}")
 
     def for_layout(self, layout: Layout) -> FrameworkProfile:
-        """Returns the profile for a layout: its way of attention over cp, and fused passes where ``compile`` is on.
-
-        Saved activations stay priced as eager: which of them a compiled layer recomputes isn't known in advance.
-        """
-        runtime = self.runtime
+        """Returns the profile for a layout: its way of attention over cp, and fused passes where ``compile`` is on."""
+        runtime, saved = self.runtime, self.saved
         if layout.attention:
             runtime = dataclasses.replace(runtime, context=layout.attention)
         if layout.compile and runtime.fused_width:
@@ -390,7 +343,8 @@ class FrameworkProfile:
                 host_layer_s=runtime.fused_layer_s,
                 selective_host=1.0,
             )
-        return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime)
+            saved = saved.of_compiled_layers()
+        return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime, saved=saved)
 
     def with_options(self, **options: Any) -> FrameworkProfile:
         """Returns the profile with options changed, each named ``group__field`` or ``field``.

@@ -16,7 +16,8 @@ from meshwright.array_types import Index
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine, WireTime
-from meshwright.planner.cost.layers import LayerCost, PassTime, PricedModel
+from meshwright.planner.cost.layer_cost import LayerCost, PassTime
+from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.stages import StageCut, block_kinds
 

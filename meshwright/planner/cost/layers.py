@@ -7,7 +7,6 @@ Every formula broadcasts degrees (N,) with the sizes of a layer, which are scala
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -18,57 +17,13 @@ from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
+from meshwright.planner.cost.layer_cost import LayerCost, PassTime
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, drops_bytes, score_bytes
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.spec.model_shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
-
-
-@dataclass(kw_only=True, slots=True)
-class PassTime:
-    """Seconds of a forward or a backward of one layer or end of the model, by part; each (N,) float64 or a scalar."""
-
-    matmul: Values = 0.0
-    attention: Values = 0.0
-    elementwise: Values = 0.0
-    recompute: Values = 0.0
-    tp: Values = 0.0
-    cp: Values = 0.0
-    ep: Values = 0.0
-    host: Values = 0.0
-    """Seconds in which the host launches it; not added, but a lower bound on the pass."""
-    inside: Values = 0.0
-    """Seconds in which its traffic, hidden or not, fills the links inside nodes; not added."""
-    outside: Values = 0.0
-    """The same of the network between nodes."""
-
-    @property
-    def compute(self) -> Values:
-        """Seconds of compute, (N,)."""
-        return self.matmul + self.attention + self.elementwise + self.recompute
-
-    @property
-    def busy(self) -> Values:
-        """Device seconds, (N,): compute and exposed traffic."""
-        return self.compute + self.tp + self.cp + self.ep
-
-
-@dataclass(kw_only=True, slots=True)
-class LayerCost:
-    """Cost of a layer, or an end of the model, on one micro-batch; figures are (N,) float64 or scalars."""
-
-    forward: PassTime = field(default_factory=PassTime)
-    backward: PassTime = field(default_factory=PassTime)
-    saved: Values = 0.0
-    """Bytes saved from forward to backward."""
-    working: Values = 0.0
-    """Bytes allocated only while the layer runs or recomputes."""
-    parameters: Values = 0.0
-    """Dense parameters of a rank before the data axes shard them."""
-    experts: Values = 0.0
-    """Parameters of a rank's routed experts before the data axes shard them."""
 
 
 class PricedModel:
@@ -170,6 +125,9 @@ class PricedModel:
         replicated = layer.parameters - layer.expert_parameters - tp_split
         cost.parameters = tp_split / tp + replicated
         cost.experts = layer.expert_parameters / np.where(ep > 1, ep, tp) + 0.0 * tp
+        if layer.products:
+            last = layer.products[-1]
+            cost.first_gradient = last.inner * last.outer / np.where(last.split != "", tp, 1.0)
         self._price_saved_bytes(layer, cost)
         return cost
 
@@ -243,10 +201,16 @@ class PricedModel:
         return fused_s / runtime.attention_share(device)
 
     def _is_unfused(self, layer: LayerShape) -> bool:
-        """Whether our runtime computes attention without a fused kernel: with dropout, or in float64 on a device."""
+        """Whether our runtime computes attention without a fused kernel.
+
+        That is with dropout; and on a device in float64, or in float32 with fewer key heads, which its only kernel for
+        float32 doesn't take.
+        """
         if not (self.engine.runtime.draw_bytes and layer.heads):
             return False
-        return layer.drops_scores or (self.job.precision == "float64" and self.machine.device.units > 0)
+        is_grouped = 0 < layer.kv_heads < layer.heads
+        is_wide = self.job.precision == "float64" or (self.job.precision == "float32" and is_grouped)
+        return layer.drops_scores or (is_wide and self.machine.device.units > 0)
 
     def _unfused_attention_s(self, layer: LayerShape, scores: Values, is_backward: bool) -> Values:
         """Returns seconds of attention without a fused kernel; backward recomputes more than `MOST_SCORES` weights."""
@@ -268,6 +232,9 @@ class PricedModel:
         if not self._is_unfused(layer):
             return self.engine.saved.attention_bytes(layer.heads, scores_per_token)[1], 0.0
         saved_bytes = scores_per_token * (2.0 * self.element + 1.0 if layer.drops_scores else self.element)
+        # Keys and values are repeated for the heads that share them.
+        repeated = (layer.heads - layer.kv_heads) * (layer.head_size + layer.value_size) * self.element
+        saved_bytes = saved_bytes + (0.0 if layer.drops_scores else repeated)
         is_too_many = layer.drops_scores & (self.tokens * scores_per_token / self.layouts.tp > MOST_SCORES)
         # Beyond `MOST_SCORES` only a byte a score is saved, and the weights live while attention runs.
         transient_bytes = np.where(is_too_many, saved_bytes - scores_per_token, 0.0)
@@ -388,10 +355,14 @@ class PricedModel:
         layouts, saved, w = self.layouts, self.engine.saved, self.element
         # Two norms, of each the input and the output, which is the next product's input.
         masks = 2.0 * self.engine.runtime.mask_bytes if layer.dropout else 0.0
-        outside_tp: Values = layer.width * (4 * w + masks) + w * layer.latent
+        # A compiled layer casts what was an input in 16 bits again, from what it was computed of.
+        casts_again = saved.compiled and self.job.products in ("fp8", "fp4")
+        outside_tp: Values = layer.width * ((2 if casts_again else 4) * w + masks) + w * layer.latent
         qkv = layer.query_width + layer.key_width + layer.value_width
+        if layer.norm == "rms":
+            outside_tp = outside_tp + 2.0 * saved.rms_extra * layer.width
         inside_tp: Values = w * qkv + w * layer.mixed_width + saved.attention_bytes(layer.heads, 0.0)[0]
-        inside_tp += layer.ffn * (w * (3.0 if layer.gated else 2.0) + saved.gate_extra)
+        inside_tp += layer.ffn * (w * ((3.0 if layer.gated else 2.0) - casts_again) + saved.gate_extra * w / 2.0)
         outside_tp, inside_tp = self._with_routed_tokens(layer, outside_tp, inside_tp)
         scores, transient_scores = self._score_bytes(layer)
         # tp divides heads and F; what lies outside its linears is divided by sequence parallelism alone.
@@ -408,8 +379,15 @@ class PricedModel:
         recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
         cost.saved = all_bytes + (recompute_bytes - all_bytes) * layouts.recompute_share
         cost.working = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0)
+        ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) / layouts.tp
+        again = np.where(layouts.recompute > 0, saved.fused_again_ffn * saved.compiled, 0.0)
+        ffn = ffn * (saved.working_ffn + again + (saved.cast_ffn if self.job.products in ("fp8", "fp4") else 0.0))
+        width = saved.working_width * layer.width / self.token_shards
+        cost.working = cost.working + self.tokens * np.maximum(width, ffn) * (w / 2.0)
         if self._is_unfused(layer):
-            cost.working = cost.working + self.tokens * transient_scores / layouts.tp
+            # Gradients of the weights, and of the scores that they are of.
+            gradients = 2.0 * w * layer.heads * self.job.sequence
+            cost.working = cost.working + self.tokens * (transient_scores + gradients) / layouts.tp
         dense = [item.inner * item.outer for item in layer.products if item.split and not item.experts]
         cost.working = cost.working + context_transient
         buffers = saved.buffer_bytes(layouts, self.tokens * layer.width, max(dense, default=0))
@@ -421,6 +399,6 @@ class PricedModel:
             return outside_tp, inside_tp
         saved, w = self.engine.saved, self.element
         bytes_per_token = saved.expert_copies * layer.width + layer.expert_ffn * (w * (3.0 if layer.gated else 2.0))
-        bytes_per_token += layer.expert_ffn * saved.gate_extra
+        bytes_per_token += layer.expert_ffn * saved.gate_extra * w / 2.0
         inside_tp = inside_tp + layer.active_experts * bytes_per_token
         return outside_tp + 4.0 * layer.experts, inside_tp

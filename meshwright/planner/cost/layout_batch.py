@@ -46,8 +46,8 @@ def splits_backward(schedules: Array) -> Array:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ActivationBytes:
-    """Bytes that one row saves for backward in the full model, for all layers under each of `RECOMPUTES` but ``block``.
+class MeasuredBytes:
+    """Bytes under each of `RECOMPUTES` but ``block``, in all layers that may: what the modules take and what is priced.
 
     Their ratio holds for every layout, because rows, tokens and degrees divide both alike.
     """
@@ -74,6 +74,16 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationBytes:
+    """What one row takes in the full model, on one device."""
+
+    saved: MeasuredBytes
+    """Kept for backward by all layers and what lies around them."""
+    working: MeasuredBytes
+    """Beside it while the backward of one layer runs, of the layer with most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PricedJob:
     """A model and the batch of one step."""
 
@@ -93,7 +103,9 @@ class PricedJob:
     """Whether a stage's backward can come in two halves, inputs first and weights later; where it can't, a schedule
     that asks for halves runs all of it in the first (`spec.layer_graph.LayerGraph.whole_backward`)."""
     activations: ActivationBytes | None = None
-    """What the model's own modules save for backward, where they were read; else the closed form is used."""
+    """What the model's own modules take, where they were read; else the closed form is used."""
+    compiled_activations: ActivationBytes | None = None
+    """The same of compiled layers, where the compiler's partition was read."""
 
     def __post_init__(self) -> None:
         """Refuses a shape without blocks."""
@@ -101,6 +113,10 @@ class PricedJob:
             raise PlanError(f"{self.shape.name}: its blocks weren't read, so its time can't be priced")
         if self.sequence < 1 or self.rows < 1:
             raise PlanError(f"{self.rows} rows of {self.sequence} tokens: both must be at least 1")
+
+    def activations_of(self, compiled: bool) -> ActivationBytes | None:
+        """Returns what the modules take, compiled or not; of compiled ones what eager ones take where that is known."""
+        return (self.compiled_activations if compiled else None) or self.activations
 
     @property
     def dtype(self) -> str:

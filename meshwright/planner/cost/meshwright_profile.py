@@ -5,13 +5,8 @@ Sums count bytes by operator: w is the bytes of an element of compute, a bool ha
 
 from __future__ import annotations
 
-from meshwright.planner.cost.framework_profile import (
-    GIB,
-    ActivationModel,
-    FrameworkProfile,
-    RuntimeModel,
-    StateBytesPerParameter,
-)
+from meshwright.planner.cost.activation_model import ActivationModel
+from meshwright.planner.cost.framework_profile import GIB, FrameworkProfile, RuntimeModel, StateBytesPerParameter
 from meshwright.spec.layout_choices import GPU_CHUNK_LOGITS
 
 FUSED_WIDTH = 38.0
@@ -58,6 +53,17 @@ HOST_STEP_S = 5e-4
 0.2 ms; the host issues a step while the device is at the one before."""
 CONTEXT_BYTES = 1.3 * GIB
 """Bytes of the driver's context and of libraries. Source: there 1.40e9 beside what the allocator had reserved."""
+WORKING_FFN, FUSED_WORKING_FFN = 4.0, 2.0
+"""Bytes per element of F while a layer's backward runs, eager and compiled: the gradient of what the last product read,
+and in eager code one more behind it. Source: there, the allocator's events of a step of Llamas and a GPT-2."""
+CAST_FFN, FUSED_CAST_FFN = 7.0, 5.0
+"""What float8 adds to these. Source: there, of 1.1 billion eager and of Llama 3 8B's layers compiled."""
+FUSED_AGAIN_FFN = 4.0
+"""What recompute adds in a compiled layer. Source: there, of the 1.1 billion's layers."""
+WORKING_WIDTH = 12.0
+"""Bytes per element of D: six of its gradients in 16 bits. A guess for layers whose feed-forward part is narrow."""
+WORKSPACE_BYTES = 2.0**26
+"""Bytes of cuBLAS's workspaces, which stay allocated between steps. Source: there, 67.2 MB beside the state."""
 PASS_WIDTH = 110.0
 """Bytes moved per element of D in an eager layer's forward. Source: the geometric mean of what was fitted to eager
 PyTorch codes, torchtitan 190, nanotron 96, llm-foundry 105 and 76. Counted off a layer's operators (`FUSED_WIDTH`) they
@@ -74,8 +80,19 @@ for 16 layers, 124 of 68 and 108 more for 24, on an H100 whose host held the ste
 MESHWRIGHT = FrameworkProfile(
     name="meshwright",
     # As autograd makes it, in the type of compute (`parallel.compute_copies`).
-    states=StateBytesPerParameter(lone_gradient=2.0),
-    saved=ActivationModel(gate_extra=2.0, logits=2.0, chunk_logits=float(GPU_CHUNK_LOGITS)),
+    states=StateBytesPerParameter(lone_gradient=2.0, compute_copies=True),
+    saved=ActivationModel(
+        gate_extra=2.0,
+        rms_extra=4.0,
+        logits=2.0,
+        chunk_logits=float(GPU_CHUNK_LOGITS),
+        working_width=WORKING_WIDTH,
+        working_ffn=WORKING_FFN,
+        fused_working_ffn=FUSED_WORKING_FFN,
+        fused_again_ffn=FUSED_AGAIN_FFN,
+        cast_ffn=CAST_FFN,
+        fused_cast_ffn=FUSED_CAST_FFN,
+    ),
     runtime=RuntimeModel(
         attention=ATTENTION,
         hopper_attention=HOPPER_ATTENTION,
@@ -100,6 +117,7 @@ MESHWRIGHT = FrameworkProfile(
         draw_s=DRAW_S,
         mask_bytes=0.0,
     ),
+    workspace_bytes=WORKSPACE_BYTES,
     context_bytes=CONTEXT_BYTES,
     source="the runtime's own accounts of state; activations by the modules of transformers; what codes over "
     "PyTorch have in common, by their published runs",

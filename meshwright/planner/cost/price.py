@@ -60,14 +60,16 @@ def price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
         stages=stages,
         fullest=fullest,
         memory=stages[fullest].memory,
+        most=stages[fullest].most,
         peak=stages[fullest].peak,
+        allocated=stages[fullest].allocated,
         host=max(stage.host for stage in stages),
     )
 
 
 def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ...]:
     """Returns the price of each rank of one layout's pipeline."""
-    cut, memory = ranks.cut_of(layout_index), ranks.memory()
+    cut, memory, most_bytes = ranks.cut_of(layout_index), ranks.memory(), ranks.most_bytes
     return tuple(
         StagePrice(
             layers=tuple(bounds for bounds, owner in zip(cut.bounds, cut.owners) if owner == rank),
@@ -75,7 +77,9 @@ def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ..
             backward_s=float(ranks.backward[layout_index, rank]),
             held=float(ranks.in_flight[layout_index, rank]),
             memory={name: float(memory[name][layout_index, rank]) for name in MEMORY},
+            most={name: float(most_bytes[name][layout_index, rank]) for name in MEMORY if name in most_bytes},
             peak=float(memory["peak"][layout_index, rank]),
+            allocated=float(memory["allocated"][layout_index, rank]),
             host=float(memory["host"][layout_index, rank]) if "host" in memory else 0.0,
         )
         for rank in range(ranks.ranks)

@@ -94,9 +94,13 @@ class StagePrice:
     held: float
     """Most in-flight micro-batches, whose activations it holds."""
     memory: Mapping[str, float]
-    """Bytes by part of `MEMORY`."""
+    """Bytes by part of `MEMORY` at its fullest moment."""
+    most: Mapping[str, float]
+    """Bytes by part but the reserve, each when it is most; some of them never exist at once."""
     peak: float
     """Sum of `memory`."""
+    allocated: float
+    """Bytes of live tensors, and of workspaces of libraries, at its fullest moment."""
     host: float = 0.0
     """Bytes in host memory."""
 
@@ -131,8 +135,12 @@ class Price:
     fullest: int
     """Index of the rank with the most memory."""
     memory: Mapping[str, float]
-    """Bytes of the fullest rank by part."""
+    """Bytes of the fullest rank by part, at its fullest moment."""
+    most: Mapping[str, float]
+    """The same of each part when it is most."""
     peak: float
     """Bytes in use on the fullest rank's device."""
+    allocated: float
+    """Of these, those of live tensors and of workspaces of libraries."""
     host: float = 0.0
     """Bytes in host memory of the rank with the most."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from functools import reduce as fold
 from operator import attrgetter
@@ -17,14 +17,16 @@ from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.cost.groups import WireTime
 from meshwright.planner.cost.kernels import move_s
+from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
-from meshwright.planner.cost.offload import move_state_to_host, price_offload
+from meshwright.planner.cost.offload import PARAMETERS, move_state_to_host, price_offload
 from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts, sends_of_cut
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
 from meshwright.planner.cost.stages import StageCut, block_kinds, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
+from meshwright.planner.cost.step_memory import ActivationParts, StateRules, UnitElements, peak_parts
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.schedules.spec import ScheduleSpec
 
@@ -355,17 +357,42 @@ class RankTimes(LayerSums):
         return host
 
     def memory(self) -> dict[str, Array]:
-        """Returns bytes by part of `MEMORY`, (N, P) each, and ``allocated``, ``reserved``, ``peak``.
+        """Returns bytes by part of `MEMORY` at the fullest moment, (N, P) each.
 
-        If any layout offloads, also ``host``, the bytes in host memory, and ``unoffloaded_peak``, as if all stayed.
+        Also ``allocated``, ``reserved`` and ``peak``; if any layout offloads, ``host``, the bytes in host memory, and
+        ``unoffloaded_peak``, as if all stayed.
+        """
+        layouts, engine, memory = self.layouts, self.engine, dict(self.most_bytes)
+        update, moved = memory.pop("update"), memory.pop("moved", None)
+        if engine.states.walks_backward:
+            memory |= self._peak_parts(memory)
+        # Activations and the update's temporaries are never alive together, so the larger counts.
+        resident = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "buffers"))
+        forward = memory["activations"] + memory["logits"]
+        memory["allocated"] = resident + np.maximum(forward, update) + engine.workspace_bytes
+        reserved = resident + np.maximum(forward * engine.allocator, update) + engine.allocator_bytes
+        memory["reserve"] = reserved - resident - forward + engine.context_bytes
+        # Where memory is short the allocator waits for what is freed late, so that only what is reserved counts it.
+        elements = self.model.tokens * self.job.shape.width
+        late_bytes = engine.saved.late_bytes(layouts, elements, self.job.shape.width, self.layers, self.in_flight)
+        memory["reserved"] = reserved + engine.allocator * late_bytes
+        memory["peak"] = np.asarray(sum(memory[name] for name in MEMORY))
+        if moved is not None:
+            memory["unoffloaded_peak"] = memory["peak"] + moved
+        return memory
+
+    @cached_property
+    def most_bytes(self) -> dict[str, Array]:
+        """Bytes by part, each when it is most, (N, P) each, and ``update``, the update's temporaries.
+
+        If any layout offloads, also ``host``, the bytes in host memory, and ``moved``, what leaves the device.
         """
         layouts, engine = self.layouts, self.engine
         dense, experts = self.parameters
         gathered, master_size = self._gathered_parameters(dense), float(master_bytes(self.job.precision))
         memory = self._state(gathered)
-        offloads = layouts.offload.any()
-        state_before = sum(memory[name] for name in OFFLOADABLE) if offloads else 0.0
-        if offloads:
+        if layouts.offload.any():
+            state_before = sum(memory[name] for name in OFFLOADABLE)
             move_state_to_host(
                 memory,
                 engine.states,
@@ -375,23 +402,11 @@ class RankTimes(LayerSums):
                 gathered,
                 master_size,
             )
-        memory["activations"] = self._activations()
+            memory["moved"] = np.asarray(state_before - sum(memory[name] for name in OFFLOADABLE))
+        activations = self._activations
+        memory["activations"] = activations.saved + activations.working
         memory["logits"] = np.zeros_like(dense)
         self._add_to_rank(memory["logits"], self.last_rank, self.costs.head.working)
-        # Activations and the update's temporaries are never alive together, so the larger counts.
-        resident = sum(memory[name] for name in ("parameters", "gradients", "optimizer", "buffers"))
-        forward = memory["activations"] + memory["logits"]
-        update = memory.pop("update")
-        memory["allocated"] = resident + np.maximum(forward, update)
-        reserved = resident + np.maximum(forward * engine.allocator, update) + engine.allocator_bytes
-        memory["reserve"] = reserved - resident - forward + engine.context_bytes
-        # Where memory is short the allocator waits for what is freed late, so that only what is reserved counts it.
-        elements = self.model.tokens * self.job.shape.width
-        late_bytes = engine.saved.late_bytes(layouts, elements, self.job.shape.width, self.layers, self.in_flight)
-        memory["reserved"] = reserved + engine.allocator * late_bytes
-        memory["peak"] = np.asarray(sum(memory[name] for name in MEMORY))
-        if offloads:
-            memory["unoffloaded_peak"] = memory["peak"] + state_before - sum(memory[name] for name in OFFLOADABLE)
         return memory
 
     def _state(self, gathered_at_once: Array) -> dict[str, Array]:
@@ -408,7 +423,7 @@ class RankTimes(LayerSums):
             keeps_full_gradients=states.keeps_full_gradients(zero, accumulates, (layouts.pp > 1)[:, None]),
             has_masters=(zero > 0) | is_mixed,
             unmixed_bytes=0.0 if is_mixed else float(compute_bytes(self.job.precision)),
-            is_lone=((layouts.readers == 1) & (layouts.pp == 1) & (layouts.zero == 0))[:, None] & ~accumulates,
+            is_lone=self._is_lone,
         )
         further_gradients, memory["update"] = states.further_bytes(zero, total, owned)
         memory["gradients"] = memory["gradients"] + further_gradients
@@ -443,23 +458,87 @@ class RankTimes(LayerSums):
             owed + summed * value_bytes(layouts.compress, 0.0) + gathered * value_bytes(layouts.compress_weights, 0.0)
         )
 
-    def _activations(self) -> Array:
-        """Returns bytes of activations at the peak of each rank, (N, P)."""
-        layouts = self.layouts
-        # Of the kinds of layers that a rank has the largest: one runs at a time, and none where it has but an end.
-        working = fold(
-            np.maximum,
-            [
-                np.broadcast_to(cost.working, self.count)[:, None] * (counts > 0)
-                for cost, counts in zip(self.costs.layers, self.counts)
-            ],
+    @cached_property
+    def _activations(self) -> ActivationParts:
+        """Bytes of activations of each rank, (N, P) each."""
+        layers = self.sum_layers(lambda cost: cost.saved)
+        saved = self.sum_layers_and_ends(lambda cost: cost.saved)
+        measured = self.job.activations_of(self.engine.saved.compiled)
+        ratios = [np.ones((1, 1))] * 2
+        if measured is not None:
+            # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
+            choice = self.layouts.recompute, self.layouts.recompute_share
+            ratios = [kind.ratio(*choice)[:, None] for kind in (measured.saved, measured.working)]
+        return ActivationParts(
+            saved=saved * self.in_flight * ratios[0],
+            layer=self._largest_layer(lambda cost: cost.saved) * ratios[0],
+            ends=(saved - layers) * self.in_flight * ratios[0],
+            working=self._largest_layer(lambda cost: cost.working) * ratios[1],
         )
-        activations = self.sum_layers_and_ends(lambda cost: cost.saved) * self.in_flight + working
-        measured = self.job.activations
-        # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
-        if measured is None:
-            return np.asarray(activations)
-        return np.asarray(activations * measured.ratio(layouts.recompute, layouts.recompute_share)[:, None])
+
+    def _largest_layer(self, figure: Callable[[LayerCost], Any]) -> Array:
+        """Returns a figure of the largest of each rank's layers, (N, P), 0 where a rank has but an end."""
+        sizes = [
+            np.broadcast_to(figure(cost), self.count)[:, None] * (counts > 0)
+            for cost, counts in zip(self.costs.layers, self.counts)
+        ]
+        return np.asarray(fold(np.maximum, sizes))
+
+    def _peak_parts(self, most_bytes: Mapping[str, Array]) -> dict[str, Array]:
+        """Returns bytes by part at the fullest moment of each rank, (N, P) each, from those of `most_bytes`."""
+        dense, experts = self.parameters
+        layers = self.sum_layers(lambda cost: cost.parameters + cost.experts)
+        head = np.zeros_like(dense)
+        if not self.job.shape.tied:
+            self._add_to_rank(head, self.last_rank, self.costs.head.parameters)
+        units = UnitElements(
+            layers=layers,
+            layer=self._largest_layer(lambda cost: cost.parameters + cost.experts),
+            first=self._largest_layer(lambda cost: cost.first_gradient),
+            embedding=np.maximum(dense + experts - layers - head, 0.0),
+            head=head,
+            is_tied=self.job.shape.tied,
+        )
+        owned_share = self.owned_parameters(dense, experts) / np.maximum(dense + experts, 1.0)
+        parameters, gradients, logits = (most_bytes[name] for name in ("parameters", "gradients", "logits"))
+        rules = self._state_rules(owned_share)
+        return peak_parts(parameters, gradients, logits, units, self._activations, rules)
+
+    def _state_rules(self, owned_share: Array) -> StateRules:
+        """Returns how gradients come and weights go; ``owned_share`` is what the data axes leave of them, (N, P)."""
+        layouts, states = self.layouts, self.engine.states
+        width = float(compute_bytes(self.job.precision))
+        is_mixed, trained = width == 2, 0.0 if self.job.adapters else 1.0
+        zero, microbatches = layouts.zero[:, None], layouts.microbatches[:, None]
+        accumulates, is_piped = microbatches > 1, layouts.pp[:, None] > 1
+        on_host, is_rounded = layouts.offload[:, None] == PARAMETERS, layouts.compress[:, None] > 0
+        rests = (zero == 0) & ~on_host & ~is_piped & ~is_rounded
+        in_units = ((zero > 0) | is_mixed) & ~(rests & states.compute_copies)
+        by_layer = in_units & ~is_piped
+        gradient = trained * (states.gradient if is_mixed else width)
+        kept = np.where(self._is_lone, trained * states.lone_gradient, gradient) if is_mixed else gradient
+        # Of three micro-batches or more whose gradients are reduced, one keeps the weights beside all gradients.
+        freed = (states.parameter if is_mixed else width) * by_layer * (zero < 3) * ((microbatches <= 2) | (zero < 2))
+        is_single = in_units & (layouts.state_shards[:, None] == 1)
+        # Outside of units a gradient is widened from the type of compute.
+        widened = ~in_units & (kept > width)
+        return StateRules(
+            computed=np.asarray(trained * width),
+            reduced=gradient * by_layer,
+            reduced_later=gradient * (in_units & is_piped),
+            own=kept * owned_share * (in_units | ~accumulates),
+            copies=np.where(is_single, 1.0, np.where(widened, width / states.gradient, 0.0)),
+            stays=kept * owned_share * ~on_host,
+            comes_late=~is_piped & (~accumulates | (on_host & (zero >= 2))),
+            comes_whole=by_layer & accumulates & (zero < 2),
+            freed=freed,
+        )
+
+    @property
+    def _is_lone(self) -> Array:
+        """Whether a rank shares no weight and a step has one micro-batch, (N, 1) bool."""
+        layouts = self.layouts
+        return ((layouts.readers * layouts.pp == 1) & (layouts.zero == 0) & (layouts.microbatches == 1))[:, None]
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): two neighbours, and tied or other ends."""

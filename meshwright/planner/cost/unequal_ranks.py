@@ -163,7 +163,14 @@ class UnequalRankTimes:
 
     def memory(self) -> dict[str, Array]:
         """Returns bytes by part, (N, P) each, as `RankTimes.memory`."""
-        by_kind = [times.memory() for times in self._by_kind]
+        return self._bytes_by_stage([times.memory() for times in self._by_kind])
+
+    @property
+    def most_bytes(self) -> dict[str, Array]:
+        """Bytes by part, each when it is most, (N, P) each, as `RankTimes.most_bytes`."""
+        return self._bytes_by_stage([times.most_bytes for times in self._by_kind])
+
+    def _bytes_by_stage(self, by_kind: Sequence[Mapping[str, Array]]) -> dict[str, Array]:
         return {name: self._by_stage([memory[name] for memory in by_kind]) for name in by_kind[0]}
 
 

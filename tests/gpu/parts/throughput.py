@@ -449,7 +449,7 @@ class Bench:
         if not done and len(lines) < steps:
             raise RuntimeError(f"{len(lines)} steps were recorded before it ended, or its time did")
         lines, plan = lines[:steps], json.loads((run / "plan.json").read_text())["prediction"]
-        peak, planned = lines[-1]["memory"]["peak"], sum(plan["memory"].values())
+        peak, planned = lines[-1]["memory"]["peak"], plan["peak"]
         timed = lines[WARM:]
         parts = {part: statistics.median(line["parts"].get(part, 0.0) for line in timed) for part in timed[0]["parts"]}
         measured = {"peak_bytes": peak, "first_step_s": firsts.first_step_s}

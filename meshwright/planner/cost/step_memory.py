@@ -1,0 +1,169 @@
+"""Bytes of a rank at each moment of a step that may be its fullest, and the fullest of them.
+
+Gradients of a step's only micro-batch come as its activations go, and gathered weights go with them: what is there at
+once depends on how far backward is. The moments, in order: the end of the loss; the head's gradient reduced; backward
+of the last layer, of the one before it and of the first, each beside what the reduction before it still reads; the
+reduction of a layer and of the embedding; the update. Between two layers all bytes change in proportion, so that one
+of the two ends is the fullest.
+Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (foreach_reduce); the allocator's events of
+42 layouts' steps on one H100, 2026-11-26.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce as fold
+
+import numpy as np
+
+from meshwright.planner.cost.layout_batch import Array
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class UnitElements:
+    """Parameters of a rank's units of gathering before the data axes shard them, (N, P) each."""
+
+    layers: Array
+    """Of all its layers."""
+    layer: Array
+    """Of its largest layer."""
+    first: Array
+    """Of the product in it whose gradient backward computes first."""
+    embedding: Array
+    """Of the embedding, or of a tied embedding and head, which are one unit."""
+    head: Array
+    """Of a head that is a unit of its own."""
+    is_tied: bool
+    """Whether the embedding's gradient is there from the head's backward on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ActivationParts:
+    """Bytes of a rank's activations, (N, P) each."""
+
+    saved: Array
+    """Of all its micro-batches in flight, of layers and ends."""
+    layer: Array
+    """Of these, those of one micro-batch of its largest layer."""
+    working: Array
+    """Beside them while a layer's backward runs, without gradients of weights."""
+    ends: Array
+    """Of `saved`, those of the ends."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRules:
+    """How gradients of a rank's weights come, and gathered weights go; each (N, 1)."""
+
+    computed: Array
+    """Bytes an element of a gradient as backward computes it."""
+    reduced: Array
+    """Bytes an element of a gradient as it is reduced, unit by unit in the last backward; 0 where none is."""
+    reduced_later: Array
+    """The same behind the last backward."""
+    own: Array
+    """Bytes an element of a unit, before the data axes shard it, of the rank's own part of its reduced gradient."""
+    copies: Array
+    """Further copies of that while a unit is reduced, or of a weight's while it is widened."""
+    stays: Array
+    """Of `own`, what waits for the update on the device."""
+    comes_late: Array
+    """Whether no gradient is there before the last backward, bool."""
+    comes_whole: Array
+    """Whether gradients are added up unsharded before they are reduced in the last backward, bool."""
+    freed: Array
+    """Bytes an element of a gathered weight that is freed behind its last backward."""
+
+
+def peak_parts(
+    parameters: Array,
+    gradients: Array,
+    logits: Array,
+    units: UnitElements,
+    activations: ActivationParts,
+    rules: StateRules,
+) -> dict[str, Array]:
+    """Returns bytes by part at the fullest moment, (N, P) each.
+
+    Args:
+        parameters: bytes of weights that compute, at their most, (N, P).
+        gradients: bytes of gradients that wait for the update, at their most, (N, P).
+        logits: bytes of logits and of what the loss computes of them, (N, P).
+        units: of the rank.
+        activations: of the rank.
+        rules: of the rank.
+    """
+    shape = np.shape(parameters)
+    peak = [parameters.copy(), np.where(rules.comes_late, 0.0, gradients), activations.saved + np.zeros(shape)]
+    most_bytes = fold(np.add, peak) + logits
+    in_loss = np.ones(shape, dtype=bool)
+    for moment in _backward_moments(parameters, gradients, units, activations, rules):
+        total = moment[0] + moment[1] + moment[2]
+        is_fuller = total > most_bytes
+        np.maximum(most_bytes, total, out=most_bytes)
+        in_loss &= ~is_fuller
+        for kept, here in zip(peak, moment):
+            np.copyto(kept, here, where=is_fuller)
+    return dict(zip(("parameters", "gradients", "activations"), peak)) | {"logits": logits * in_loss}
+
+
+Moment = tuple[Array, Array, Array]
+"""Bytes of parameters, gradients and activations."""
+
+
+def _backward_moments(
+    parameters: Array, gradients: Array, units: UnitElements, activations: ActivationParts, rules: StateRules
+) -> list[Moment]:
+    """Returns the bytes at each moment behind the loss, in order; see `peak_parts`."""
+    none = np.zeros_like(parameters)
+    before = np.where(rules.comes_late, 0.0, gradients)
+    # A gradient that was added up whole gives way to the rank's own part of it.
+    added_up = np.where(rules.comes_whole, rules.reduced, 0.0)
+    gained = np.where(rules.comes_late, rules.stays, np.where(rules.comes_whole, rules.stays - added_up, 0.0))
+
+    def backward(done: Array, read: Array, kept: Array, further: Array) -> Moment:
+        """Once ``done`` elements are reduced, while what was copied of the last ``read`` of them is still in use."""
+        waiting = before + gained * done
+        left = np.maximum(parameters - rules.freed * done, 0.0)
+        return left, waiting + rules.reduced * read + further, kept
+
+    def reduction(done: Array, unit: Array, weight: Array, kept: Array) -> Moment:
+        """While a unit is reduced, whose weights are free: its gradients are copied, then the copy is reduced.
+
+        Without units each ``weight`` of as many elements is on its own.
+        """
+        piece = np.where(in_units, unit, weight)
+        copying = np.where(rules.comes_whole, 0.0, rules.computed) * piece
+        reducing = (rules.own - added_up) * unit + rules.own * rules.copies * piece
+        _, waiting, _ = backward(done, unit, kept, np.maximum(copying, reducing))
+        return np.maximum(parameters - rules.freed * (done + unit), 0.0), waiting, kept
+
+    in_units = (rules.reduced > 0) | (rules.reduced_later > 0)
+    head, layer, embedding = units.head, units.layer, units.embedding
+    tied = rules.computed * embedding if units.is_tied else none
+    widened = np.where(in_units | ~rules.comes_late, 0.0, rules.stays)
+    layer_gradient = np.maximum(rules.computed, widened) * units.first + tied
+    saved, working = activations.saved, activations.working
+    others = np.maximum(units.layers - layer, 0.0)
+    # The unit before, where there is another layer.
+    earlier = np.where(others > 0, layer, head)
+    second = np.minimum(layer, others)
+    without_one = np.maximum(saved - activations.layer, activations.ends)
+    without_second = np.where(others > 0, without_one, saved)
+    first_alone = np.minimum(activations.ends + activations.layer, saved)
+    everything = head + units.layers + embedding
+    later = np.maximum(rules.own * (1.0 + rules.copies), rules.reduced_later)
+    later_unit = np.where(rules.reduced_later > 0, np.maximum(np.maximum(head, layer), embedding), 0.0)
+    return [
+        # A layer's backward before the last micro-batch.
+        (parameters, before + layer_gradient, saved + working),
+        reduction(none, head, head, saved),
+        backward(head, head, saved + working, layer_gradient),
+        reduction(head, layer, units.first, without_one),
+        backward(head + second, earlier, without_second + working, layer_gradient),
+        backward(head + others, earlier, first_alone + working, layer_gradient),
+        reduction(head + others, layer, units.first, activations.ends),
+        reduction(head + units.layers, embedding, embedding, none),
+        # What follows the last backward, and the update.
+        (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, none),
+    ]

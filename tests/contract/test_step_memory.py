@@ -1,0 +1,157 @@
+"""The fullest moment of a step: as an allocator would see it event by event, and as a real one did on a GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.fit_device import Timed, allocated
+from meshwright.cluster.cluster import Cluster
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.price import price
+from meshwright.spec.layout import Layout
+
+ROWS = Path(__file__).parents[2] / "benchmarks" / "h100.jsonl"
+"""What layouts took on one H100, `tests/gpu/parts/layouts.py`."""
+CLUSTER = Cluster.parse("8xh100")
+
+
+class Allocator:
+    """Bytes that live, and the most there ever were."""
+
+    def __init__(self) -> None:
+        self.live = self.most = 0.0
+
+    def take(self, size: float) -> float:
+        """Allocates; returns the size, to be freed by."""
+        self.live += size
+        self.most = max(self.most, self.live)
+        return size
+
+    def free(self, size: float) -> None:
+        self.live -= size
+
+
+def walked_peak(job: PricedJob, layout: Layout) -> float:
+    """A step of bf16 compute without a pipeline, event by event: gather, forward, loss, backward, reductions."""
+    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
+    model = PricedModel(job, batch, Machine.of(CLUSTER), MESHWRIGHT.for_layout(layout))
+    layer, embedding, head = model.price_bytes(job.shape.blocks[0]), price_embedding(model), price_head(model)
+    saved, working, logits, ends, first, *sizes = (
+        float(np.broadcast_to(value, 1)[0])
+        for value in (
+            *(layer.saved, layer.working, head.working, embedding.saved + head.saved, layer.first_gradient),
+            *(head.parameters, layer.parameters, embedding.parameters),
+        )
+    )
+    count, shards = len(job.shape.blocks), layout.state_shards
+    units = [sizes[0], *[sizes[1]] * count, sizes[2]]
+    memory, accumulates = Allocator(), layout.microbatches > 1
+    memory.take(MESHWRIGHT.workspace_bytes + sum(12 * size / shards + 2 * size for size in units))
+    # Sums of the micro-batches before the last.
+    whole = accumulates and layout.zero < 2
+    if accumulates:
+        memory.take(sum(4 * size / (1 if whole else shards) for size in units))
+    memory.take(ends + count * saved)
+    memory.free(memory.take(logits))
+    # Without ZeRO weights stay, and each gradient is widened or added by itself; a lone rank's isn't widened.
+    lone = layout.world == 1 and not accumulates
+    copied = 0.0
+    for index, size in enumerate(units):
+        is_layer, is_last = 0 < index <= count, index == len(units) - 1
+        weight = first if is_layer else size
+        if is_layer:
+            wide = 4 if layout.zero == 0 and not accumulates and not lone else 2
+            memory.free(memory.take(working + wide * first))
+            memory.free(saved)
+        if layout.zero == 0:
+            if is_last:
+                memory.free(ends)
+            if accumulates:
+                memory.free(memory.take(2 * weight))
+            else:
+                memory.take((2 if lone else 4) * size)
+                memory.free(memory.take(0.0 if lone else 2 * weight))
+            continue
+        gradient = memory.take(2 * size)
+        if whole:  # added up by now
+            memory.free(gradient)
+            gradient = 4 * size
+        memory.free(2 * size)  # the weight
+        if is_last:
+            memory.free(ends)
+        memory.free(copied)
+        copied = memory.take(4 * size)
+        memory.free(gradient)
+        own = memory.take(4 * size / shards)
+        if shards == 1:
+            memory.free(memory.take(own))
+        if accumulates and not whole:
+            memory.free(own)  # added to what is there
+    memory.free(copied)
+    return memory.most
+
+
+@pytest.mark.parametrize("rows", [8, 64, 512])
+@pytest.mark.parametrize("vocab", [1000, 200_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "replicate=1",
+        "replicate=1,recompute=full",
+        "replicate=8",
+        "replicate=8,recompute=full",
+        "replicate=8,microbatches=4",
+        "shard=8,zero=1",
+        "shard=8,zero=1,microbatches=4,recompute=selective",
+        "shard=8,zero=2,microbatches=2",
+    ],
+)
+def test_the_fullest_moment_is_that_of_a_walk_through_the_step(text: str, vocab: int, rows: int) -> None:
+    shape = shape_from_sizes(TableSizes(name="some", layers=6, width=1024, heads=8, vocab=vocab))
+    job, layout = PricedJob(shape=shape, sequence=256, rows=rows), Layout.parse(f"{text},precision=bf16")
+    priced = price(job, layout, CLUSTER)
+    assert priced.allocated == pytest.approx(walked_peak(job, layout), rel=0.005)
+
+
+def measured_rows() -> dict[str, dict[str, Any]]:
+    """By case, the rows that say how much was allocated; of each the last."""
+    rows = (json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines())
+    return {row["case"]: row for row in rows if row.get("allocated_bytes") and row.get("layout")}
+
+
+MEASURED = measured_rows()
+IN_UNITS = MESHWRIGHT.with_options(states__compute_copies=False, states__lone_gradient=4.0)
+"""The runtime when these rows were taken: FSDP2 held the weights of a rank alone too, as it does under ZeRO."""
+LEAST, MOST = -0.015, 0.03
+"""Errors between which a planned peak lies: one that is too small runs out of memory."""
+ONCE = (
+    "1.1B 4 4096 precision=bf16",
+    "1.1B 4 4096 recompute=full,precision=bf16",
+    "1.1B 4 4096 precision=bf16,compile=true",
+    "1.1B 4 4096 recompute=full,precision=bf16,compile=true",
+    "1.1B 1 2048 replicate=1",
+    "8B/8 2 8192 precision=fp8,compile=true",
+    "gpt2 16 1024 recompute=full,precision=bf16",
+    "0.4B 8 1024 microbatches=4,recompute=selective,precision=bf16",
+    "0.4B 4 1024 precision=bf16,offload=parameters",
+)
+"""Of each way to run a layer one."""
+FURTHER = [pytest.param(case, marks=pytest.mark.long) for case in MEASURED if case not in ONCE]
+"""The same ways at other sizes: half a second of a core each, and more of compiled layers."""
+
+
+@pytest.mark.parametrize("case", [*ONCE, *FURTHER])
+def test_the_planned_peak_is_that_of_a_real_gpu(case: str) -> None:
+    row = MEASURED[case]
+    planned = allocated(Timed(row).price(Cluster.parse("1xh100"), IN_UNITS))
+    assert LEAST < planned / row["allocated_bytes"] - 1 < MOST
