@@ -253,26 +253,21 @@ class PricedModel:
         return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
 
     def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
-        """Adds the exposed seconds of tp, cp and ep to both passes."""
-        layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
-        size = self.tokens * layer.width * self.element
-        reduce = groups.seconds(traffic.all_reduce_s, size, groups.tp)
-        gather = groups.seconds(traffic.all_gather_s, size, groups.tp)
+        """Adds the exposed seconds of tp, cp and ep to both passes; for norms over all heads tp gathers."""
+        layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
+        size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
+        reduce, gather = (groups.seconds(kind, size, tp) for kind in (traffic.all_reduce_s, traffic.all_gather_s))
+        normed_s = groups.seconds(traffic.all_gather_s, size * normed_share, tp) if normed_share else 0.0
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
         wire, backward_wire = WireTime(), WireTime()
-        is_dispatched = (layouts.ep > 1) & (layer.experts > 0)
         # Blocks whose matrices tp splits: attention and feed-forward; experts that ep dispatches aren't split.
-        block_count = np.where(is_dispatched & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
-        forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False)
-        backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
+        is_dispatched = (layouts.ep > 1) & (layer.experts > 0) & (layer.ffn == 0)
+        block_count = np.where(is_dispatched, 1.0, 2.0) if layer.heads else 1.0
+        forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
+        backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
         if (layouts.tp > 1).any():
-            wire = backward_wire = groups.booked(block_count * collective_s, groups.tp)
-            if layer.normed_width:
-                # All-gathered in forward, their gradients reduce-scattered in backward; nothing runs meanwhile.
-                normed = groups.wire(traffic.all_gather_s, self.tokens * layer.normed_width * self.element, groups.tp)
-                forward.tp, backward.tp = forward.tp + normed.seconds, backward.tp + normed.seconds
-                wire, backward_wire = wire + normed, backward_wire + normed
+            wire = backward_wire = groups.booked(block_count * collective_s + normed_s, tp)
         if layer.heads:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
