@@ -25,7 +25,7 @@ PRIVATE := tests/unit/test_torch_compat.py
 # Products in float8 need torchao, which only these environments install: every import of transformers would import it.
 FLOAT8 := tests/ranks/test_float8.py
 # Kernels whose values Triton's interpreter computes; it comes with CUDA builds alone.
-INTERPRETED := tests/unit/test_cross_entropy_kernel.py
+INTERPRETED := tests/unit/test_cross_entropy_kernel.py tests/unit/test_adamw_kernel.py
 ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")

@@ -18,6 +18,7 @@ import json
 import os
 import random
 import re
+import signal
 import statistics
 import sys
 import tempfile
@@ -139,6 +140,7 @@ def main() -> int:
         print(missing())
         return 2
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the grounds' own ends: no daemon stays
     warm()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()

@@ -4,14 +4,14 @@
         [--ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30"] [--rounds 1] [--json OUT]
 
 Network namespaces on this machine, a rank each, joined by wires of a rate and a delay (`slow_wire.py`). Each has a core
-of its own; where there are more nodes than cores, each has an equal share of one (a cgroup's quota), as the rank that
-trains alone does. All calibrate together over the wires. Then each way, a layout and further words of `meshwright
-train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first); ``auto``
-leaves the layout to the planner, as in ``auto --allow islands``; where that leaves it how islands join too, the run is
-told to be long, and is ended after two of the rounds that the plan says. A round is one rank alone and each way. Told
-are the mean step, its share in which rank 0 stood still for communication, the median step beside the planned one (of
-islands without the join), the efficiency against one rank alone with the same batch in the same round, and rank 0's
-processor seconds of a step: of the thread that computes, and of all its threads. What a step takes beyond these and
+of its own; where there are more nodes than cores, each has an equal share of nine tenths of them (a cgroup's quota), as
+the rank that trains alone does. All calibrate together over the wires. Then each way, a layout and further words of
+`meshwright train`, is trained by all nodes as a user would, for some steps (islands for a whole round after the first);
+``auto`` leaves the layout to the planner, as in ``auto --allow islands``; where that leaves it how islands join too,
+the run is told to be long, and is ended after two of the rounds that the plan says. A round is one rank alone and each
+way. Told are the mean step, its share in which rank 0 stood still for communication, the median step beside the planned
+one (of islands without the join), the efficiency against one rank alone with the same batch in the same round, and rank
+0's processor seconds of a step: of the thread that computes, and of all its threads. What a step takes beyond these and
 the wait is neither: a core that other programs have.
 """
 
@@ -152,12 +152,13 @@ class Wire:
         row = {"way": way, **read_run(run, every or WARM_UP)}
         row["efficiency"] = alone_s / (len(self._names) * row["step_s"])
         off = row["planned_s"] / row["median_s"] - 1
+        mean_off = (row["planned_s"] + row["planned_join_s"]) / row["step_s"] - 1
         if layout == "auto":
             print(f"  {way}: the plan is {row['layout']} {row['outer'] or ''}")
         print(
             f"  {way:<52} {row['step_s'] * 1e3:6.0f} ms, exposed {row['exposed']:4.0%}, efficiency "
             f"{row['efficiency']:4.0%}; median {row['median_s'] * 1e3:6.0f} ms, planned {row['planned_s'] * 1e3:6.0f} "
-            f"({off:+.0%}); processor {row['thread_s'] * 1e3:.0f} ms, with other threads "
+            f"({off:+.0%}), with joins {mean_off:+.0%}; processor {row['thread_s'] * 1e3:.0f} ms, with other threads "
             f"{row['rank_s'] * 1e3:.0f}",
             flush=True,
         )
@@ -176,8 +177,9 @@ class Wire:
         self._port += 1
         processes = []
         for node, name in enumerate(names):
-            # The share of cores first: inside the network's own /sys there are no cgroups to enter.
-            command = [*self._cores.prefix(node), "ip", "netns", "exec", name, sys.executable, "-m", "meshwright"]
+            # Not by `ip netns exec`: that hides the cgroups, and with them what a quota leaves of a core.
+            network = ["nsenter", f"--net=/run/netns/{name}"]
+            command = [*self._cores.prefix(node), *network, sys.executable, "-m", "meshwright"]
             command += words
             if len(names) > 1:
                 command += ["--nodes", str(len(names)), "--node", str(node), "--slots", "1"]
@@ -231,6 +233,7 @@ def read_run(run: Path, warm_up: int) -> dict[str, Any]:
         "layout": str(Layout.from_json(plan["layout"])),
         "outer": plan.get("outer") or {},
         "planned_s": plan["prediction"]["step_s"],
+        "planned_join_s": plan["prediction"].get("join_s", 0.0),
         "sent_bytes": mean(sum(entry["bytes"] for entry in line["comm"]) for line in lines),
     }
 

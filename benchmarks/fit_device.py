@@ -46,7 +46,9 @@ ROUNDS, STEP = 12, 0.03
 """Gauss-Newton steps, and the change of a logarithm by which slopes are measured."""
 OUTLIER = 0.15
 """Logarithmic error beyond which a row counts in proportion, not by the square."""
-RATES = "rates/hopper/sustained rates/hopper/ramp rates/hopper/quantum rates/hopper/flash_forward"
+RATES = "products/picojoules products/ramp rates/hopper/quantum rates/hopper/flash_forward"
+KERNELS = ("products/", "rates/")
+"""How names of the device's own constants begin."""
 TIME = (
     *(*RATES.split(), "rates/hopper/flash_backward"),
     *("runtime__pass_width", "runtime__pass_ffn", "runtime__host_layer_s", "runtime__host_step_s"),
@@ -144,7 +146,7 @@ class Profile:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
-        self._kernels = Knobs([name for name in names if name.startswith("rates/")])
+        self._kernels = Knobs([name for name in names if name.startswith(KERNELS)])
 
     def read(self) -> np.ndarray:
         """Returns the values in use."""
@@ -152,7 +154,7 @@ class Profile:
 
     @property
     def _options(self) -> list[str]:
-        return [name for name in self.names if not name.startswith("rates/")]
+        return [name for name in self.names if not name.startswith(KERNELS)]
 
     @staticmethod
     def _option(name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -158,10 +159,12 @@ class CoreShare:
 
     PERIOD_US = 10_000
     """In which a quota is used up: short beside a step."""
+    SHARED = 0.9
+    """Share of the cores that quotas add up to: the rest is for everything else that the machine does."""
 
     def __init__(self, nodes: int) -> None:
         self._cores = sorted(os.sched_getaffinity(0))
-        self._share = min(1.0, len(self._cores) / nodes)
+        self._share = 1.0 if nodes <= len(self._cores) else self.SHARED * len(self._cores) / nodes
         second = Path("/sys/fs/cgroup/cgroup.controllers").exists()
         root = Path("/sys/fs/cgroup" if second else "/sys/fs/cgroup/cpu")
         quota = str(round(self._share * self.PERIOD_US))
@@ -181,7 +184,12 @@ class CoreShare:
     def __exit__(self, *_: object) -> None:
         kill_descendants()
         for group in self._groups:
-            group.rmdir()
+            # Processes that were killed leave their group a moment later.
+            for _ in range(50):
+                with contextlib.suppress(OSError):
+                    group.rmdir()
+                    break
+                time.sleep(0.1)
 
     def prefix(self, node: int) -> list[str]:
         """Returns the words before a command that runs as a node."""

@@ -101,15 +101,19 @@ class Running:
     def wait(self, limit_s: float = LIMIT_S) -> int:
         """Returns the exit status, or minus the signal that ended it."""
         end = time.monotonic() + limit_s
-        while self.status is None:
+        while (status := self.poll()) is None:
+            if time.monotonic() > end:
+                os.killpg(self.pid, signal.SIGKILL)
+                raise AssertionError(f"still running after {limit_s} s: {self.text()}")
+            time.sleep(0.005)
+        return status
+
+    def poll(self) -> int | None:
+        """Returns the exit status, or minus the signal that ended it; None while it runs."""
+        if self.status is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 self.status = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                os.killpg(self.pid, signal.SIGKILL)
-                raise AssertionError(f"still running after {limit_s} s: {self.text()}")
-            else:
-                time.sleep(0.005)
         return self.status
 
     def text(self) -> str:

@@ -25,6 +25,10 @@ SPREAD = 0.5
 """Standard deviation of a constant's logarithm about its prior, where none is given: a factor of 1.6."""
 PULL = 0.002
 """Mean error that it costs to put one constant `SPREAD`s away: mean |error| + pull x sum of squares of these."""
+LEVEL = 0.12
+"""Standard deviation of what the rows of one framework have in common beside its constants, as a logarithm: of ten
+frameworks that were left out, the medians of their errors scatter so. What one framework alone says of a device is for
+the larger part its own."""
 MOST_ERROR = 0.7
 """Logarithmic error beyond which a row doesn't count for more: its columns miss what slowed it."""
 STEP = 0.02
@@ -71,7 +75,8 @@ def _place(name: str) -> tuple[str, list[str]]:
 
 def _read(name: str) -> float:
     owner, path = _place(name)
-    value: object = kernels.RATES if owner == "rates" else known_engines()[owner]
+    shared: dict[str, object] = {"rates": kernels.RATES, "products": kernels.PRODUCTS}
+    value = shared[owner] if owner in shared else known_engines()[owner]
     for step in path:
         key = step.split(":")
         value = value[key[0]] if isinstance(value, dict) else getattr(value, key[0])  # type: ignore[index]
@@ -82,6 +87,9 @@ def _read(name: str) -> float:
 
 def _write(name: str, value: float) -> None:
     owner, path = _place(name)
+    if owner == "products":
+        kernels.PRODUCTS = dataclasses.replace(kernels.PRODUCTS, **{path[0]: value})
+        return
     if owner == "rates":
         kernels.RATES[path[0]] = dataclasses.replace(kernels.RATES[path[0]], **{path[1]: value})
         return
@@ -112,6 +120,8 @@ def _has(item: FrameworkProfile, owner: str, path: Sequence[str], holder: object
 def _touched(name: str, cases: Sequence[Case]) -> np.ndarray:
     """Which cases a constant has a say in."""
     owner, path = _place(name)
+    if owner == "products":
+        return np.ones(len(cases), dtype=bool)
     if owner == "rates":
         kind = kernels.RATES[path[0]]
         return np.asarray([bool(case.kinds) or kernels.rates(case.machine.device) is kind for case in cases])
@@ -135,7 +145,7 @@ def measured(case: Case, what: str) -> float | None:
 
 
 class _Fit:
-    """A fit at work; places are logarithms of constants over their starts.
+    """A fit at work; places are logarithms of constants over their starts, then the levels of files.
 
     Args:
         cases: rows with what is measured.
@@ -143,23 +153,28 @@ class _Fit:
         what: ``time`` or ``memory``.
         spreads: of each constant.
         pull: see `PULL`.
+        levels: whether each file has a level of its own, see `LEVEL`.
     """
 
-    def __init__(self, cases: Sequence[Case], knobs: Knobs, what: str, spreads: np.ndarray, pull: float) -> None:
+    def __init__(
+        self, cases: Sequence[Case], knobs: Knobs, what: str, spreads: np.ndarray, pull: float, levels: bool
+    ) -> None:
         self.cases, self.knobs, self.what = cases, knobs, what
         self.start = knobs.read()
-        self.low, self.high = np.full(len(self.start), -np.inf), np.full(len(self.start), np.inf)
-        self.hold = pull / spreads**2
+        files = sorted({case.file for case in cases}) if levels else []
+        self.of_file = np.asarray([[case.file == name for name in files] for case in cases], dtype=float)
+        self.hold = pull / np.concatenate([spreads, np.full(len(files), LEVEL)]) ** 2
+        self.low, self.high = np.full(len(self.hold), -np.inf), np.full(len(self.hold), np.inf)
         self.touched = [_touched(name, cases) for name in knobs.names]
 
     def values(self, place: np.ndarray) -> np.ndarray:
         """Returns the constants of a place."""
-        return np.asarray(self.start * np.exp(place))
+        return np.asarray(self.start * np.exp(place[: len(self.start)]))
 
     def errors(self, place: np.ndarray) -> np.ndarray:
         """Returns the rows' errors there."""
         self.knobs.write(self.values(place))
-        return errors(self.cases, self.what)
+        return errors(self.cases, self.what) + self.of_file @ place[len(self.start) :]
 
     def loss(self, place: np.ndarray, found: np.ndarray) -> float:
         """Returns what is to be least."""
@@ -167,11 +182,15 @@ class _Fit:
 
     def nudged(self, place: np.ndarray, found: np.ndarray, column: int, far: float) -> Found:
         """Returns the place with one constant moved, and the errors there; rows that it has no say in aren't priced."""
-        moved, there, rows = place.copy(), found.copy(), self.touched[column]
+        moved, there, constants = place.copy(), found.copy(), len(self.start)
         moved[column] += far
+        if column >= constants:
+            return moved, there + far * self.of_file[:, column - constants]
+        rows = self.touched[column]
         if rows.any():
             self.knobs.write(self.values(moved))
-            there[rows] = errors([case for case, yes in zip(self.cases, rows) if yes], self.what)
+            level = self.of_file[rows] @ place[constants:]
+            there[rows] = errors([case for case, yes in zip(self.cases, rows) if yes], self.what) + level
         return moved, there
 
     def slopes(self, place: np.ndarray, found: np.ndarray) -> np.ndarray:
@@ -229,6 +248,7 @@ def fit(
     spreads: Mapping[str, float] | None = None,
     pull: float = PULL,
     leaps: bool = True,
+    levels: bool = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
     """Sets constants so that the mean of the absolute logarithmic error and of what holds them is least.
@@ -242,6 +262,7 @@ def fit(
         spreads: standard deviation of the logarithm of some about where they start; `SPREAD` of the others.
         pull: how firmly they are held.
         leaps: whether constants are tried far off after the steps; without, the fit is ten times as fast.
+        levels: whether the rows of each file may lie above or below by a level of their own, which isn't returned.
         tell: is told how it goes.
 
     Returns:
@@ -250,13 +271,14 @@ def fit(
     knobs, limits = Knobs(names), bounds or {}
     chosen = [case for case in cases if measured(case, what)]
     wide = np.asarray([(spreads or {}).get(name, SPREAD) for name in names])
-    work = _Fit(chosen, knobs, what, wide, pull)
+    work = _Fit(chosen, knobs, what, wide, pull, levels)
     floor = np.maximum(work.start, 1e-12)
     low, high = (
         np.log(np.maximum([limits.get(name, (0.0, np.inf))[side] for name in names], 1e-12) / floor) for side in (0, 1)
     )
-    work.low, work.high = np.minimum(low, 0.0), np.maximum(high, 0.0)
-    place = np.zeros(len(names))
+    constants = slice(len(names))
+    work.low[constants], work.high[constants] = np.minimum(low, 0.0), np.maximum(high, 0.0)
+    place = np.zeros(len(work.hold))
     found = work.errors(place)
     least = np.inf
     while work.loss(place, found) < least - 1e-4:

@@ -164,6 +164,10 @@ TITAN_EAGER = OtherProfile(
         cp_unbalanced=True,
         recompute_stops=True,
         interference=0.35,
+        # Selective recompute keeps what reduce-scatters give and gathers inputs again; functional collectives of tokens
+        # copy them. Source: torchtitan, distributed/activation_checkpoint.py; torch, _functional_collectives.py.
+        tp_regather=True,
+        copies_tokens=True,
     ),
     allocator_bytes=2.0 * GIB,
     source="pytorch/torchtitan, benchmarks/ and docs/performance.md",
@@ -179,8 +183,10 @@ TITAN = TITAN_EAGER.with_options(
 TITAN_2025 = TITAN.with_options(name="torchtitan-2025", saved__logits=4.0, source="torchtitan of 2025: loss compiled")
 # Scales of rows are found, applied and turned by passes over what a product reads, so they weigh less in wide layers.
 TITAN_ROWWISE = TITAN.with_options(name="torchtitan-rowwise", runtime__cast_bytes=26.0)
-TITAN_ASYNC_ROWWISE = TITAN_ROWWISE.with_options(name="torchtitan-async-tp-rowwise", runtime__tp_overlap=0.16)
-TITAN_ASYNC = TITAN.with_options(name="torchtitan-async-tp", runtime__tp_overlap=0.16)
+TITAN_ASYNC_ROWWISE = TITAN_ROWWISE.with_options(
+    name="torchtitan-async-tp-rowwise", runtime__tp_overlap=0.16, runtime__copies_tokens=False
+)
+TITAN_ASYNC = TITAN.with_options(name="torchtitan-async-tp", runtime__tp_overlap=0.16, runtime__copies_tokens=False)
 BRIDGE_GRAPHS = BRIDGE.with_options(
     name="bridge-graphs",
     runtime__unfused_sinks="window",

@@ -138,6 +138,8 @@ class OtherRuntime(RuntimeModel):
     some the host, of others the device. A layer takes (host^p + device^p)^(1/p) with this p; at 0, the longer."""
     tp_regather: bool = False
     """Backward gathers the inputs of products again."""
+    copies_tokens: bool = False
+    """Megatron and nanotron hold tokens outermost. Source: Megatron-LM, core/tensor_parallel/mappings.py."""
     cp_unbalanced: bool = False
     """Ranks of cp hold contiguous pieces of a row, so that the last sees all of it and the others wait."""
     scatter_overlap: float | None = None

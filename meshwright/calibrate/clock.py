@@ -38,7 +38,7 @@ class DeviceTimer:
     """Chunks of the window; 1 where ranks outnumber the cores, so that every rank is scheduled within it."""
     sharing: float = 0.0
     """Ranks per core, where each computes with one thread: the timer then reads the thread's processor time (without
-    that of other programs), times this number. 0 reads wall-clock time."""
+    that of other programs, and without the pauses of a quota), times this number. 0 reads wall-clock time."""
 
     def sync(self) -> None:
         """Waits until the device has finished its queued work."""

@@ -59,7 +59,7 @@ def measure_rank(
     init_group(context, timeout_s=timeout_s, group_s=GROUP_S)
     try:
         # More ranks than cores: chunks would be shorter than a scheduler's time slice, so the window stays whole.
-        ranks_per_core = max(1.0, context.local_world / int(machine["cores"])) if context.device == "cpu" else 1.0
+        ranks_per_core = max(1.0, context.local_world / float(machine["cores"])) if context.device == "cpu" else 1.0
         clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if ranks_per_core > 1.0 else CHUNKS)
         # Before Ampere bf16 is emulated; training uses fp16 there.
         if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -73,7 +73,7 @@ def measure_rank(
             pass_sizes = sizes if pass_number == 0 else dataclasses.replace(sizes, dtypes=sizes.dtypes[:1])
             pass_tables = {
                 **_measure_compute(pass_sizes, clock, ranks_per_core, announcer.announce_part),
-                **_measure_traffic(pass_sizes, clock, context, announcer.announce_part),
+                **_measure_traffic(pass_sizes, clock, ranks_per_core, context, announcer.announce_part),
             }
             tables = fastest(tables, pass_tables) if tables else pass_tables
         tables |= announcer.pace_fields()
@@ -195,7 +195,9 @@ def _mean_over_ranks(
     return rows
 
 
-def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext, announce: Report) -> JsonObject:
+def _measure_traffic(
+    sizes: GridSizes, clock: DeviceTimer, ranks_per_core: float, context: RankContext, announce: Report
+) -> JsonObject:
     """Measures all collectives, and an all-reduce under and between matrix products."""
     if context.world == 1:
         return {}
@@ -218,5 +220,7 @@ def _measure_traffic(sizes: GridSizes, clock: DeviceTimer, context: RankContext,
     host: list[tuple[str, float]] = [("wait", wait_s)]
     if context.nodes > 1 and clock.device.type == "cpu":
         announce("a core's own seconds for an all-reduce")
-        host.append((CORE_BYTE, collectives.core_byte_s(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer, wire)))
+        core_byte_s = collectives.core_byte_s(min(HIDDEN_BYTES, sizes.messages[-1]), long_timer, wire)
+        # A rank that has a part of a core takes longer for its processor seconds.
+        host.append((CORE_BYTE, core_byte_s * ranks_per_core))
     return {"collectives": rows, "overlap": hidden_share, "host": tuple(host)}

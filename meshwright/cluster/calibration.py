@@ -1,3 +1,4 @@
+# long: a calibration is its tables and what is read off each of them
 """Calibration: measured tables of a machine, which replace the catalogue's figures of its kind.
 
 Every table is rows of plain values, so that a calibration is a JSON file that people can read and programs can extend.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -171,10 +173,19 @@ class Calibration:
 
     @property
     def crowd(self) -> float:
-        """Ranks per core; 1 where each has one or more, and on GPUs."""
+        """Ranks per core, of which a quota may leave parts; 1 where each rank has one or more, and on GPUs."""
+        return max(1.0, self.ranks / self._cores) if self._cores else 1.0
+
+    @property
+    def shares_cores(self) -> bool:
+        """Whether a rank that waits leaves its core to others; one that has a part of a core by a quota doesn't."""
+        return bool(self._cores) and self.ranks > math.ceil(self._cores / self.nodes) * self.nodes
+
+    @property
+    def _cores(self) -> float:
+        """Cores' worth of processor time of all nodes; 0 on GPUs."""
         # Machine facts count one node's cores.
-        cores = int(self.machine.get("cores", 0)) * self.nodes
-        return max(1.0, self.ranks / cores) if cores and self.machine.get("kind") == "cpu" else 1.0
+        return float(self.machine.get("cores", 0)) * self.nodes if self.machine.get("kind") == "cpu" else 0.0
 
     def covers(self, kind: str, ranks: int, nodes: int = 1) -> bool:
         """Returns whether a collective was measured over groups of ``ranks`` on ``nodes``."""

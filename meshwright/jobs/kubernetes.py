@@ -174,9 +174,7 @@ def join_run(config: RunConfig, place: PodPlace, say: Say) -> NodeOptions | None
 
 def is_finished(config: RunConfig) -> bool:
     """Whether the run has reached its last step, so that a pod in a lost one's stead has nothing to do."""
-    files = read_run(Path(config.run))
-    steps = int(files.steps[-1].get("step", 0)) if files.steps else 0
-    return files.state == "finished" and steps >= config.train.steps
+    return read_run(Path(config.run)).has_done(config.train.steps)
 
 
 def _copy_key(secret: str) -> Path:

@@ -26,7 +26,7 @@ from meshwright.planner.choose import Candidate, Choice, Question, add_named_lay
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.device_limits import check_float8
+from meshwright.planner.device_limits import check_products
 from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
@@ -288,12 +288,12 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
     if cluster.device.name.startswith("cpu") and precision == "bf16":
         precision = "float32"
     base = Layout(precision=precision, compile=bool(config.compile))
-    if base.product_precision and cluster.device.name.startswith("cpu"):
+    if base.product_precision == "fp8" and cluster.device.name.startswith("cpu"):
         raise PlanError(
             f"precision={precision}: processor cores emulate float8, which is slower than any other precision; plan in "
             "float32"
         )
-    check_float8(base, cluster)
+    check_products(base, cluster)
     job = PricedJob(
         shape=model.shape,
         sequence=config.sequence,

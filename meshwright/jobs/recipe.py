@@ -120,7 +120,7 @@ def run_recipe(
 
 def is_finished(run_data: RunFiles, config: RunConfig) -> bool:
     """Returns whether a run has been trained to the config's last step, and concluded."""
-    return run_data.state == "finished" and int(run_data.final().get("step", 0)) >= config.train.steps
+    return run_data.has_done(config.train.steps)
 
 
 def _trained_stages(run_data: RunFiles, earlier_layout: str, began: float, was_trained: bool) -> list[RecipeStage]:

@@ -199,7 +199,7 @@ class VerifyConfig(Config):
     """Number of ranks when no layout is named; None for all GPUs, else all cores."""
     steps: int = 3
     """Optimizer steps that are compared."""
-    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] = "float64"
+    dtype: Literal["float64", "float32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] = "float64"
     """Precision of layouts that name none. In float64 nothing but 1e-9 is allowed; in any other what rounding does to
     one plain device, measured (`proof.rounding`)."""
     full: bool = False

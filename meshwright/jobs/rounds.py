@@ -29,4 +29,8 @@ def make_rounds(outer: OuterConfig, run_steps: int | None = None) -> Rounds:
     )
     if run_steps is None:
         return rounds
-    return dataclasses.replace(rounds, most_steps=max(0, run_steps - outer.warmup) // LEAST_ROUNDS)
+    return dataclasses.replace(
+        rounds,
+        most_steps=max(0, run_steps - outer.warmup) // LEAST_ROUNDS,
+        joint_share=min(1.0, outer.warmup / run_steps),
+    )

@@ -15,7 +15,6 @@ from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, choose_attention
 from meshwright.jobs.conclusion import conclude, follower_result
-from meshwright.jobs.float8_checks import check_float8, float8_header_row
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
@@ -31,6 +30,7 @@ from meshwright.jobs.mirrored_run import fetch_checkpoint
 from meshwright.jobs.model_reading import ReadModel, read_model
 from meshwright.jobs.nodes import NodeOptions, ResolvedNode
 from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.product_checks import check_products, float8_header_row
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
 from meshwright.jobs.run_directory import PLAN, claim_directory, planned_outer, wait_for, write_run
@@ -197,7 +197,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     machines = _find_machines(config, launcher)
     offers = make_plans(config.joining(planned_outer(run_dir)), model, machines, max(1, trial_count), say)
     model = choose_attention(model, *offers[0], config.data, token_set, machines.devices, say if leads else None)
-    check_float8(offers[0][0].layout, machines.devices)
+    check_products(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0], machines.devices, token_set)
     watched = config.recovery.enabled and context is None
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)

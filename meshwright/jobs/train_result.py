@@ -15,6 +15,8 @@ class TrainResult:
     """Whether the run reached its last step; else the same config goes on where it stopped."""
     step: int = 0
     """Optimizer steps done, over all commands of the run."""
+    scaled_steps: float | None = None
+    """Steps of ``optimizer.lr_batch`` rows that these were worth, where ``optimizer.lr_rule`` follows the noise."""
     loss: float | None = None
     """Training loss of the last step; None when this command did no step."""
     validation_loss: float | None = None

@@ -14,6 +14,7 @@ from meshwright.data.loader import Loader
 from meshwright.errors import ConfigError
 from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
+from meshwright.jobs.product_checks import check_products
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.proof_reports import VerifyReport
 from meshwright.jobs.requests import Layouts, VerifyConfig, with_fields
@@ -47,7 +48,7 @@ def verify(
     layout: Layouts | None = None,
     devices: int | None = None,
     steps: int | None = None,
-    dtype: Literal["float64", "float32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
+    dtype: Literal["float64", "float32", "tf32", "bf16", "fp16", "fp8", "fp8_rowwise"] | None = None,
     full: bool | None = None,
     on_start: Callable[[str, Sequence[Layout]], None] | None = None,
     on_verdict: Callable[[Verdict], None] | None = None,
@@ -82,6 +83,7 @@ def verify(
     layouts = _layouts_to_prove(request)
     if len({layout.precision for layout in layouts}) > 1:
         raise ConfigError("verify compares layouts of one precision; call it once for each")
+    check_products(layouts[0], found_devices())
     case, model_config = _make_case(request, layouts, say)
     if on_start is not None:
         on_start(_subject_text(request) + attention_text(request.model.attention, model_config.attention), layouts)

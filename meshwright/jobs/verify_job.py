@@ -18,7 +18,7 @@ from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.proof.job import JobCase, JobVerdict, evaluation_rows, scaled_config
+from meshwright.proof.job import JobCase, JobVerdict, scaled_config
 from meshwright.proof.job import verify_job as prove_job
 from meshwright.proof.layouts import min_layers
 from meshwright.spec.layout import Layout
@@ -123,10 +123,9 @@ def case_of(
 ) -> tuple[JobCase, str]:
     """Returns the job to prove and a sentence that describes it and its omissions."""
     token_set = prepare(text_config(config.model, config.data), say=None)
-    scaled, omissions = scaled_config(config, steps), []
-    model = config.model
+    model, omissions = config.model, []
     if not full and model.kind != "function":
-        model, omissions = _small_clone(config.model, layouts), ["a small clone of the model"]
+        model, omissions = _small_clone(model, layouts), ["a small clone of the model"]
     build_unshrunk = partial(build_meta, config.model, vocab=token_set.vocab_size, context=config.data.sequence)
     has_documents = config.data.mask_documents and len(token_set.train.ends) > 1
     precisions = {layout.precision for layout in layouts}
@@ -138,11 +137,9 @@ def case_of(
         omissions += [f"{rows} of {config.train.batch} rows"] if rows < config.train.batch else []
         omissions += [f"{tokens} of {config.data.sequence} tokens a row"] if tokens < config.data.sequence else []
     scaled = dataclasses.replace(
-        scaled,
+        scaled_config(config, steps, rows),
         model=model,
-        train=dataclasses.replace(scaled.train, batch=rows),
-        evaluation=dataclasses.replace(scaled.evaluation, rows=evaluation_rows(rows)),
-        data=dataclasses.replace(scaled.data, sequence=tokens),
+        data=dataclasses.replace(config.data, sequence=tokens),
     )
 
     def build() -> BuiltModel:

@@ -32,6 +32,13 @@ class Devices:
     """Cores that this process may use."""
     slots: tuple[int, ...] = ()
     """Device numbers by local rank; 0, 1, ... when empty."""
+    quota: float = math.inf
+    """Cores' worth of processor time that this process's cgroups allow it."""
+
+    @property
+    def core_time(self) -> float:
+        """Cores' worth of processor time that the ranks have: that of the cores, or less by the quota."""
+        return min(self.cores, self.quota)
 
     def slot(self, local_rank: int) -> int:
         """Returns the number of a local rank's device."""
@@ -47,7 +54,8 @@ class Devices:
 
     def threads(self, local_world: int) -> int:
         """Returns how many threads each of ``local_world`` ranks gets for its operations."""
-        return max(1, self.cores // max(1, local_world))
+        # Within the quota: threads beyond it would stand still for a part of each period.
+        return max(1, int(self.core_time) // max(1, local_world))
 
 
 def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | None = None) -> Devices:
@@ -60,32 +68,62 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
     Raises:
         ClusterError: when more GPUs are asked for than there are, or fewer than one device.
     """
-    cores = count_cores()
+    cores, quota = count_cores(), read_quota()
     gpus = count_gpus() if kind != "cpu" else 0
     if requested is not None and requested < 1:
         raise ClusterError(f"devices = {requested}: a run needs at least 1; leave it out to use all")
     if kind == "cuda" and gpus == 0:
         raise ClusterError("no GPU was found (nvidia-smi lists none, or torch is a CPU build); use CPU ranks")
     if gpus == 0:
-        return Devices(kind="cpu", count=requested or cores, found=cores, cores=cores)
+        return Devices(kind="cpu", count=requested or cores, found=cores, cores=cores, quota=quota)
     # CPU ranks may outnumber the cores, GPU ranks never the GPUs: NCCL refuses two ranks on one.
     if requested is not None and requested > gpus:
         raise ClusterError(
             f"devices = {requested}, but this node has {gpus} usable GPU{'s' if gpus > 1 else ''}; ask for at most "
             f"{gpus}, or set CUDA_VISIBLE_DEVICES= (empty) to run on the CPU"
         )
-    return Devices(kind="cuda", count=requested or gpus, found=gpus, cores=cores)
+    return Devices(kind="cuda", count=requested or gpus, found=gpus, cores=cores, quota=quota)
 
 
 def count_cores() -> int:
-    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroup's quota."""
+    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroups' quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cores, read_quota()))
+
+
+def read_quota(system: Path = Path("/")) -> float:
+    """Returns the cores' worth of time that the tightest quota of this process's cgroups allows; infinity for none.
+
+    Args:
+        system: root of the file system.
+
+    Source: Documentation/admin-guide/cgroup-v2.rst, ``cpu.max``; cgroup-v1 and scheduler/sched-bwc.rst,
+    ``cpu.cfs_quota_us``.
+    """
+    mount, quotas = system / "sys/fs/cgroup", [math.inf]
     try:
-        # cgroup v2: a container's quota in microseconds of CPU time per period.
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
+        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    for controllers, _, group in (line.partition(":")[2].partition(":") for line in lines):
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        root = mount / "cpu" if controllers else mount
+        # A container sees its own group as the root, and none of those above it.
+        folder = root / group.lstrip("/")
+        quotas += [_folder_quota(each) for each in (folder, *folder.parents) if each.is_relative_to(root)]
+    return min(quotas)
+
+
+def _folder_quota(folder: Path) -> float:
+    """Returns the quota of a cgroup's folder, of either version, in cores; infinity for none."""
+    try:
+        limit = folder / "cpu.max"
+        files = [limit] if limit.is_file() else [folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
+        quota, period = " ".join(file.read_text(encoding="ascii") for file in files).split()
+        return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
     except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+        return math.inf
 
 
 def count_gpus() -> int:

@@ -29,7 +29,7 @@ def machine_facts(devices: Devices, ranks: int, nodes: int = 1) -> dict[str, Any
         "kind": devices.kind,
         "device": gpu_name() if devices.kind == "cuda" else processor_name(),
         "found": devices.found,
-        "cores": devices.cores,
+        "cores": int(time) if (time := devices.core_time) == int(time) else time,
         "memory_gib": round(host_memory_bytes() / 2**30),
         "torch": importlib.metadata.version("torch"),
         "ranks": ranks,

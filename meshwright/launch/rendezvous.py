@@ -88,6 +88,10 @@ def init_group(
         # At a collective's limit NCCL's watchdog would write the recorder's dump first, for which it waits for the
         # interpreter; seen on an H100: a rank at its end then hung for good. Here a supervisor asks for the dump.
         os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+        # The watchdog ends the process only when it has waited for that dump: 15 s and more by default, also where
+        # none is written, in which a rank whose collective came after all went on.
+        # Source: ProcessGroupNCCL.cpp, broadcastDumpSignal and the end of the watchdog's loop.
+        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "1")
         torch.cuda.set_device(torch.device(context.device))
     try:
         dist.init_process_group(

@@ -77,6 +77,11 @@ class RunFiles:
             final_values |= {key: value for key, value in event.items() if value is not None}
         return final_values
 
+    def has_done(self, steps: int) -> bool:
+        """Returns whether the run has been trained to its last of ``steps`` steps, and concluded."""
+        final = self.final()
+        return self.state == "finished" and float(final.get("scaled_steps", final.get("step", 0))) >= steps
+
 
 def read_run(run_dir: Path) -> RunFiles:
     """Reads a run directory; damaged or missing files leave their part empty."""

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.errors import PlanError
+from meshwright.parallel.compute_copies import MasterGradients
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.expert_load import ExpertMeter
 from meshwright.parallel.feedback_compressor import FeedbackCompressor
@@ -103,6 +104,9 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         if layout.precision == "float64":
             MovingBuffers([stage.module], source.moving).widen()
         finalise_fsdp_shards(stage.module)
+        for sync in stage.gradient_syncs:
+            if isinstance(sync, MasterGradients):
+                sync.make_compute_copies()
         stage.module.train()
     if context.make_program is not None:
         program = context.make_program(context, clock)

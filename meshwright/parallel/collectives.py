@@ -9,6 +9,8 @@ section 4.2.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch.autograd.function import FunctionCtx
 
@@ -105,25 +107,27 @@ def reduce_scatter_tokens(x: torch.Tensor, axis_group: AxisGroup, dim: int, part
 
 def all_gather_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """All-gathers ``dim``: (..., n, ...) becomes (..., size * n, ...), in rank order, without a gradient."""
-    shard = x.contiguous()
+    shard, dim, size = x.contiguous(), dim % x.dim(), axis_group.size
+    gathered_shape = (*shard.shape[:dim], size * shard.shape[dim], *shard.shape[dim + 1 :])
+    # Where no dimension before it has several parts, as of one row's tokens, shards in rank order are the result.
+    is_outermost = math.prod(shard.shape[:dim]) == 1
     if axis_group.is_traced:
-        shards = group_operators.all_gather(shard, axis_group.operator_name, axis_group.size)
-    else:
-        out = shard.new_empty(axis_group.size * shard.numel())
-        axis_group.all_gather(out, shard.view(-1)).wait()
-        shards = out.view(axis_group.size, *shard.shape)
-    return torch.cat(shards.unbind(), dim=dim) if dim else shards.flatten(0, 1)
+        shards = group_operators.all_gather(shard, axis_group.operator_name, size)
+        return shards.reshape(gathered_shape) if is_outermost else torch.cat(shards.unbind(), dim=dim)
+    out = shard.new_empty(gathered_shape if is_outermost else (size, *shard.shape))
+    axis_group.all_gather(out.view(-1), shard.view(-1)).wait()
+    return out if is_outermost else torch.cat(out.unbind(), dim=dim)
 
 
 def reduce_scatter_dim(x: torch.Tensor, axis_group: AxisGroup, dim: int) -> torch.Tensor:
     """Reduce-scatters ``dim``: (..., size * n, ...), partial over the group, becomes (..., n, ...); no gradient."""
+    dim, size = dim % x.dim(), axis_group.size
+    shape = [*x.shape[:dim], x.shape[dim] // size, *x.shape[dim + 1 :]]
+    # The collective takes (ranks, ...) in memory order, which the tokens of one row are already in.
+    is_outermost = math.prod(x.shape[:dim]) == 1
+    shards = x.contiguous().view(size, *shape) if is_outermost else torch.stack(x.chunk(size, dim=dim))
     if axis_group.is_traced:
-        chunks = torch.stack(x.chunk(axis_group.size, dim=dim))
-        return group_operators.reduce_scatter(chunks, axis_group.operator_name)
-    # The collective takes (ranks, ...) in memory order; a split of dim 0 is that already.
-    shards = torch.stack(x.chunk(axis_group.size, dim=dim)) if dim else x.contiguous()
-    shape = list(x.shape)
-    shape[dim] //= axis_group.size
+        return group_operators.reduce_scatter(shards, axis_group.operator_name)
     out = x.new_empty(shape)
     axis_group.reduce_scatter(out.view(-1), shards.view(-1)).wait()
     return out

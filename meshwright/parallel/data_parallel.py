@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from torch import nn
-
 from meshwright.errors import ConfigError
 from meshwright.parallel import fsdp
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.comm_hook import CommHook
 from meshwright.parallel.compression import GradientSum, RoundingKey
+from meshwright.parallel.compute_copies import MasterGradients
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.gradient_reducer import GradientReducer
 from meshwright.parallel.layer_names import layer_of
@@ -29,10 +28,17 @@ from meshwright.spec.groups import gradient_axes
 
 
 def _apply(context: TransformContext) -> None:
-    """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies."""
+    """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies.
+
+    Copies may compute in a lower precision without FSDP2, where the optimizer keeps up their weights of that type.
+    """
     layout, mesh = context.layout, context.mesh
     for stage in context.stages:
-        if layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
+        has_compute_copies = layout.has_compute_copies and context.source.keeps_copies
+        if has_compute_copies:
+            dtype, is_summed = DTYPES[layout.compute_precision], not layout.sums_no_gradients
+            stage.gradient_syncs.insert(0, MasterGradients(stage, dtype, is_summed))
+        if not has_compute_copies and (layout.zero or layout.is_mixed_precision or layout.offload == "parameters"):
             assert mesh is not None
             # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
             shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
@@ -79,11 +85,9 @@ def _apply(context: TransformContext) -> None:
                 if group_names:
                     # Ranks that exchange tokens in backward must not wait in its hooks: their graphs may differ.
                     waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
+                    layers = context.source.layers
                     stage.gradient_syncs.insert(
-                        0,
-                        LateGradientReducer(
-                            stage.module, group_names, axis_group, context.source.layers, compressor, waits
-                        ),
+                        0, LateGradientReducer(stage, group_names, axis_group, layers, compressor, waits)
                     )
 
 
@@ -129,24 +133,27 @@ class LateGradientReducer:
 
     def __init__(
         self,
-        module: nn.Module,
+        stage: StageModule,
         names: Sequence[str],
         axis_group: AxisGroup,
         layers: Sequence[str],
         compressor: GradientSum | None,
         waits_in_backward: bool,
     ) -> None:
-        self._module, self._axis_group, self._compressor = module, axis_group, compressor
+        self._stage, self._axis_group, self._compressor = stage, axis_group, compressor
         self._waits_in_backward = waits_in_backward
         numbers = {name: number for number, name in enumerate(layers)}
         self._layers = {name: layer_of(name, numbers) for name in names}
 
     @cached_property
     def _reducer(self) -> GradientReducer:
-        layers = {self._module.get_parameter(name): number for name, number in self._layers.items()}
-        return GradientReducer(
-            list(layers), self._axis_group, layers, self._compressor, list(self._layers), self._waits_in_backward
-        )
+        layers, sources = {}, {}
+        for name, number in self._layers.items():
+            source = self._stage.module.get_parameter(name)
+            parameter = self._stage.masters.get(source, source)
+            layers[parameter], sources[parameter] = number, source
+        names, waits = list(self._layers), self._waits_in_backward
+        return GradientReducer(list(layers), self._axis_group, layers, self._compressor, names, waits, sources)
 
     def set_comm_hook(self, hook: CommHook) -> None:
         """Communicates by a hook from now on.

@@ -375,6 +375,8 @@ def _set_prefetch_order(
 
 def _use_axis_group(unit: nn.Module, axis_group: AxisGroup, deferred: DeferredReductions, name: str) -> None:
     """Sums instead of averaging (the loss carries the global normalisation) and sends through our collectives."""
-    unit.set_gradient_divide_factor(1.0)
+    if axis_group.size > 1:
+        # Of a group of one torch would take it as a pass over the gradients, to divide them by 1.
+        unit.set_gradient_divide_factor(1.0)
     unit.set_force_sum_reduction_for_comms(True)
     unit.set_custom_reduce_scatter(BookedReduceScatter(axis_group, deferred, name))

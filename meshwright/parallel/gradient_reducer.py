@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -48,6 +49,8 @@ class GradientReducer:
         names: of the parameters, in their order, by which a compressor rounds.
         waits_in_backward: whether compressed sums go on to their next exchange under backward; False where backward
             itself communicates with ranks whose graphs may differ, which would wait for each other.
+        sources: parameter to the one whose gradients autograd makes, and a hook before ours has moved, where these are
+            two (`parallel.compute_copies`).
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class GradientReducer:
         compressor: GradientSum | None = None,
         names: Sequence[str] = (),
         waits_in_backward: bool = True,
+        sources: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
     ) -> None:
         self._axis_group, self._compressor, self._waits_in_backward = axis_group, compressor, waits_in_backward
         self.comm_hook: CommHook | None = None
@@ -81,7 +85,8 @@ class GradientReducer:
             self._buckets.append(_Bucket(members, blocks, of))
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         for parameter in trainable:
-            parameter.register_post_accumulate_grad_hook(self._ready)
+            source = sources.get(parameter, parameter)
+            source.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._ready(parameter))
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch; gradients are communicated in the ``is_last`` one of a step alone."""

@@ -33,6 +33,8 @@ class ModelSource:
     """Values of a part of a weight, by name and box."""
     fill_buffers: Callable[[nn.Module, torch.device], None]
     """Puts the module's buffers on a device, with their values."""
+    keeps_copies: bool = False
+    """Whether the optimizer keeps up copies of weights in the type of compute (`parallel.compute_copies`)."""
     random: bool = False
     """Whether forward may draw random numbers."""
     ties: Sequence[Sequence[str]] = ()

@@ -21,6 +21,7 @@ class PartialGradReducer:
         partial_grads: the gradients to sum, by their names in the module.
         axis_group: the axis.
         neighbours: groups over runs of neighbouring ranks, by their number.
+        masters: parameter of the module to the one that has its gradient, where these are two.
     """
 
     def __init__(
@@ -29,8 +30,9 @@ class PartialGradReducer:
         partial_grads: Sequence[PartialGrad],
         axis_group: AxisGroup,
         neighbours: Mapping[int, AxisGroup],
+        masters: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
-        self._module, self._partial_grads = module, tuple(partial_grads)
+        self._module, self._partial_grads, self._masters = module, tuple(partial_grads), masters
         self._axis_group, self._neighbours = axis_group, neighbours
 
     @property
@@ -49,9 +51,12 @@ class PartialGradReducer:
             parameter = parameters_by_name.get(partial.name)
             if parameter is None or not parameter.requires_grad:
                 continue
+            parameter = self._masters.get(parameter, parameter)
             if parameter.grad is None:
                 # Zeros take part: every rank must send an equally long bucket.
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.dtype != parameter.dtype:
+                parameter.grad = parameter.grad.to(parameter.dtype)
             grad = local_tensor(parameter.grad)
             buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
         for (ranks, _), grad_views in buckets.items():

@@ -52,7 +52,7 @@ class Program:
         self.frozen: list[Weight] = []
         """Those that aren't trained."""
         for stage in self.stages:
-            for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True):
+            for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True, masters=stage.masters):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
         self.reader_shares: Sequence[int] = mesh.layout.reader_shares() if mesh is not None else (1,)
         """Share of each reader in the rows of every micro-batch, which dynamic balance changes between steps."""
@@ -195,9 +195,11 @@ class Program:
             self.moving_buffers.restore(buffers_before)
 
     def weights_changed(self) -> None:
-        """Frees weights that were gathered before the ranks' own parts changed outside of an update."""
+        """Frees or renews weights that compute, as the ranks' own parts changed outside of an update."""
         for stage in self.stages:
             reshard_all(stage.module)
+        for weight in (*self.weights, *self.frozen):
+            weight.refresh_compute()
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -80,6 +80,8 @@ class StageModule:
     """The shard of the whole weight that a parameter stands for, by name in the module; absent where it is whole."""
     gradient_syncs: list[Sync] = field(default_factory=list)
     """What sums its gradients, in the order in which it finishes."""
+    masters: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    """Weight that computes to the one that is updated, where these are two (`parallel.compute_copies`)."""
     stage_index: int = 0
     """Its number among all stages."""
     first_layer: int = 0

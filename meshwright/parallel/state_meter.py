@@ -81,6 +81,8 @@ class StateMeter:
     def sample(self) -> None:
         """Looks at the tensors now: called before each unit's forward, after forward, and before the optimizer."""
         gathered, unsharded_gradients = _gathered_tensors(self._units)
+        # A copy that computes, beside the weight that is updated, counts as one that was gathered.
+        gathered += [weight.compute for weight in self._all_weights if weight.compute is not None]
         self.parameters = max(self.parameters, _storage_bytes(gathered))
         local_gradients = [weight.gradient for weight in self._all_weights]
         self.gradients = max(self.gradients, _storage_bytes([*local_gradients, *unsharded_gradients]))

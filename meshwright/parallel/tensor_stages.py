@@ -49,7 +49,8 @@ def split(
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
         partial_grads = [item for item in sharded.partial_grads if not item.name.startswith(expert_prefixes)]
-        stage.gradient_syncs.append(PartialGradReducer(stage.module, partial_grads, axis_group, neighbours))
+        reducer = PartialGradReducer(stage.module, partial_grads, axis_group, neighbours, stage.masters)
+        stage.gradient_syncs.append(reducer)
     if not table.vocabulary or table.headless:
         return None
     return VocabShard(axis_group, *vocabulary_span(table.vocab, axis_group.size, axis_group.index))

@@ -28,6 +28,7 @@ from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
+    "tf32": torch.float32,
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
     **dict.fromkeys(FLOAT8_RECIPES, torch.bfloat16),

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ class Weight:
 
     parameter: nn.Parameter
     shard: LocalShard
+    compute: nn.Parameter | None = None
+    """Its values in the type of compute, which the model reads; None where it reads ``parameter`` itself."""
 
     @property
     def name(self) -> str:
@@ -54,6 +57,17 @@ class Weight:
         """This rank's part of the gradient, or None."""
         grad = self.parameter.grad
         return None if grad is None else local_tensor(grad)
+
+    def widen_gradient(self) -> None:
+        """Gives the gradient the type of the weight."""
+        if self.parameter.grad is not None:
+            self.parameter.grad = self.parameter.grad.to(self.parameter.dtype)
+
+    @torch.no_grad()
+    def refresh_compute(self) -> None:
+        """Gives the copy that computes the present values."""
+        if self.compute is not None:
+            self.compute.copy_(self.parameter)
 
     @property
     def sharded_on(self) -> tuple[str, ...]:
@@ -133,7 +147,11 @@ def as_dtensor_like(reference: torch.Tensor, local: torch.Tensor) -> torch.Tenso
 
 
 def named_weights(
-    module: nn.Module, shards: Mapping[str, LocalShard], copies: int, frozen: bool = False
+    module: nn.Module,
+    shards: Mapping[str, LocalShard],
+    copies: int,
+    frozen: bool = False,
+    masters: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({}),
 ) -> list[Weight]:
     """Returns every trainable parameter of ``module`` once, in the order of definition.
 
@@ -142,16 +160,14 @@ def named_weights(
         shards: for parameters that aren't held whole or have copies of their own, by name in the module.
         copies: ranks of the world that hold a weight which has no entry there.
         frozen: parameters that aren't trained as well.
+        masters: parameter of the module to the one that is updated, where these are two.
     """
     weights = []
     for name, parameter, ((owner, key), *_) in parameter_holders(module):
         if parameter.requires_grad or frozen:
-            weights.append(
-                Weight(
-                    parameter,
-                    shards.get(name) or LocalShard.unsharded(name, unsharded_shape(owner, key, parameter), copies),
-                )
-            )
+            shard = shards.get(name) or LocalShard.unsharded(name, unsharded_shape(owner, key, parameter), copies)
+            master = masters.get(parameter)
+            weights.append(Weight(parameter, shard) if master is None else Weight(master, shard, parameter))
     return weights
 
 

@@ -129,7 +129,8 @@ class StateTraffic:
         self._ep_axis = layout.axis(Mechanics.EXPERTS)
         self._pp_index, self._tp_index = axis_indices[self._pp_axis], axis_indices[self._tp_axis]
         self._ep_index = self._groups.carved(self._ep_axis).ranks.index(rank)
-        self.is_sharded = bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
+        is_gathered = layout.is_mixed_precision and not layout.has_compute_copies
+        self.is_sharded = bool(layout.zero) or is_gathered or layout.offload == "parameters"
         """Whether FSDP units hold the weights."""
 
     @property

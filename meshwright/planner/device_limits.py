@@ -24,12 +24,12 @@ UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_by
 
 
 def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
-    """Returns the job in a layout's precision where that is float64 or has products in float8; else as it is.
+    """Returns the job in a layout's precision where that is float64 or has products in another; else as it is.
 
     Raises:
         PlanError: when the devices have no rate for it.
     """
-    check_float8(layout, cluster)
+    check_products(layout, cluster)
     if job.products or (layout.precision != "float64" and not layout.product_precision):
         return job
     try:
@@ -39,17 +39,18 @@ def job_for(job: PricedJob, layout: Layout, cluster: Cluster) -> PricedJob:
     return dataclasses.replace(job, precision=layout.compute_precision, products=layout.product_precision)
 
 
-def check_float8(layout: Layout, cluster: Cluster) -> None:
-    """Refuses products in float8 on GPUs without them; processor cores emulate them.
+def check_products(layout: Layout, cluster: Cluster) -> None:
+    """Refuses products in float8 or TF32 on devices without them; processor cores emulate float8.
 
     Raises:
         PlanError: with the nearest layout that works.
     """
     dtype, device = layout.product_precision, cluster.device
-    if dtype and device.units and dtype not in device.peak_flops:
+    if dtype and (device.units or dtype == "tf32") and dtype not in device.peak_flops:
+        nearest_precision = "float32" if dtype == "tf32" else "bf16"
         raise PlanError(
             f"precision={layout.precision}: {device.name} has no products in {dtype}; nearest that works: "
-            "precision=bf16"
+            f"precision={nearest_precision}"
         )
 
 

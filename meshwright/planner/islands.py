@@ -9,8 +9,11 @@ and D steps of delay, each fragment's exchange sends
 over B and b of the fragment's own layers. Its ranks stand still for max(0, exchange - min(D, H/F) step): fragments
 start H/F steps apart, and one that takes the link for longer makes the next one wait. Where islands span nodes, the
 seconds of a step in which these wait for each other are the link's own, and hide nothing. No delay hides the device's
-own work: rounding its movement and decoding those of all islands, and on processor cores what these do for the wire,
-as far as they don't stand still anyway. The steps of a round share all of these.
+own work: the outer step, rounding its movement and decoding those of all islands, and on processor cores what these do
+for the wire, as far as they don't stand still anyway. The steps of a round share all of these.
+
+First steps that all islands take as one (`outer.warmup`) wait for the sum of all gradients, an all-reduce of B, each;
+a step's price is the mean over the run, where its length is known.
 Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025), section 2.3.
 """
 
@@ -26,6 +29,7 @@ from meshwright.cluster import traffic
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
 from meshwright.planner.cost.element_bytes import master_bytes
+from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import COMPRESSIONS, Array
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.rounding import RoundingTimes
@@ -36,6 +40,11 @@ from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
 from meshwright.units import format_bytes, format_seconds
+
+UPDATE_ACCESSES = 38.0
+"""Reads and writes of a value in memory that a join makes, beside those of rounding. Counted on `train.outer`: the
+movement 5, its weight and the division 4, distances for the metrics 8, the outer step 11, the weights 2, and 8 where
+bounds are looked at (`train.bounds`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,11 +66,18 @@ class JoinPrice:
     """Seconds that a core itself works for the exchange beside these."""
     rounding_s: float
     """Seconds in which a rank rounds what it sends and decodes what it gets."""
+    update_s: float
+    """Seconds of the outer step, and of what leads up to it."""
+    joint_share: float
+    """Share of the run's steps that all islands take as one."""
+    joint_s: float
+    """Seconds for which a rank waits in each of these for the sum of all islands' gradients."""
 
     @property
     def step_s(self) -> float:
-        """A step's share of what the exchanges of a round expose, and of what they compute."""
-        return self.fragments * (self.exposed_s + self.work_s + self.rounding_s) / self.every
+        """A step's share of what exchanges expose and compute, and of what first steps wait for: its mean over all."""
+        join_s = self.fragments * (self.exposed_s + self.work_s + self.rounding_s + self.update_s) / self.every
+        return (1.0 - self.joint_share) * join_s + self.joint_share * self.joint_s
 
     def note(self, step_s: float, advises: bool = True) -> str:
         """Returns a sentence on what joins send and expose, and what would hide them.
@@ -78,6 +94,8 @@ class JoinPrice:
         delay = math.ceil(self.exchange_s / step_s)
         if advises and self.exposed_s > 0 and delay < self.every:
             sentence += f"; --outer.delay {delay} would hide it behind the steps between"
+        if self.joint_share:
+            sentence += f"; the {self.joint_share:.0%} of steps before wait {format_seconds(self.joint_s)} each"
         return sentence
 
 
@@ -185,6 +203,10 @@ class ExchangePrice:
     """Seconds of them in which the core that computes works for the wire; 0 on devices that compute meanwhile."""
     rounding_s: Array
     """Seconds in which a rank rounds what it sends and decodes what it gets."""
+    update_s: Array
+    """Seconds of the outer step, and of what leads up to it."""
+    joint_s: float
+    """Seconds for which a rank waits for the sum of all gradients, in a step that all islands take as one."""
 
     def join(self, rounds: Rounds, hiding_s: float) -> JoinPrice:
         """Returns what the exchanges cost a rank.
@@ -206,6 +228,9 @@ class ExchangePrice:
             # A core that stands still works for the wire meanwhile.
             work_s=float(np.maximum(0.0, self.core_s - exposed_s).mean()),
             rounding_s=float(self.rounding_s.mean()),
+            update_s=float(self.update_s.mean()),
+            joint_share=rounds.joint_share,
+            joint_s=self.joint_s,
         )
 
 
@@ -240,7 +265,22 @@ def price_exchange(question: Question, layout: Layout) -> ExchangePrice:
     core_s = wire_s * (runtime.reduce_floor if not core_byte_s else 1.0)
     if core_byte_s and nodes > 1:
         core_s = sent_bytes * core_byte_s
-    return ExchangePrice(sent_bytes=sent_bytes, wire_s=wire_s, core_s=core_s, rounding_s=rounding_s)
+    return ExchangePrice(
+        sent_bytes=sent_bytes,
+        wire_s=wire_s,
+        core_s=core_s,
+        rounding_s=rounding_s,
+        update_s=_update_s(question, size),
+        joint_s=float(traffic.all_reduce_s(size.sum(), inside, nodes, fabric, sharing)),
+    )
+
+
+def _update_s(question: Question, size: Array) -> Array:
+    """Returns seconds of the outer step of fragments of ``size: (F,)`` bytes, and of what leads up to it, (F,)."""
+    calibration = question.cluster.calibration
+    if calibration is None or not calibration.has_operation("copy"):
+        return np.asarray(move_s(UPDATE_ACCESSES * size, question.machine.device))
+    return np.asarray(UPDATE_ACCESSES * size / calibration.bandwidth_bytes_per_s(size))
 
 
 def fragment_shares(shape: ModelShape, fragments: int) -> Array:

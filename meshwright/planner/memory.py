@@ -94,7 +94,7 @@ def rest_bytes(layout: Layout, model: ModelParts, rank: int) -> int:
 
 
 def _has_sharded_masters(layout: Layout) -> bool:
-    """Whether FSDP2 holds sharded master weights, separate from the weights that compute."""
+    """Whether master weights are separate from the weights that compute, sharded by FSDP2 or beside their copies."""
     return bool(layout.zero) or layout.is_mixed_precision or layout.offload == "parameters"
 
 
@@ -106,6 +106,7 @@ def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dic
     is_pipelined, zero = np.array(layout.degree(Mechanics.STAGES) > 1), np.array(layout.zero)
     states = MESHWRIGHT.states
     keeps_full_gradients = states.keeps_full_gradients(zero, np.array(layout.microbatches > 1), is_pipelined)
+    is_lone = layout.has_compute_copies and layout.sums_no_gradients and layout.microbatches == 1
     memory = state_bytes(
         states,
         StateElements(
@@ -117,11 +118,15 @@ def _state_bytes_and_formulas(layout: Layout, weights: RankWeights) -> tuple[dic
         keeps_full_gradients=keeps_full_gradients,
         has_masters=has_masters,
         unmixed_bytes=0.0 if layout.is_mixed_precision else master_bytes(layout.precision),
+        is_lone=is_lone,
     )
     shard_formula = "((n - x) / d + x / e)" if weights.experts else "n / d"
+    gradients_formula = "w n" if keeps_full_gradients or not has_masters else f"w {shard_formula}"
+    if is_lone:
+        gradients_formula = "c n"
     return {kind: int(size) for kind, size in memory.items()}, {
         "parameters": gathered_formula,
-        "gradients": "w n" if keeps_full_gradients or not has_masters else f"w {shard_formula}",
+        "gradients": gradients_formula,
         "optimizer": f"3 w {shard_formula}" if has_masters else "2 w n",
     }
 

@@ -58,6 +58,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         learned=sum(step_parts.values()) / sum(unscaled_parts.values()),
         waits_s=sum(unscaled_parts.get(name, 0.0) for name in TRAFFIC),
         flops=question.job.step_flops,
+        join_s=price.parts.get(JOIN, 0.0),
         joules_per_token=candidate.joules_per_token,
     )
 

@@ -280,7 +280,7 @@ class MeasuredTimes:
             input_s=tuple((action_costs.input_s + sends).tolist()),
         )
         makespan_s = simulated_s(self._question.job, layout, action_costs)
-        if calibration.crowd == 1.0:
+        if not calibration.shares_cores:
             return makespan_s
         busy_s = (
             layout.microbatches

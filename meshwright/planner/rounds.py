@@ -34,6 +34,8 @@ class Rounds:
     """Names in `settings` that nobody gave, which a plan may choose where islands are allowed."""
     most_steps: int | None = None
     """Longest round that leaves enough of them in the run, where its steps are known."""
+    joint_share: float = 0.0
+    """Share of the run's steps that all islands take as one, before the first round; 0 where its steps aren't known."""
 
     @property
     def rounded_bytes(self) -> float:

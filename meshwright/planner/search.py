@@ -32,7 +32,9 @@ from meshwright.planner.space import Space, cores, count, expand, leanest, light
 FEASIBILITY_BATCH = 4000
 """Cores whose feasibility is checked at once."""
 EXPANSION_BATCH = 200
-"""Cores that are expanded and priced at once."""
+"""Cores that are expanded and priced at first, before the limit is known; each batch has twice as many as the last."""
+MOST_EXPANDED = 3200
+"""Most cores of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,14 +170,14 @@ class _SearchPass:
         return np.asarray(fits)
 
     def _price_and_offer(self, batch: LayoutBatch) -> Prices:
-        prices = price_many(self._job, batch, self._machine, self._engine, self._fits)
+        prices = price_many(self._job, batch, self._machine, self._engine, self._fits, self._pool.limit)
         self._pool.offer(batch, prices, self._is_first)
         return prices
 
     def _promising_variants(self, all_cores: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
         """Yields the variants of feasible cores by rising bound, until the next bound is above the pool's limit."""
         pool = self._pool
-        order = np.argsort(bounds, kind="stable")
+        order, batch_size = np.argsort(bounds, kind="stable"), EXPANSION_BATCH
         # The limit falls while batches are priced, so it is read again before each of them.
         for start in range(0, len(all_cores), FEASIBILITY_BATCH):
             near = order[start : start + FEASIBILITY_BATCH]
@@ -183,10 +185,12 @@ class _SearchPass:
             if not len(near):
                 return
             near = near[self._select_feasible_cores(all_cores[near])]
-            for offset in range(0, len(near), EXPANSION_BATCH):
-                if bounds[near[offset]] > pool.limit:
+            while len(near):
+                chunk, near = near[:batch_size], near[batch_size:]
+                chunk = chunk[bounds[chunk] <= pool.limit]
+                if not len(chunk):
                     return
-                chunk = near[offset : offset + EXPANSION_BATCH]
+                batch_size = min(2 * batch_size, MOST_EXPANDED)
                 batch = self._expand_below_limit(all_cores[chunk], bounds[chunk])
                 if batch.count:
                     yield batch
@@ -289,7 +293,7 @@ class _BestLayouts:
         self._times = self._times[:0]
 
     def offer(self, batch: LayoutBatch, prices: Prices, is_first: bool) -> None:
-        """Keeps the layouts that fit and are among the best; only layouts that fit have a time.
+        """Keeps the layouts that fit and are among the best; the others' times are 0, or infinite above the limit.
 
         Args:
             batch: N layouts.

@@ -209,11 +209,14 @@ def variants_of_cores(
 ) -> list[tuple[tuple[int, int, int, int], ...]]:
     """Returns `variants` of each of some cores, (n, 7); those with the same degrees and schedule have the same ones."""
     known: dict[tuple[float, ...], tuple[tuple[int, int, int, int], ...]] = {}
+    (experts, fixed_rows), modes = _variant_rules(job, space), _recompute_codes(space)
     of_cores = []
-    for core in core_rows.tolist():
-        key = (*core[:4], core[5])
+    for pp, cp, tp, ep, _, schedule, _ in core_rows.tolist():
+        key = (pp, cp, tp, ep, schedule)
         if key not in known:
-            known[key] = variants(job, space, core)
+            readers = space.devices // int(pp * cp * tp)
+            codes = modes[int(schedule)]
+            known[key] = _cached_variants(readers, int(cp * tp), int(ep), experts, fixed_rows, space.levels, codes)
         of_cores.append(known[key])
     return of_cores
 
@@ -222,14 +225,24 @@ def _data_variants(
     job: PricedJob, space: Space, readers: int, block: int, ep: int, modes: Sequence[str]
 ) -> tuple[tuple[int, int, int, int], ...]:
     """Returns the variants of cores with ``readers`` readers of ``block`` ranks (cp x tp) each."""
+    experts, fixed_rows = _variant_rules(job, space)
+    codes = tuple(RECOMPUTES.index(mode) for mode in modes)
+    return _cached_variants(readers, block, ep, experts, fixed_rows, space.levels, codes)
+
+
+def _variant_rules(job: PricedJob, space: Space) -> tuple[int, tuple[int, int, int, int]]:
+    """Returns the experts whose number limits their shards, 0 for none, and `_fixed_copies_and_shards`."""
     fixed_rows = _fixed_copies_and_shards(tuple(space.fixed.items()))
     if fixed_rows[2:] == (0, 1) and not space.allows(SHARDS):
         fixed_rows = (*fixed_rows[:2], 1, 1)
     # More ranks than experts to shard are a waste that nobody would search for, and run where both degrees are given.
     is_given = space.given("ep") is not None and space.given(SHARDS) is not None
-    experts = 0 if is_given else job.shape.experts
-    codes = tuple(RECOMPUTES.index(mode) for mode in modes)
-    return _cached_variants(readers, block, ep, experts, fixed_rows, space.levels, codes)
+    return 0 if is_given else job.shape.experts, fixed_rows
+
+
+def _recompute_codes(space: Space) -> list[tuple[int, ...]]:
+    """Returns the indices into `RECOMPUTES` that each schedule allows, by its code."""
+    return [tuple(RECOMPUTES.index(mode) for mode in space.recomputes_under(name)) for name in schedule_names()]
 
 
 @lru_cache(maxsize=64)

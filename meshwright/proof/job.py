@@ -34,9 +34,18 @@ from meshwright.parallel.build import check
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.proof.compare import part_error, relative, scales
 from meshwright.proof.masks import Masks
-from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainRows, PlainSchedule, train_job
+from meshwright.proof.plain_job import (
+    PlainAdaScale,
+    PlainBatch,
+    PlainJob,
+    PlainOptimizer,
+    PlainRows,
+    PlainSchedule,
+    train_job,
+)
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
+from meshwright.train.config import OptimizerConfig
 from meshwright.train.hooks import Request, StepInfo
 from meshwright.train.model_analysis import analyse_model, check_shapes
 from meshwright.train.run_config import RunConfig
@@ -48,6 +57,8 @@ STEPS = 6
 """Optimizer steps of a proof, half of them under each layout."""
 WARMUP = 2
 """Of those, steps with a rising rate."""
+NOISE_EVERY = 2
+"""Steps between two measurements of the noise that rates follow, where they do."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +99,7 @@ class JobVerdict:
         return plain
 
 
-def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
+def scaled_config(config: RunConfig, steps: int = STEPS, rows: int | None = None) -> RunConfig:
     """Returns a run's config for a proof: its own text, rows, length, optimizer and loss; a schedule of few steps.
 
     The schedule keeps its shape, floor and share of decay, so that a few steps see it rise and fall. The run stops a
@@ -97,19 +108,31 @@ def scaled_config(config: RunConfig, steps: int = STEPS) -> RunConfig:
     Args:
         config: of the run.
         steps: optimizer steps of the proof; even.
+        rows: of its global batch; those of the run when None.
     """
-    half, rows = steps // 2, config.train.batch
-    warmup = min(WARMUP, steps - 1) if config.schedule.warmup_steps(config.train.steps) else 0
+    half, rows, train, optimizer = steps // 2, rows or config.train.batch, config.train, config.optimizer
+    warmup = min(WARMUP, steps - 1) if config.schedule.warmup_steps(train.steps) else 0
+    train = dataclasses.replace(train, steps=steps + 1, batch=rows, sample="", sample_tokens=0)
+    if optimizer.follows_noise:
+        optimizer = dataclasses.replace(optimizer, lr_batch=max(1, rows * optimizer.lr_batch // config.train.batch))
+        # Steps count by their gain: as many of the proof's as there may be before the run is over.
+        train = dataclasses.replace(train, steps=steps * _most_gain(rows, optimizer) + 1, noise_scale=NOISE_EVERY)
     return dataclasses.replace(
         config,
         trials=0,
-        train=dataclasses.replace(config.train, steps=steps + 1, sample="", sample_tokens=0),
+        train=train,
+        optimizer=optimizer,
         schedule=dataclasses.replace(config.schedule, warmup=warmup),
         evaluation=dataclasses.replace(config.evaluation, every=half, rows=evaluation_rows(rows)),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, mirror=""),
         recovery=dataclasses.replace(config.recovery, enabled=False, faults="", on_sick="skip", spike=0.0),
         monitor=config.monitor.without_output(),
     )
+
+
+def _most_gain(rows: int, optimizer: OptimizerConfig) -> int:
+    """Returns the most steps of the schedule that a step of ``rows`` rows counts as."""
+    return -(-rows // optimizer.lr_batch) if optimizer.follows_noise else 1
 
 
 def evaluation_rows(rows: int) -> int:
@@ -158,7 +181,8 @@ def verify_job(
 
 
 def _steps(case: JobCase) -> int:
-    return case.config.train.steps - 1
+    train = case.config.train
+    return (train.steps - 1) // _most_gain(train.batch, case.config.optimizer)
 
 
 R = TypeVar("R")
@@ -256,6 +280,14 @@ def _plain_job(case: JobCase) -> PlainJob:
             clip=optimizer.clip,
             largest_norm=config.recovery.largest_norm,
         ),
+        adascale=PlainAdaScale(
+            base_rows=optimizer.lr_batch,
+            rows=config.train.batch,
+            every=config.train.noise_scale,
+            takes_root=optimizer.lr_rule == "adascale_sqrt",
+        )
+        if optimizer.follows_noise
+        else None,
         steps=steps,
         evaluate=(steps // 2, steps),
         evaluation_rows=config.evaluation.rows,

@@ -24,6 +24,7 @@ from meshwright.parallel.document_attention import document_bounds
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import without_checkpoints
 from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.tf32 import use_tf32
 from meshwright.proof.case import Case
 from meshwright.proof.compare import EXACT
 from meshwright.proof.masks import Masks
@@ -38,10 +39,12 @@ Span = tuple[int, int]
 """First row, and one more than the last."""
 SEED = 0
 """Of the random numbers in forward: dropout's."""
-COMPUTE = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16} | dict.fromkeys(
-    FLOAT8_RECIPES, torch.bfloat16
-)
-"""Type of forward and backward by precision, outside of products in float8."""
+COMPUTE = {
+    **dict.fromkeys(("float32", "tf32"), torch.float32),
+    **dict.fromkeys(("bf16", *FLOAT8_RECIPES), torch.bfloat16),
+    "fp16": torch.float16,
+}
+"""Type of forward and backward by precision, outside of products in another."""
 SCALES = tuple(2.0**power for power in range(16, -1, -1))
 """Loss scales of fp16, tried in turn as a scaler halves them; the first is that of `train.scaler`."""
 
@@ -149,6 +152,8 @@ def _add_rounding_errors(
         module, low = device.start(wide=False), (COMPUTE[precision], scale, shake)
         if precision in FLOAT8_RECIPES:
             device.convert_to_float8(module, FLOAT8_RECIPES[precision])
+        if precision == "tf32":
+            use_tf32(module)
         traces = device.train_islands(module, calls, *low) if len(calls) > 1 else [device.train(module, *low)]
         if fault := _nonfinite_reason(traces):
             return fault

@@ -185,6 +185,44 @@ class PlainOptimizer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class PlainAdaScale:
+    """AdaScale as its paper writes it (Johnson et al. 2020, algorithm 1), with the noise measured now and then.
+
+    One row in eight (one of a smaller batch) is a batch of its own. Two sizes of batches give mean and variance of a
+    row's gradient: E |g_n|^2 = mu^2 + sigma^2 / n. Expectations are means of the last 50 measurements.
+    """
+
+    base_rows: int
+    """Rows of the batch that the rate and the schedule are for."""
+    rows: int
+    """Rows of the batch."""
+    every: int
+    """Steps between measurements."""
+    takes_root: bool
+    """Whether the rate grows by the root of the gain."""
+
+    def gain(self, measured: list[tuple[float, float]]) -> tuple[float, float]:
+        """Returns r_t from (mu^2, sigma^2) of each measurement so far, and the factor on the rate; 1 before the first.
+
+        With sigma^2 / B1 the variance of a batch of B1 = ``base_rows`` rows, which is S times that of B = ``rows``.
+        """
+        if not measured:
+            return 1.0, 1.0
+        mean = max(0.0, math.fsum(one for one, _ in measured[-50:]) / len(measured[-50:]))
+        variance = max(0.0, math.fsum(one for _, one in measured[-50:]) / len(measured[-50:])) / self.base_rows
+        scale = self.rows / self.base_rows
+        ratio = (variance + mean) / (variance / scale + mean) if variance else 1.0
+        return ratio, math.sqrt(ratio) if self.takes_root else ratio
+
+    def measure(self, small: tuple[float, int], large: tuple[float, int]) -> tuple[float, float]:
+        """Returns (mu^2, sigma^2) of a row from (gradient norm, targets) of the small batch and of the large one."""
+        small_rows = self.rows * small[1] / large[1]
+        # Two equations: mu^2 + sigma^2 / n = |g_n|^2.
+        variance = (small[0] ** 2 - large[0] ** 2) / (1 / small_rows - 1 / self.rows)
+        return large[0] ** 2 - variance / self.rows, variance
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PlainJob:
     """What is trained, on what."""
 
@@ -197,6 +235,8 @@ class PlainJob:
     """After these steps the validation loss is taken."""
     evaluation_rows: int
     """Windows of the text that isn't trained on."""
+    adascale: PlainAdaScale | None = None
+    """How rates follow the noise of gradients; None where the schedule alone gives them."""
 
 
 Forward = Callable[[nn.Module, PlainBatch, int], torch.Tensor]
@@ -226,6 +266,8 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
     )
     lists = ("losses", "norms", "rates", "tokens", "totals", "accuracies")
     records: dict[str, Any] = {"validation": {}} | {name: [] for name in lists}
+    measured: list[tuple[float, float]] = []
+    scaled_steps = 0.0
     for step in range(job.steps):
         batch = job.rows.batch(step)
         optimizer.zero_grad(set_to_none=True)
@@ -236,13 +278,19 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         parameters = [parameter for _, parameter in trained]
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
+        gain, rate_factor = job.adascale.gain(measured) if job.adascale is not None else (1.0, 1.0)
+        rate = rate_factor * job.schedule.rate(math.floor(scaled_steps))
+        scaled_steps += gain
+        if job.adascale is not None and (step + 1) % job.adascale.every == 0:
+            small = _norm_of_part(module, forward, batch, step)
+            measured.append(job.adascale.measure(small, (float(norm), int((batch.targets != IGNORED).sum()))))
         for group in optimizer.param_groups:
-            group["lr"] = job.schedule.rate(step)
+            group["lr"] = rate
         if not config.largest_norm or float(norm) <= config.largest_norm:
             optimizer.step()
         records["losses"].append(loss.item())
         records["norms"].append(float(norm))
-        records["rates"].append(job.schedule.rate(step))
+        records["rates"].append(rate)
         records["tokens"].append(int((batch.targets != IGNORED).sum()))
         records["totals"].append(sum(records["tokens"]))
         records["accuracies"].append(_hits(logits, batch.targets) / max(1, records["tokens"][-1]))
@@ -255,6 +303,19 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         for moment in ("exp_avg", "exp_avg_sq"):
             state[f"{moment}/{name}"] = moments[moment].clone() if moments else torch.zeros_like(parameter)
     return records | {"state": state}
+
+
+def _norm_of_part(module: nn.Module, forward: Forward, batch: PlainBatch, step: int) -> tuple[float, int]:
+    """Returns the norm of the mean gradient of every eighth row of a batch, of fewer rows of its first; its targets."""
+    targets = torch.full_like(batch.targets, IGNORED)
+    chosen = range(0, len(targets), min(8, len(targets)))
+    for row in chosen:
+        targets[row] = batch.targets[row]
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    loss = _mean_loss(forward(module, batch, step), targets)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    squares = sum(float(gradient.square().sum()) for gradient in gradients if gradient is not None)
+    return math.sqrt(squares), int((targets != IGNORED).sum())
 
 
 def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -51,11 +51,16 @@ from meshwright.proof.compare import TINY_SHARE, Deviation, largest, part_error,
 from meshwright.proof.reference import Trace
 from meshwright.spec.layout import FLOAT8_RECIPES
 
-UNITS = {"float32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11} | dict.fromkeys(FLOAT8_RECIPES, 2.0**-8)
+UNITS = {
+    "float32": 2.0**-24,
+    **dict.fromkeys(("tf32", "fp16"), 2.0**-11),
+    **dict.fromkeys(("bf16", *FLOAT8_RECIPES), 2.0**-8),
+}
 """Unit roundoff by precision: half the distance from 1 to the next number. Source: Higham, section 2.1.
 
-With products in float8 weights, activations and results are rounded to bf16, and that is what u and the draws round;
-the operands' rounding to 8 bits (unit 2^-4) is in e, since the plain device computes its products so."""
+In tf32 it is that of the operands of products. With products in float8 weights, activations and results are rounded to
+bf16, and that is what u and the draws round; the operands' rounding to 8 bits (unit 2^-4) is in e, since the plain
+device computes its products so."""
 FACTOR, LARGEST, LATER = 2.5, 5.0, 2.0
 """Factors on the plain device's error: on the whole, in the largest entry, and on both after the first step."""
 PRIOR = 32

@@ -39,7 +39,7 @@ from meshwright.spec.layout_choices import BatchShares, LossChunk, Recompute, St
 
 FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 """Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
-PRECISIONS = ("float32", "float64", "bf16", "fp16", *FLOAT8_RECIPES)
+PRECISIONS = ("float32", "float64", "tf32", "bf16", "fp16", *FLOAT8_RECIPES)
 OFFLOADS = ("none", "optimizer", "parameters")
 ATTENTIONS = ("heads", "gather", "ring")
 """Ways in which ``cp`` computes attention."""
@@ -83,8 +83,9 @@ class Layout:
     """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
     ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced."""
     precision: str = "float32"
-    """``float32``, ``float64``; ``bf16`` or ``fp16``: compute in it over float32 master weights and reductions; ``fp8``
-    or ``fp8_rowwise``: as ``bf16``, with the layers' products of matrices in float8, scaled by tensor or by row."""
+    """``float32``, ``float64``; ``tf32``: float32 with products of matrices that GPUs round to TF32; ``bf16`` or
+    ``fp16``: compute in it over float32 master weights and reductions; ``fp8`` or ``fp8_rowwise``: as ``bf16``, with
+    the layers' products of matrices in float8, scaled by tensor or by row."""
     offload: str = "none"
     """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
     compile: bool = False
@@ -276,11 +277,30 @@ class Layout:
     @property
     def compute_precision(self) -> str:
         """Data type of gathered weights and activations."""
+        if self.precision == "tf32":
+            return "float32"
         return "bf16" if self.precision in FLOAT8_RECIPES else self.precision
 
     @property
+    def has_compute_copies(self) -> bool:
+        """Whether each rank keeps all of its weights in the type of compute, beside their masters.
+
+        The masters are whole and on the device, no schedule frees the weights of a stage, and gradients are summed
+        exactly: rounded ones travel by FSDP unit.
+        """
+        rests = self.zero == 0 and self.offload != "parameters" and self.degree(Mechanics.STAGES) == 1
+        return self.is_mixed_precision and rests and not self.compress
+
+    @property
+    def sums_no_gradients(self) -> bool:
+        """Whether no axis has ranks that read other data than their peers and so sum gradients with them."""
+        return all(self.degree(axis) == 1 for axis in gradient_axes(()))
+
+    @property
     def product_precision(self) -> str:
-        """Data type of the layers' products of matrices where it differs from `compute_precision`; else empty."""
+        """Data type of products of matrices where it differs from `compute_precision`; else empty."""
+        if self.precision == "tf32":
+            return "tf32"
         return "fp8" if self.precision in FLOAT8_RECIPES else ""
 
     def degree(self, axis: str | Mechanics) -> int:

@@ -66,6 +66,8 @@ class Prediction:
     """Seconds of a step for which a rank waits for traffic, as priced before that correction."""
     flops: float = 0.0
     """Model FLOPs of a step on all ranks, by which later plans know a run of like size; 0 where time wasn't priced."""
+    join_s: float = 0.0
+    """Seconds of a step beside these for joins of islands, and first steps as one: the mean over the run."""
     joules_per_token: float | None = None
     """Energy of all devices at their power under load over the step's tokens; None where no power is known."""
 

@@ -1,3 +1,4 @@
+# long: settings of the loop, of which each class is short
 """Settings of the loop: optimizer, learning rate, evaluation."""
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ class OptimizerConfig(Config):
     lr_batch: int = 0
     """Rows of the global batch that ``lr`` was found for: the peak is scaled from them to ``train.batch`` as
     ``lr_rule`` says; 0 takes ``lr`` as it is."""
-    lr_rule: Literal["sqrt", "linear"] = "sqrt"
-    """How a peak grows with the batch: by the square root, for Adam (Malladi et al. 2022), or linearly, as for SGD
-    (Goyal et al. 2017); either holds up to the noise scale (docs/large-runs.md)."""
+    lr_rule: Literal["sqrt", "linear", "adascale", "adascale_sqrt"] = "sqrt"
+    """How a rate grows with the batch: by the square root, for Adam (Malladi et al. 2022), or linearly, as for SGD
+    (Goyal et al. 2017), either of which holds up to the noise scale; ``adascale``: by the gain that the measured
+    ``train.noise_scale`` gives (Johnson et al. 2020), or its root, and ``train.steps`` are then steps of ``lr_batch``
+    rows (docs/large-runs.md)."""
     beta1: float = 0.9
     """Decay of the mean of gradients."""
     beta2: float = 0.95
@@ -44,10 +47,15 @@ class OptimizerConfig(Config):
 
     def peak(self, batch: int) -> float:
         """Returns the peak learning rate of a run whose global batch has ``batch`` rows."""
-        if not self.lr_batch:
+        if not self.lr_batch or self.follows_noise:
             return self.lr
         ratio = batch / self.lr_batch
         return self.lr * (ratio if self.lr_rule == "linear" else ratio**0.5)
+
+    @property
+    def follows_noise(self) -> bool:
+        """Whether rates follow the measured noise of gradients (`train.rate`)."""
+        return self.lr_rule in ("adascale", "adascale_sqrt")
 
     def check(self) -> None:
         """Refuses values for which AdamW isn't defined."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 import torch
 
 from meshwright.errors import ConfigError, PlanError
+from meshwright.json_types import JsonObject
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import IGNORED
@@ -90,6 +91,14 @@ class NoiseScale:
         self._every, self._rows = every, rows
         self._pairs: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
+    @property
+    def means(self) -> tuple[float, float] | None:
+        """Means of |G|^2 and S over the window; None before the first measurement."""
+        if not self._pairs:
+            return None
+        signal, variance = (sum(values) / len(self._pairs) for values in zip(*self._pairs))
+        return signal, variance
+
     def is_due(self, step: int) -> bool:
         """Returns whether the step after ``step`` steps is measured."""
         return self._every > 0 and (step + 1) % self._every == 0
@@ -109,7 +118,17 @@ class NoiseScale:
         signal = (rows * norm**2 - small_rows * small_norm**2) / (rows - small_rows)  # |G|^2
         variance = (small_norm**2 - norm**2) / (1 / small_rows - 1 / rows)  # S
         self._pairs.append((signal, variance))
-        signals, variances = (sum(values) / len(self._pairs) for values in zip(*self._pairs))
+        assert self.means is not None
+        mean_signal, mean_variance = self.means
         scalars = {"noise/signal": signal, "noise/variance": variance}
         # Few measurements may sum to a negative signal, which is no scale yet.
-        return scalars | ({"noise/scale_rows": variances / signals} if signals > 0 else {})
+        return scalars | ({"noise/scale_rows": mean_variance / mean_signal} if mean_signal > 0 else {})
+
+    def state(self) -> JsonObject:
+        """Returns what a checkpoint holds of it; nothing where nothing is measured."""
+        return {"noise": [list(pair) for pair in self._pairs]} if self._every else {}
+
+    def restore(self, values: JsonObject) -> None:
+        """Restores what `state` returned, from among a checkpoint's plain values."""
+        self._pairs.clear()
+        self._pairs.extend((float(signal), float(variance)) for signal, variance in values.get("noise", ()))

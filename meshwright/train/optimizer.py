@@ -1,4 +1,7 @@
-"""AdamW over this rank's local shards: plain tensors, whatever mesh or placement the weights have."""
+"""AdamW over this rank's local shards: plain tensors, whatever mesh or placement the weights have.
+
+On a GPU one kernel of Triton updates all of them (`parallel.triton_kernels.adamw`), else torch's own kernels do.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +13,9 @@ from torch import nn
 
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
+from meshwright.parallel.triton_kernels import load_kernels
 from meshwright.parallel.weights import Weight
-from meshwright.torch_compat.tensors import foreach_mul_
+from meshwright.torch_compat.tensors import foreach_copy_, foreach_mul_
 from meshwright.train.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -43,7 +47,8 @@ class LocalAdamW:
     """Runs torch's AdamW on local shards.
 
     The optimizer sees plain tensors that share storage with the weights' local shards, so fused kernels run on any mix
-    of meshes; the step's factor on gradients (normalisation, unscaling, clipping) is folded into the kernel.
+    of meshes; the step's factor on gradients (normalisation, unscaling, clipping) is folded into the kernel. It keeps
+    up the copies of weights that compute in another type (`Weight.compute`).
 
     Args:
         weights: all weights of this rank.
@@ -65,6 +70,7 @@ class LocalAdamW:
             weight.name: parameter for weight, parameter in zip(self._local_weights, self._parameters)
         }
         decays = [config.decay == "all" or len(weight.shape) >= 2 for weight in self._local_weights]
+        self._decays = decays
         groups: list[dict[str, object]] = []
         # torch's AdamW has one weight decay for each parameter group.
         for decays_group, decay in ((True, config.weight_decay), (False, 0.0)):
@@ -81,6 +87,14 @@ class LocalAdamW:
             fused=config.implementation == "fused",
             foreach=config.implementation == "foreach",
         )
+        self._kernels: Any = load_kernels("adamw") if self._fits_kernels() else None
+        self._update: Any = None
+        """The kernel's table of tensors, made by the first update."""
+
+    def _fits_kernels(self) -> bool:
+        """Returns whether the kernel of Triton can run the updates: on a GPU, of float32 shards."""
+        is_wide = all(weight.local.is_cuda and weight.local.dtype == torch.float32 for weight in self._local_weights)
+        return self.config.implementation == "fused" and not self._on_host and bool(self._local_weights) and is_wide
 
     def _make_parameter(self, weight: Weight) -> nn.Parameter:
         shard = weight.local
@@ -102,12 +116,16 @@ class LocalAdamW:
         """
         while self._pending_copies:
             self._pending_copies.pop().wait()  # on the current device's stream: the weights may lie in host memory
+        if self._kernels is not None:
+            self._run_own_kernel(lr, factor)
+            return
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         if self._on_host:
             factor = self._fetch_gradients(factor)
         else:
             for parameter, weight in zip(self._parameters, self._local_weights):
+                weight.widen_gradient()
                 parameter.grad = weight.gradient
         for parameter in self._idle:
             parameter.grad = torch.zeros_like(parameter)
@@ -118,6 +136,33 @@ class LocalAdamW:
             for weight, parameter in zip(self._local_weights, self._parameters):
                 # Back to the device on the current stream, ahead of the next forward.
                 weight.local.copy_(parameter, non_blocking=True)
+        copies = [(weight.compute, weight.local) for weight in self._local_weights if weight.compute is not None]
+        if copies:
+            with torch.no_grad():
+                foreach_copy_(*zip(*copies))
+
+    def _run_own_kernel(self, lr: float, factor: torch.Tensor) -> None:
+        """Runs the update by one kernel, which reads gradients in either type and writes the copies that compute."""
+        self._update = self._update or self._make_update()
+        gradients = [weight.gradient for weight in self._local_weights]
+        # Every weight has one: `step.fill_missing`.
+        self._update.run([grad.contiguous() for grad in gradients if grad is not None], lr, factor)
+
+    def _make_update(self) -> Any:
+        """Returns the kernel's table of all tensors (`parallel.triton_kernels.adamw.Update`)."""
+        states = [self._begun_state(parameter) for parameter in self._parameters]
+        tensors = [
+            self._kernels.Tensors(
+                weight=weight.local,
+                exp_avg=state["exp_avg"],
+                exp_avg_sq=state["exp_avg_sq"],
+                copy=weight.compute.detach() if weight.compute is not None else None,
+                decays=decays,
+            )
+            for weight, state, decays in zip(self._local_weights, states, self._decays)
+        ]
+        betas, decay = (self.config.beta1, self.config.beta2), self.config.weight_decay
+        return self._kernels.Update(tensors, states[0]["step"], betas, self.config.eps, decay)
 
     def _fetch_gradients(self, factor: torch.Tensor) -> torch.Tensor:
         """Copies the local gradients to pinned host buffers and waits; returns the factor, () float64 on the CPU."""
@@ -181,7 +226,13 @@ class LocalAdamW:
         if not state:
             # Where torch's own AdamW keeps the step counter: fused kernels read it on the device.
             step_device = parameter.device if self.config.implementation == "fused" else torch.device("cpu")
-            state["step"] = torch.zeros((), dtype=torch.float32, device=step_device)
+            # Our own kernel counts the updates of all in the first one's.
+            is_shared = self._kernels is not None and parameter is not self._parameters[0]
+            state["step"] = (
+                self._begun_state(self._parameters[0])["step"]
+                if is_shared
+                else torch.zeros((), dtype=torch.float32, device=step_device)
+            )
             for name in MOMENTS:
                 state[name] = torch.zeros_like(parameter)
         return state

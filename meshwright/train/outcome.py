@@ -26,7 +26,8 @@ class TrainOutcome:
     damage: Damage | None = None
     """The damage of the state for which these ranks ended; None without one."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of the held-out text at the end: ``validation_loss``, ``accuracy``, ``bits_per_byte``; empty where it wasn't."""
+    """Of the held-out text at the end: ``validation_loss``, ``accuracy``, ``bits_per_byte``; and ``scaled_steps``, the
+    steps of `optimizer.lr_batch` rows that all were worth; what there was none of is left out."""
 
     def to_json(self) -> dict[str, Any]:
         """Returns a finished or interrupted run's plain values."""

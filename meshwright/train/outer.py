@@ -106,6 +106,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
+        for weight in self._weights:
+            weight.widen_gradient()
         gradients_or_none = (weight.gradient for weight in self._weights)
         present = [gradient for gradient in gradients_or_none if gradient is not None and gradient.numel()]
         sizes, dtypes = [gradient.nbytes for gradient in present], [gradient.dtype for gradient in present]
@@ -199,6 +201,7 @@ class OuterOptimizer:
                 self._average_all()
                 for weight, start in zip(self._weights, self._start_views):
                     weight.local.copy_(start)
+            self._program.weights_changed()
             self._on_change()
         return merge_reports(reports)
 

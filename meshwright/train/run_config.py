@@ -84,6 +84,7 @@ class RunConfig(Config):
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
             )
+        self._check_noise()
         if self.recovery.on_device_error == "drain" and not (self.recovery.enabled and self.monitor.health_s):
             raise ConfigError(
                 "recovery.on_device_error = drain needs monitor.health_s, as --monitor.health-s 10, which samples the "
@@ -100,3 +101,22 @@ class RunConfig(Config):
             raise ConfigError(f"trials = {self.trials}: it is 0 or more, and chooses among layouts with layout = auto")
         if self.devices is not None and self.devices < 1:
             raise ConfigError(f"devices = {self.devices}: at least one rank is needed")
+
+    def _check_noise(self) -> None:
+        """Refuses rates that follow the noise of gradients where it isn't measured, or a step has no gain."""
+        optimizer, train = self.optimizer, self.train
+        if not optimizer.follows_noise:
+            return
+        named = f"optimizer.lr_rule = {optimizer.lr_rule}"
+        if not train.noise_scale:
+            raise ConfigError(f"{named} needs train.noise_scale, as --train.noise-scale 10, which measures the noise")
+        if train.batch < optimizer.lr_batch:
+            raise ConfigError(
+                f"{named} takes a rate from few rows to more, and train.batch = {train.batch} is less than "
+                f"optimizer.lr_batch = {optimizer.lr_batch}; take lr_rule = sqrt or linear, which go both ways"
+            )
+        if self.outer.meet:
+            raise ConfigError(
+                f"{named} would have each site of {self.outer.meet} end after other steps than the others; take "
+                "lr_rule = sqrt or linear"
+            )

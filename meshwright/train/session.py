@@ -41,6 +41,7 @@ from meshwright.parallel.context import local_tokens
 from meshwright.parallel.head_cut import HeadInput
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import ModelSource
+from meshwright.parallel.peak_memory import forget_peak
 from meshwright.parallel.peak_rate import measure_peak
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
@@ -202,6 +203,7 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         moving=tuple(buffer.name for buffer in trial.moving),
         fill=model.tensor if filled else _no_values,
         fill_buffers=model.fill_buffers,
+        keeps_copies=True,
         random=may_draw(model) and not layout.compile,
         ties=model.structure.ties,
         table=facts.table,
@@ -218,11 +220,23 @@ def _progress_path(context: RankContext, job: TrainJob) -> Path:
     return job.run_dir / (PROGRESS if context.nodes == 1 else f"{socket.gethostname()}-{PROGRESS}")
 
 
-def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device) -> float:
-    """Returns the FLOP/s of all ranks' matrix products, measured on all at once, or as the previous ranks did."""
+def _local_peak_flops(job: TrainJob, device: torch.device) -> float | None:
+    """Returns the FLOP/s of this rank's matrix products, measured on all at once; None where previous ranks did.
+
+    Measured before anything else is on the device, whose memory of that is no part of what the run has used.
+    """
     if job.memory is not None and job.memory.peak_flops is not None:
+        return None
+    best = max(measure_peak(device, dtype) for dtype in {DTYPES[job.plan.layout.precision], torch.float32})
+    forget_peak()
+    return best
+
+
+def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device, local_best: float | None) -> float:
+    """Returns the FLOP/s of all ranks' matrix products."""
+    if local_best is None:
+        assert job.memory is not None and job.memory.peak_flops is not None
         return job.memory.peak_flops * job.plan.layout.world
-    local_best = max(measure_peak(device, dtype) for dtype in {DTYPES[job.plan.layout.precision], torch.float32})
     local_rate = torch.tensor([local_best], dtype=torch.float64, device=device)
     return float(stepper.world_sum(local_rate))
 
@@ -265,6 +279,7 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout, device = job.config, job.plan.layout, torch.device(context.device)
+    local_peak_flops = _local_peak_flops(job, device)
     filled = job.memory is None or job.memory.state is None
     program = build_program(job.model, job.plan, device, job.analysis, filled, _wire_options(context, config))
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
@@ -303,7 +318,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
         stop_asked=context.stop,
         flops_per_token=job.flops_per_token,
         hooks=job.hooks,
-        peak_flops=_peak_flops(job, stepper, device),
+        peak_flops=_peak_flops(job, stepper, device, local_peak_flops),
         data_sheet_flops=_data_sheet_flops(job.plan.layout, stepper, device),
         memory=memory,
         faults=faults,

@@ -161,6 +161,7 @@ def adopt_values(
     if program.error_feedback is not None:
         program.error_feedback.restored()
     optimizer.restored(int(values["updates"]))
+    program.weights_changed()
     scaler.restore(dict(values["scaler"]))
     return values
 

@@ -99,21 +99,21 @@ def squared_norm(shards: Iterable[tuple[Weight, torch.Tensor]], device: torch.de
         shards: weights with a tensor each of the shape of the weight's local part, on ``device``.
         device: of the result.
     """
-    by_copies: dict[int, list[torch.Tensor]] = {}
+    by_copies: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
     for weight, shard in shards:
         if not shard.numel():
             continue
         boxes = weight.boxes
         # The common case: the whole local shard has one replication factor.
         if len({box.copies for box in boxes}) == 1:
-            by_copies.setdefault(boxes[0].copies, []).append(shard)
+            by_copies.setdefault((boxes[0].copies, shard.dtype), []).append(shard)
             continue
         for box in boxes:
-            by_copies.setdefault(box.copies, []).append(view_box(shard, box.local_box).contiguous())
+            by_copies.setdefault((box.copies, shard.dtype), []).append(view_box(shard, box.local_box).contiguous())
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for copies, views in by_copies.items():
+    for (copies, dtype), views in by_copies.items():
         # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
-        norms = torch.stack(foreach_norm(views, 2))
+        norms = torch.stack(foreach_norm(views, 2, dtype=torch.promote_types(dtype, torch.float32)))
         total += norms.to(torch.float64).square().sum() / copies
     return total
 

@@ -11,7 +11,7 @@ from meshwright.train.launched_step import Clocks, LaunchedStep
 from meshwright.train.memory import CUT_SHARE
 from meshwright.train.noise_scale import NoiseScale, small_batch
 from meshwright.train.rank_progress import RankProgress
-from meshwright.train.rate import learning_rate
+from meshwright.train.rate import RateSchedule
 from meshwright.train.step import StepOutcome
 from meshwright.train.trainer_deps import TrainerDeps
 
@@ -22,12 +22,16 @@ class StepLauncher:
     Args:
         deps: of the trainer.
         noise: of the run; says in which steps it is measured.
+        rates: of the run.
         position: of this rank, which is told.
         stamp: reports the progress of a step.
     """
 
-    def __init__(self, deps: TrainerDeps, noise: NoiseScale, position: RankProgress, stamp: Stamp) -> None:
-        self._deps, self._noise, self._position, self._stamp = deps, noise, position, stamp
+    def __init__(
+        self, deps: TrainerDeps, noise: NoiseScale, rates: RateSchedule, position: RankProgress, stamp: Stamp
+    ) -> None:
+        self._deps, self._noise, self._rates = deps, noise, rates
+        self._position, self._stamp = position, stamp
         self._batches: Sequence[MicroBatch] | None = None
         """Of a step that was abandoned; None where the next ones are to be read."""
 
@@ -42,7 +46,7 @@ class StepLauncher:
         Raises:
             StepAbandoned: by ``limits``; no weight is updated then.
         """
-        deps, config = self._deps, self._deps.config
+        deps = self._deps
         started = Clocks.now()
         self._position.begin_step()
         self._stamp.phase("data", 0)
@@ -50,7 +54,7 @@ class StepLauncher:
         # Batches are read in order: those of an abandoned step are kept for its second run.
         self._batches = batches = self._batches or deps.feed.micro_batches(data_step)
         deps.program.step_timer.lap("data")
-        rate = learning_rate(step, config.train.steps, config.optimizer.peak(config.train.batch), config.schedule)
+        rate = self._rates.rate(step)
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE

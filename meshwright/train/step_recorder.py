@@ -10,6 +10,7 @@ from meshwright.json_types import JsonObject
 from meshwright.parallel.peak_memory import peak_bytes
 from meshwright.train.launched_step import Clocks, LaunchedStep
 from meshwright.train.noise_scale import NoiseScale
+from meshwright.train.rate import RateSchedule
 from meshwright.train.step import StepOutcome
 from meshwright.train.trainer_deps import TrainerDeps
 
@@ -23,10 +24,11 @@ class StepRecorder:
     Args:
         deps: of the trainer.
         noise: of the run; takes in what was measured.
+        rates: of the run; follow it.
     """
 
-    def __init__(self, deps: TrainerDeps, noise: NoiseScale) -> None:
-        self._deps, self._noise = deps, noise
+    def __init__(self, deps: TrainerDeps, noise: NoiseScale, rates: RateSchedule) -> None:
+        self._deps, self._noise, self._rates = deps, noise, rates
         self._recorded_at = Clocks.now()
         self.state_bytes: dict[str, int] = {}
         """This rank's bytes of state by kind, as far as they were measured."""
@@ -87,9 +89,18 @@ class StepRecorder:
             processor_s={"thread": spent.thread, "rank": spent.process},
             outer=joined,
         )
-        if launched.part is None:
-            return record
-        scalars = self._noise.observe(launched.part, (values["grad_norm"], values["targets"]))
+        return record if launched.part is None else self._with_noise(record, launched.part, values["targets"])
+
+    def _with_noise(self, record: StepRecord, small: tuple[float, float], targets: float) -> StepRecord:
+        """Takes in a measurement; returns the record with its scalars.
+
+        Args:
+            record: of the step.
+            small: gradient norm and targets of the small batch.
+            targets: of the whole batch.
+        """
+        scalars = self._noise.observe(small, (record.grad_norm, targets))
+        scalars |= self._rates.take_measurement(record.step, self._noise.means)
         return dataclasses.replace(record, scalars=scalars)
 
     def _measure_state(self, step: int) -> None:

@@ -26,6 +26,7 @@ from meshwright.train.outcome import TrainOutcome
 from meshwright.train.outer import OuterOptimizer
 from meshwright.train.page_requests import split_stop_count
 from meshwright.train.rank_progress import RankProgress
+from meshwright.train.rate import RateSchedule
 from meshwright.train.site_optimizer import SiteOptimizer, SiteReport
 from meshwright.train.state import load_state, plain_values, save_state, saved_islands
 from meshwright.train.step import StepAbandoned, StepOutcome, mean_terms
@@ -64,9 +65,10 @@ class Trainer:
         self._saved_at = -1
         self._stamp = Stamp(phase=self._phase)
         self._position = RankProgress(deps.progress, deps.faults, lambda: self.step, deps.timeline)
-        noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
-        self._launcher = StepLauncher(deps, noise, self._position, self._stamp)
-        self._recorder = StepRecorder(deps, noise)
+        self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
+        self._rates = RateSchedule(deps.config)
+        self._launcher = StepLauncher(deps, self._noise, self._rates, self._position, self._stamp)
+        self._recorder = StepRecorder(deps, self._noise, self._rates)
         deps.program.progress_hooks.listener = self._position.enter
         if deps.program.mesh is not None:
             deps.program.mesh.log.on_wait = self._position.waits
@@ -127,7 +129,8 @@ class Trainer:
 
     def _shared_counters(self) -> dict[str, object]:
         """Returns those of `_counters` that all ranks share."""
-        return {"validation_loss": self.validation_loss, "passed_over": self.passed_over}
+        values: dict[str, object] = {"validation_loss": self.validation_loss, "passed_over": self.passed_over}
+        return {**values, **self._noise.state(), **self._rates.state()}
 
     def _island_counters(self) -> dict[str, object]:
         """Returns those of `_counters` that follow from an island's own losses and norms."""
@@ -139,15 +142,16 @@ class Trainer:
         self.validation_loss = values.get("validation_loss")
         self.passed_over = int(values.get("passed_over", 0))
         self._health.restore(values)
+        self._noise.restore(values)
+        self._rates.restore(values)
 
     def run(self) -> TrainOutcome:
         """Trains to the last step or until asked to stop, and saves a checkpoint either way; returns how it ended."""
         deps, config = self._deps, self._deps.config
-        steps = config.train.steps
         deps.program.step_timer.drain()
         self._integrity.start(self.step)
         stopped = reconfigures = False
-        while self.step < steps and not stopped and not reconfigures:
+        while not self._is_over(self.step) and not stopped and not reconfigures:
             is_first = self._last is None
             stepped = self._one_step()
             if stepped is None:
@@ -155,17 +159,17 @@ class Trainer:
             record, stop_count = stepped
             if is_first and deps.memory is not None and deps.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
-            requests = self._requests(record, steps)
+            requests, is_over = self._requests(record), self._is_over(self.step)
             # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
-            reconfigures = (0 < stop_count < 1 or self._must_rewind) and self.step < steps
+            reconfigures = (0 < stop_count < 1 or self._must_rewind) and not is_over
             if stop_count >= 1 or Request.STOP in requests:
-                stopped = self.step < steps
-            if Request.EVALUATE in requests and self.step < steps:
+                stopped = not is_over
+            if Request.EVALUATE in requests and not is_over:
                 self.evaluate(config.evaluation.rows)
             # The supervisor restarts from a checkpoint: saving this state would be in vain.
-            if self._must_rewind and not stopped and self.step < steps:
+            if self._must_rewind and not stopped and not is_over:
                 break
-            saves = (Request.CHECKPOINT in requests or stopped or self.step == steps) and self._saved_at != self.step
+            saves = (Request.CHECKPOINT in requests or stopped or is_over) and self._saved_at != self.step
             copies = deps.memory is not None and (reconfigures or deps.memory.due(self.step))
             # Never save a state that some ranks hold differently: it would outlive the intact one.
             if (saves or copies or self._integrity.due(self.step)) and not self._agrees():
@@ -185,10 +189,16 @@ class Trainer:
         else:
             previous = self.validation_loss
             metrics = self.evaluate(None)
-            if self.validation_loss is not None and not self._integrity.sound(steps, self.validation_loss, previous):
+            last_loss = self.validation_loss
+            if last_loss is not None and not self._integrity.sound(self.step, last_loss, previous):
                 return self._end_damaged()
+            metrics |= self._rates.outcome(self.step)
         self._phase("done", 0)
         return TrainOutcome(step=self.step, loss=loss, finished=not stopped, metrics=metrics)
+
+    def _is_over(self, step: int) -> bool:
+        """Returns, the same on all ranks, whether the run ends after so many steps."""
+        return self._rates.is_over(step)
 
     def _agrees(self) -> bool:
         """Returns whether the state's copies agree on all ranks, which is required to save it."""
@@ -315,11 +325,12 @@ class Trainer:
         changes_next_forward = deps.stepper.scaler.active or deps.program.moving_buffers.names
         is_first = self._last is None or step <= METERED_STEPS
         evaluates = config.evaluation.every and step % config.evaluation.every == 0
-        saves = step == config.train.steps or config.checkpoint.due(step) or self._integrity.due(step)
+        saves = self._is_over(step) or config.checkpoint.due(step) or self._integrity.due(step)
         copies = deps.memory is not None and deps.memory.due(step)
-        return bool(
-            not deps.reads_late or acts_on_each_step or changes_next_forward or is_first or evaluates or saves or copies
-        )
+        # The rate of the next step follows from what this one measures.
+        measures = self._rates.follows_noise and self._noise.is_due(step - 1)
+        reads_for_state = is_first or evaluates or saves or copies or measures
+        return bool(not deps.reads_late or acts_on_each_step or changes_next_forward or reads_for_state)
 
     def _settle_late(self) -> None:
         """Settles the step before the one that is queued, where its outcome wasn't read.
@@ -384,7 +395,7 @@ class Trainer:
             return
         outer.stamp = lambda: self._phase("server", 0)
         try:
-            if self.step < self._deps.config.train.steps:
+            if not self._is_over(self.step):
                 version = outer.dial_in()
                 self._event("site_dialled_in", step=self.step, version=version, meet=self._deps.config.outer.meet)
             yield
@@ -423,7 +434,7 @@ class Trainer:
         """
         self._phase("join", 0)
         step, tokens = self.step + 1, values["targets"] if updated else 0.0
-        last, joint = step == self._deps.config.train.steps, self._is_joint(self.step)
+        last, joint = self._is_over(step), self._is_joint(self.step)
         if not joint:
             outer.request_stop(values["stop"])
         if outer.sends_ahead(step, last):
@@ -472,17 +483,17 @@ class Trainer:
     def _report_skipped(self, record: StepRecord, reason: str) -> None:
         self._step_event("step_skipped", step=record.step, loss=record.loss, grad_norm=record.grad_norm, why=reason)
 
-    def _requests(self, record: StepRecord, steps: int) -> Request:
+    def _requests(self, record: StepRecord) -> Request:
         """Calls the hooks, and records the step with their scalars; returns what is asked for."""
         scalars = dict(record.scalars)
         try:
-            return self._ask_hooks(record, steps, scalars)
+            return self._ask_hooks(record, scalars)
         finally:
             # A hook that raises ends the run, not the record of its last step.
             record = dataclasses.replace(record, scalars=scalars) if scalars else record
             self._deps.monitor.step(record)
 
-    def _ask_hooks(self, record: StepRecord, steps: int, scalars: dict[str, float]) -> Request:
+    def _ask_hooks(self, record: StepRecord, scalars: dict[str, float]) -> Request:
         config = self._deps.config
         requests = Request.NONE
         if config.evaluation.every and self.step % config.evaluation.every == 0:
@@ -492,9 +503,8 @@ class Trainer:
         # The page's requests are executed as those of a hook.
         hook_requests, outer = self._page_requested, self._deps.outer
         if self._deps.hooks:
-            info = StepInfo(
-                step=self.step, steps=steps, record=record, validation_loss=self.validation_loss, scalars=scalars
-            )
+            counts = {"step": self.step, "steps": config.train.steps}
+            info = StepInfo(**counts, record=record, validation_loss=self.validation_loss, scalars=scalars)
             for hook in self._deps.hooks:
                 hook_requests |= hook(info)
         # After a step that all islands took as one, their hooks saw the same.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def _everything(asked: Question) -> tuple[float, int, str]:
         ("1xh100", SHORT, 64, 0.25, "parameters"),  # nothing else fits
         ("2xa100-40", MIXTURE, 64, 0.3, "parameters"),
         ("4xa100-40", SHORT, 512, 0.24, "optimizer"),  # others recompute more, or shard
-        ("4xh100", SHORT, 512, 0.17, "optimizer"),
+        ("4xh100", SHORT, 512, 0.165, "optimizer"),
         ("4xh100", MIXTURE, 512, 0.25, "parameters"),
         ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
     ],
@@ -104,6 +105,25 @@ def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usa
     found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.usable_bytes)
     assert found.considered == count and found.best is not None
     assert float(found.best[1].step_s[0]) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("text", ["2x4xa100-40@ethernet-10g", "8xh100"])
+@pytest.mark.parametrize("shape", [SHORT, MIXTURE], ids=["dense", "mixture"])
+def test_a_limit_of_time_leaves_out_only_what_is_slower(text: str, shape: object) -> None:
+    """Of a whole space, those under the limit have the same price to the bit, and no others are said to be faster."""
+    asked = question(text, shape, 16)
+    batch = expand(asked.job, asked.space, cores(asked.job, asked.space))
+
+    def fits(_: LayoutBatch, memory: Mapping[str, np.ndarray]) -> np.ndarray:
+        return np.asarray(memory["peak"] <= asked.usable_bytes)
+
+    whole = price_many(asked.job, batch, asked.machine, asked.runtime, fits).step_s
+    limit_s = float(np.quantile(whole[whole > 0], 0.2))
+    limited = price_many(asked.job, batch, asked.machine, asked.runtime, fits, limit_s).step_s
+    left_out = np.isinf(limited)
+    assert np.array_equal(limited[~left_out], whole[~left_out])
+    assert (whole[left_out] > limit_s).all()
+    assert left_out.sum() > 0.02 * (whole > 0).sum()
 
 
 def test_layouts_of_every_schedule_are_priced_together_as_one_by_one() -> None:

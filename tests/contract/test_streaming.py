@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.store import CheckpointStore
@@ -22,6 +24,7 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.sync import known_exchanges
+from meshwright.planner.islands import UPDATE_ACCESSES
 from meshwright.proof import one_device
 from meshwright.proof.plain_islands import OuterRecipe
 from meshwright.proof.verify import random_batches, verify
@@ -119,8 +122,31 @@ def test_what_cannot_stream_is_refused_by_name() -> None:
         check_fragments(names, 5)
 
 
-def waited(rank: int, built: Callable[[], Any]) -> tuple[list[float], list[float | None]]:
-    """Seconds of each step's end on a rank whose peer is 1.5 s late in the step in which an exchange starts."""
+class Accesses(TorchDispatchMode):
+    """Counts the elements that operations read and write, but for collectives."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        given, made = (
+            [item for item in tree_leaves(each) if isinstance(item, torch.Tensor)] for each in (args, result)
+        )
+        changes = name.endswith("_")
+        places = {item.untyped_storage().data_ptr() for item in given}
+        is_view = not changes and any(item.untyped_storage().data_ptr() in places for item in made)
+        if not name.startswith("c10d") and "empty" not in name and not is_view:
+            read = given[1:] if name.endswith(("copy_", "zero_")) else given
+            self.count += sum(item.numel() for item in (*read, *made))
+        return result
+
+
+def waited(rank: int, built: Callable[[], Any]) -> tuple[list[float], list[float | None], float]:
+    """Seconds of each step's end on a rank whose peer is 1.5 s late in the step in which an exchange starts.
+
+    And the elements that a join without delay reads and writes for each that it joins.
+    """
     torch.set_num_threads(1)
     plan = Plan(
         layout=Layout.parse("islands=2,precision=float64"), prediction=Prediction(memory={}), ranks=2, reason="test"
@@ -137,14 +163,19 @@ def waited(rank: int, built: Callable[[], Any]) -> tuple[list[float], list[float
         report = outer.after_step(step, 1.0 + rank, 1.0, last=False)
         seconds.append(time.monotonic() - began)
         distances.append(None if report is None else report.consensus_distance / math.sqrt(outer.bytes() / 3 / 8))
-    return seconds, distances
+    outer = OuterOptimizer(program, OuterConfig(every=1), lambda: None)
+    with Accesses() as accesses:
+        outer.after_step(1, 1.0, 1.0, last=False)
+    return seconds, distances, accesses.count / sum(weight.local.numel() for weight in program.weights)
 
 
 def test_the_step_that_starts_an_exchange_does_not_wait_for_it() -> None:
-    (seconds, distances), _ = run_ranks(2, waited, models.case("llama").build)
+    (seconds, distances, accesses), _ = run_ranks(2, waited, models.case("llama").build)
     assert seconds[2] < 0.75 < seconds[3], seconds
     # Three steps of 1 and 2 an element: -3 and -6 from a mean of -5, weighted by tokens, as they were at the start.
     assert distances[:3] == [None] * 3 and distances[3] == pytest.approx(math.sqrt((2**2 + 1**2) / 2))
+    # What plans price; bounds are looked at before and after, largest magnitudes of weights and moments.
+    assert accesses + 8 == pytest.approx(UPDATE_ACCESSES, rel=0.05)
 
 
 def sent(rank: int, name: str) -> tuple[int, int]:
@@ -179,6 +210,8 @@ def test_each_topology_is_priced_by_its_own_bytes_and_a_delay_hides_steps(capsys
     assert mean["sent_bytes"] == pytest.approx(2 * 3 / 4 * size) and mean["exposed_s"] == mean["exchange_s"]
     # Each of a node's 8 ranks sends at once, to one or two of its peers, over its share of the cards.
     network = Cluster.parse("4x8xa100-80").fabric().network(1.0, 8)
+    device = Cluster.parse("4x8xa100-80").device
+    memory_rate = device.bandwidth_bytes_per_s * device.memory_share
     for topology, peers in (("ring", 2), ("exponential", 1)):
         _, join, _ = planned(capsys, *fix, "--outer.topology", topology)
         assert join["sent_bytes"] == pytest.approx(peers * size)
@@ -189,7 +222,9 @@ def test_each_topology_is_priced_by_its_own_bytes_and_a_delay_hides_steps(capsys
         exposed_s = max(0.0, join["exchange_s"] - delay * step_s)
         assert (join["sent_bytes"], join["exposed_s"]) == pytest.approx((mean["sent_bytes"] / fragments, exposed_s))
         parts = report["best"][0]["price"]["parts"]
-        assert parts["join"] == pytest.approx(fragments * exposed_s / every)
+        # The outer step moves each value of the fragment through the device's memory, whatever hides the wire.
+        assert join["update_s"] == pytest.approx(UPDATE_ACCESSES * size / fragments / memory_rate)
+        assert parts["join"] == pytest.approx(fragments * (exposed_s + join["update_s"]) / every)
         assert any(f"in {every} steps islands exchange" in note for note in report["notes"])
 
 

@@ -20,11 +20,12 @@ from meshwright.jobs.verify_job import case_of, job_and_layouts
 from meshwright.proof import job as job_proof
 from meshwright.proof.plain_job import PlainBatch, PlainJob, PlainOptimizer, PlainSchedule, train_job
 from meshwright.spec.layout import Layout
-from meshwright.train import feed, session, step_launcher
+from meshwright.train import feed, session
 from meshwright.train.config import TrainConfig
 from meshwright.train.feed import TokenFeed
 from meshwright.train.health import Health
 from meshwright.train.optimizer import LocalAdamW
+from meshwright.train.rate import RateSchedule
 from meshwright.train.run_config import RunConfig
 from tests.runs import write_corpus
 from tests.tiers import cases
@@ -86,13 +87,24 @@ def test_a_job_equals_a_plain_loop_across_a_change_of_layout(recipe: Path, capsy
     assert "a small clone" in report["proven"]
 
 
+def test_rates_that_follow_the_noise_equal_a_plain_loops(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Measured after the second step and the fourth, one of which a checkpoint holds; under sums over three axes."""
+    noise, text = recipe.with_name("noise.toml"), recipe.read_text(encoding="utf-8")
+    for line, more in (("steps = 300", "noise_scale = 7"), ("clip = 0.5", 'lr_batch = 2\nlr_rule = "adascale_sqrt"')):
+        text = text.replace(line, f"{line}\n{more}")
+    noise.write_text(text, encoding="utf-8")
+    status, report = proven(noise, capsys, "replicate=2,tp=2,microbatches=2", "pp=2,microbatches=2,shard=2,zero=1")
+    assert status == 0, report
+    assert max(max(job["errors"].values()) for job in report["jobs"]) < 1e-9
+
+
 def _rows_of_another_seed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(loader, "derive_key", lambda *parts: loader.mix.__hash__() % 2**63)
 
 
 def _rate_a_step_late(patch: pytest.MonkeyPatch) -> None:
-    plain = step_launcher.learning_rate
-    patch.setattr(step_launcher, "learning_rate", lambda step, *rest: plain(max(0, step - 1), *rest))
+    plain = RateSchedule.rate
+    patch.setattr(RateSchedule, "rate", lambda self, step: plain(self, max(0, step - 1)))
 
 
 def _targets_of_another_row(patch: pytest.MonkeyPatch) -> None:

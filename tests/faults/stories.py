@@ -24,7 +24,7 @@ from typing import Any
 
 from meshwright.events import StepRecord
 from meshwright.resilience import host_memory_budget
-from meshwright.train import step_launcher
+from meshwright.train import rate
 from meshwright.train.launched_step import LaunchedStep
 from meshwright.train.memory import RESTORING, RankMemory
 from meshwright.train.step_recorder import StepRecorder
@@ -63,7 +63,7 @@ def raises(step: int, rank: int, error: Exception) -> Callable[[], None]:
 
 def ruins() -> None:
     """Plants a learning rate that is sane until the past says something, and ruins the model then, finitely."""
-    step_launcher.learning_rate = lambda step, *more: 10.0 if step == 18 else 1e-3  # type: ignore[assignment]
+    rate.learning_rate = lambda step, *more: 10.0 if step == 18 else 1e-3  # type: ignore[assignment]
 
 
 def without_memory() -> None:

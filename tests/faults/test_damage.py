@@ -114,9 +114,9 @@ def ruins(step: int, *more: object) -> float:
 
 
 def plant_ruin() -> None:
-    from meshwright.train import step_launcher
+    from meshwright.train import rate
 
-    step_launcher.learning_rate = ruins
+    rate.learning_rate = ruins
 
 
 def test_numbers_that_come_again_are_the_training_itself(root: Path) -> None:

@@ -236,6 +236,16 @@ def test_an_error_in_the_next_step_loses_no_line(layout: str, devices: int, bad:
     assert rows(end)[2]["lr"] == pytest.approx(2e-3), "the peak after 2 steps, of 8 rows where 2 had half of it"
 
 
+def test_rates_that_follow_the_noise_wait_for_its_measurement(root: Path) -> None:
+    """Steps that are measured are read at their end, and the last one, which is known by the gain of those before."""
+    more = ("--optimizer.lr-batch", "2", "--optimizer.lr-rule", "adascale", "--train.noise-scale", "5")
+    end, _, noted = both(root, "noise", *SKIP, *more, layout="replicate=1")
+    lines = rows(end)
+    measured = [row["step"] for row in lines if "adascale/gain" in row["scalars"]]
+    assert measured == [5, 10, 15, 20][: len(measured)] and len(measured) > 1 and len(lines) < STEPS
+    assert len(noted["late"]) > 4 and not set(noted["late"]) & {*measured, len(lines)} and not noted["abandoned"]
+
+
 @pytest.mark.parametrize(
     ("policy", "status", "kind"), cases([("rewind", 0, "rewound"), ("stop", 1, "step_skipped")], ())
 )

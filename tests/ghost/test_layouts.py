@@ -24,6 +24,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 1, "precision=fp16"),
     ("llama", 1, "precision=float64"),
     ("llama", 1, "precision=fp8"),
+    ("llama", 1, "precision=tf32,compile=true"),
     ("llama", 1, "precision=fp8,compile=true"),
     ("llama", 2, "tp=2,sequence=true,precision=fp8,recompute=selective"),
     ("llama", 1, "microbatches=4"),

@@ -1,10 +1,10 @@
 """Runs the parts of `tests/gpu/parts` on a machine with a GPU, each under its own limit, and keeps every result.
 
-Parts of the first group run side by side, since nothing in them is timed; the others run alone, one after the other.
-One that takes long to set up does so beside the first group, and waits for its turn.
+Parts in which nothing is timed run side by side, as forks of `parts.together`; the others run alone, one after the
+other. One that takes long to set up does so beside the first group, and waits for its turn.
 
-    python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600] [--limits throughput=120,...]
-        [--more "throughput --only ours-compiled"]
+    python -m tests.gpu.first --out FOLDER [--parts environment,kernels] [--limit-s 600]
+        [--limits together=200,throughput=120] [--more "throughput --only ours-compiled"]
 """
 
 from __future__ import annotations
@@ -41,21 +41,31 @@ class Part:
     """Whether it is timed, so that nothing may run beside it."""
     sets_up: bool = False
     """Whether it starts beside the first group, and waits for a file with its limit before it is timed."""
+    named_only: bool = False
+    """Whether it runs only when it is asked for by its name."""
 
 
 PARTS = (
     Part("environment", 45, True),
-    Part("train", 100, False),
-    Part("proof", 100, False),
-    Part("nccl", 60, False),
-    Part("recovery", 100, False),
-    Part("ranks", 110, False),
-    Part("tests", 110, False),
+    Part("nccl", 150, False),
+    Part("verify", 190, False),
+    Part("train", 190, False),
+    Part("models", 190, False),
+    Part("recovery", 150, False),
+    Part("ranks", 190, False),
+    Part("proof", 120, False),
+    Part("tests", 190, False),
     Part("kernels", 70, True),
     Part("throughput", 170, True, sets_up=True),
+    Part("snapshots", 75, True),
     Part("calibrate", 40, True),
     Part("layouts", 75, True),
+    Part("quality", 235, False, named_only=True),
 )
+TOGETHER = "together"
+"""The part whose forks are those that may run beside each other."""
+TOGETHER_S = 210.0
+"""Its limit, its imports among it."""
 
 
 class Results:
@@ -83,17 +93,21 @@ def main() -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", tempfile.mkdtemp(prefix="meshwright-inductor-"))
     results = Results(options.out / "results.jsonl")
     end = time.monotonic() + options.limit_s
-    wanted = [part for part in PARTS if not options.parts or part.name in options.parts.split(",")]
+    names = options.parts.split(",") if options.parts else [part.name for part in PARTS if not part.named_only]
+    wanted = [part for part in PARTS if part.name in names]
     limits = dict(one.split("=") for one in options.limits.split(",") if one)
     failed: list[str] = []
 
+    def limit_of(part: Part) -> float:
+        return float(limits.get(part.name, part.limit_s))
+
     def start(part: Part) -> Started:
         more = [word for text in options.more for word in text.split()[1:] if text.split()[0] == part.name]
-        return start_part(part, more, float(limits.get(part.name, part.limit_s)), options.out, results)
+        return start_part(part, more, limit_of(part), options.out, results)
 
     def run(part: Part) -> None:
         left_s = end - time.monotonic() - GRACE_S
-        limit_s = min(float(limits.get(part.name, part.limit_s)), left_s)
+        limit_s = min(limit_of(part), left_s)
         if limit_s < 10:
             results.add(part.name, {"end": "skipped: no time left"})
             return
@@ -101,16 +115,20 @@ def main() -> int:
             failed.append(part.name)
 
     ahead: dict[str, Started] = {}
-    together = [threading.Thread(target=run, args=(part,)) for part in wanted if not part.alone]
+    together = [part for part in wanted if not part.alone]
     for part in wanted:
         if part.name == "environment":
             run(part)
     if together:
         ahead = {part.name: start(part) for part in wanted if part.sets_up}
-    for thread in together:
-        thread.start()
-    for thread in together:
-        thread.join()
+        group = Part(TOGETHER, TOGETHER_S, False)
+        words = ["--parts", ",".join(part.name for part in together)]
+        words += ["--limits", ",".join(f"{part.name}={limit_of(part):g}" for part in together)]
+        for text in options.more:
+            words += ["--more", text]
+        limit_s = min(limit_of(group), end - time.monotonic() - GRACE_S)
+        ahead[group.name] = start_part(group, words, limit_s, options.out, results)
+        run(group)
     for part in wanted:
         if part.alone and part.name != "environment":
             run(part)
@@ -124,7 +142,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder for results")
-    parser.add_argument("--parts", default="", help="names, separated by commas; all when not given")
+    parser.add_argument("--parts", default="", help="names, separated by commas; all but quality when not given")
     parser.add_argument("--limit-s", type=float, default=600.0, help="for everything together")
     parser.add_argument("--limits", default="", help="other limits of parts: throughput=120,kernels=40")
     parser.add_argument("--more", action="append", default=[], help="a part and more arguments for it")
@@ -158,9 +176,9 @@ def start_part(part: Part, more: list[str], limit_s: float, out: Path, results: 
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
-    if not part.alone and part.name != "train":
+    if not part.alone:
         # Side by side each would start a thread a core.
-        environment["OMP_NUM_THREADS"] = "2"
+        environment |= {"OMP_NUM_THREADS": "2", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
     with (folder / "stderr.txt").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, *words], cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=errors

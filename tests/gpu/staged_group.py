@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+from meshwright.launch import devices
+
 DELAY_S = float(os.environ.get("STAGED_DELAY_S", "0.0005"))
 """By which reads and results are late."""
 SYNCHRONOUS = False
@@ -435,3 +437,14 @@ def install() -> None:
     c10d.is_nccl_available = lambda: True
     dist.batch_isend_irecv = c10d.batch_isend_irecv = batch_isend_irecv
     dist.Backend.register_backend("staged", _create_for_cpu, devices=["cpu"])
+
+
+def share_device(on_cpu: bool) -> None:
+    """Puts all ranks on the first GPU with the staged group; on the CPU the ranks' collectives are staged too."""
+    install()
+    devices.count_gpus = lambda: 0 if on_cpu else 16
+    devices.Devices.slot = lambda self, local_rank: 0
+    devices.Devices.threads = lambda self, ranks: 1
+    if on_cpu:
+        start = dist.init_process_group
+        dist.init_process_group = lambda _backend, **more: start("cpu:staged", **more)

@@ -117,6 +117,16 @@ def test_a_damaged_file_is_refused(change: dict[str, Any], match: str, tmp_path:
         Calibration.load(path)
 
 
+def test_a_part_of_a_core_is_shared_with_no_rank() -> None:
+    """Ranks that share a core take turns; one with half of a core by a quota stands still meanwhile."""
+    shared = Calibration(machine=MACHINE, ranks=4)
+    assert shared.crowd == 2.0 and shared.shares_cores
+    halves = Calibration(machine=MACHINE | {"cores": 0.5, "nodes": 4}, ranks=4, nodes=4)
+    assert halves.crowd == 2.0 and not halves.shares_cores
+    assert Calibration(machine=MACHINE | {"cores": 4}, ranks=4).crowd == 1.0
+    assert not Calibration(machine=MACHINE | {"kind": "cuda", "cores": 1}, ranks=4).shares_cores
+
+
 def test_a_cluster_takes_what_was_measured_on_it() -> None:
     plain = Cluster.parse("4xcpu")
     cluster = plain.calibrated(made())

@@ -66,7 +66,9 @@ def test_the_rest_of_a_long_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_weights_in_host_memory_are_updated_behind_a_copy_of_buffers_on_the_device() -> None:
     """With offload=parameters a snapshot's event is of the model's buffers alone, and no weight has a CUDA device."""
     local = torch.ones(3)
-    weight: Any = SimpleNamespace(name="w", shape=(3,), local=local, gradient=torch.ones(3))
+    weight: Any = SimpleNamespace(
+        name="w", shape=(3,), local=local, gradient=torch.ones(3), compute=None, widen_gradient=lambda: None
+    )
     optimizer = LocalAdamW([weight], OptimizerConfig(lr=0.1))
     waited: list[str] = []
     optimizer.wait_for(SimpleNamespace(wait=lambda: waited.append("copied")))

@@ -14,7 +14,7 @@ from meshwright.parallel import build, random_ops
 from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES
+from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES, SELECTIVE_HOST
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
 from meshwright.spec.layout import Layout
@@ -152,3 +152,18 @@ def test_a_device_without_float64_refuses_it() -> None:
     whole = dataclasses.replace(job, precision="float64")
     ours = dataclasses.replace(ours, job=whole, base=Layout(precision="float64"))
     assert choose(ours).best[0].layout.precision == "float64"
+
+
+def test_selective_recompute_holds_up_the_host_unless_the_layers_are_compiled() -> None:
+    tiny = dataclasses.replace(LLAMA, width=256, heads=4, kv_heads=4, ffn=512, vocab=512)
+
+    def step_s(words: str) -> float:
+        return priced(f"precision=bf16{words}", tiny, Cluster.parse("1xh100"), rows=1).step_s
+
+    plain, full, selective = (step_s(words) for words in ("", ",recompute=full", ",recompute=selective"))
+    layers_s = tiny.layers * MESHWRIGHT.runtime.host_layer_s
+    assert full - plain == pytest.approx(layers_s)
+    # Its forward, and that which is repeated, as an H100 showed whose host held the steps up.
+    assert selective - plain == pytest.approx(layers_s * (2 * SELECTIVE_HOST - 1))
+    compiled, recomputed = (step_s(f",compile=true{words}") for words in ("", ",recompute=selective"))
+    assert 0 < recomputed - compiled <= tiny.layers * MESHWRIGHT.runtime.fused_layer_s

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import itertools
 from itertools import pairwise
 from pathlib import Path
@@ -10,7 +11,7 @@ from benchmarks.published.other_profile import OtherActivations, OtherProfile, O
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
-from meshwright.planner.cost.kernels import RATES, generation
+from meshwright.planner.cost.kernels import PRODUCTS, RATES, generation, matmul_s, sustained_share
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
@@ -315,3 +316,50 @@ def test_our_rate_of_attention_is_that_of_the_generation_on_which_it_was_measure
         peak = cluster.device.peak("fp16")
         expected = (2 * flops / rate.flash_forward + 5 * flops / rate.flash_backward) / peak / share
         assert seconds == pytest.approx(expected, rel=0.02), text
+
+
+def test_a_limit_of_power_slows_products_by_its_cube_root() -> None:
+    """By hand: an H100 at 500 of 700 W, as torchtitan ran it, keeps (5/7)^(1/3) = 0.894 of its products' rate."""
+    whole = Cluster.parse("1xh100").device
+
+    def seconds(watts: float, dtype: str) -> float:
+        return float(matmul_s(16384, 16384, 16384, dataclasses.replace(whole, watts=watts), dtype))
+
+    for dtype in ("bf16", "fp8"):
+        assert seconds(700, dtype) / seconds(500, dtype) == pytest.approx(0.8939, abs=1e-4), dtype
+        # Neither a limit above what full clock takes nor an unknown one slows anything.
+        assert seconds(5000, dtype) == seconds(0, dtype) < seconds(700, dtype), dtype
+    # 1.37 pJ x 989.4 TFLOP/s are 1,355 W.
+    assert PRODUCTS.picojoules == 1.37
+    assert sustained_share(whole) == pytest.approx((700 / 1355.5) ** (1 / 3), rel=1e-4)
+
+
+def test_products_lose_the_time_of_a_fixed_work_on_each_unit() -> None:
+    """Of products of whole waves of tiles: what is lost is the ramp's work, in 16 bits as in twice as many."""
+    device = dataclasses.replace(Cluster.parse("1xa100-80").device, bandwidth_bytes_per_s=1e18)
+    rows, columns = 256 * 108, 128  # one tile of the best shape for each unit
+    reached = sustained_share(device) * device.share("bf16")
+    for dtype in ("bf16", "tf32"):
+        short, long = (float(matmul_s(rows, columns, depth, device, dtype)) for depth in (1024, 2048))
+        lost_s = 2 * short - long
+        assert lost_s == pytest.approx(2 * PRODUCTS.ramp * 1e6 * 108 / (device.peak("bf16") * reached), rel=1e-6), dtype
+
+
+def test_tokens_of_several_rows_are_copied_around_tps_collectives() -> None:
+    """Four a layer and pass, each 2 bytes read and 2 written of every element: as `parallel.collectives` moves them."""
+    cluster, shape = Cluster.parse("8xh100"), shape_from_sizes(LLAMA)
+    plain = MESHWRIGHT.with_options(runtime__copies_tokens=False)
+
+    def copies_s(text: str, rows: int) -> float:
+        job = PricedJob(shape=shape, sequence=4096, rows=rows)
+        layout = Layout.parse(text)
+        return (
+            price(job, layout, cluster).parts["elementwise"] - price(job, layout, cluster, plain).parts["elementwise"]
+        )
+
+    hidden_bytes, bandwidth = 2 * 4096 * 4096, 3.35e12 * 0.85
+    # 32 layers and the two ends, forward and backward; of a micro-batch of 2 rows.
+    each_s = 2 * 2 * hidden_bytes / bandwidth
+    assert copies_s("tp=8,sequence=true", 2) == pytest.approx((32 * 4 + 2) * 2 * each_s, rel=1e-3)
+    assert copies_s("tp=8,sequence=true,microbatches=2", 2) == 0.0
+    assert copies_s("tp=8", 2) == copies_s("replicate=8", 8) == 0.0

@@ -17,6 +17,7 @@ from meshwright.launch.config import LaunchConfig
 from meshwright.launch.devices import Devices, count_cores, count_gpus, found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.hostfile import HostfileLauncher, HostfileLine, read_hostfile
+from meshwright.launch.machine import machine_facts
 from meshwright.launch.torchrun import TorchrunLauncher, torchrun_context
 
 PLACE = {
@@ -82,6 +83,48 @@ def test_cpu_ranks_may_outnumber_cores(monkeypatch):
     assert found.kind == "cpu" and found.count == 3 * count_cores()
     assert found.threads(found.count) == 1 and found.name(2) == "cpu"
     assert found_devices().count == count_cores()
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "cores"),
+    [
+        # Version 2: the group's own file, a tighter one above it, a container that sees itself as the root.
+        ("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 0.5),
+        ("0::/a/b", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
+        # Version 1: a quota of -1 is none; that of another controller's group isn't ours.
+        ("3:cpu,cpuacct:/n\n0::/", {"cpu/n/cpu.cfs_quota_us": "5000\n", "cpu/n/cpu.cfs_period_us": "10000\n"}, 0.5),
+        ("3:cpu:/n", {"cpu/n/cpu.cfs_quota_us": "-1", "cpu/n/cpu.cfs_period_us": "10000"}, float("inf")),
+        ("3:cpuset:/n", {"cpu/n/cpu.cfs_quota_us": "5000", "cpu/n/cpu.cfs_period_us": "10000"}, float("inf")),
+        ("", {}, float("inf")),
+    ],
+)
+def test_quotas_are_those_of_the_kernels_files(tmp_path, groups, files, cores):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert devices.read_quota(tmp_path) == cores
+
+
+def test_a_quota_counts_as_parts_of_cores(monkeypatch):
+    """Threads stay within it, and a machine with another quota is another one to a calibration."""
+    monkeypatch.setattr(devices, "count_gpus", lambda: 0)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    found = {}
+    for quota in (0.4, 1.5, 4.0, 9.0):
+        monkeypatch.setattr(devices, "read_quota", lambda quota=quota: quota)
+        found[quota] = found_devices()
+    assert [(each.cores, each.count, each.threads(1)) for each in found.values()] == [
+        (1, 1, 1),
+        (2, 2, 1),
+        (4, 4, 4),
+        (8, 8, 8),
+    ]
+    assert [machine_facts(each, 1)["cores"] for each in found.values()] == [0.4, 1.5, 4, 8]
 
 
 def test_gpu_ranks_may_not_outnumber_gpus(monkeypatch):

@@ -72,7 +72,9 @@ def test_an_exchange_costs_what_a_link_makes_it_cost(share: float) -> None:
     for steps, fragments, delay in itertools.product((12, 30), (1, 2, 4), (0, 1, 2)):
         wire_s = share * step_s * draw.uniform(0.95, 1.05, fragments)
         rounds, zeros = Rounds(steps=steps, fragments=fragments, delay=delay), np.zeros(fragments)
-        exchange = ExchangePrice(sent_bytes=zeros, wire_s=wire_s, core_s=zeros, rounding_s=zeros)
+        exchange = ExchangePrice(
+            sent_bytes=zeros, wire_s=wire_s, core_s=zeros, rounding_s=zeros, update_s=zeros, joint_s=0.0
+        )
         priced_s = step_s + exchange.join(rounds, step_s).step_s
         expected_s = simulated_step_s(rounds, wire_s.tolist(), [0.0] * fragments, step_s)
         assert priced_s == pytest.approx(expected_s, rel=0.02), (steps, fragments, delay)
@@ -80,6 +82,20 @@ def test_an_exchange_costs_what_a_link_makes_it_cost(share: float) -> None:
         busy = dataclasses.replace(exchange, wire_s=0.1 * wire_s, core_s=0.1 * wire_s)
         expected_s = simulated_step_s(rounds, busy.wire_s.tolist(), busy.core_s.tolist(), step_s)
         assert step_s + busy.join(rounds, step_s).step_s == pytest.approx(expected_s, rel=0.002)
+
+
+def test_a_step_is_the_mean_of_a_run_with_first_steps_as_one() -> None:
+    """Of 80 steps 20 are taken as one, and six rounds follow."""
+    part_s = {"wire_s": 0.3, "core_s": 0.0, "rounding_s": 0.02, "update_s": 0.04}
+    exchange = ExchangePrice(
+        sent_bytes=np.ones(1), joint_s=0.7, **{name: np.array([seconds]) for name, seconds in part_s.items()}
+    )
+    rounds = make_rounds(OuterConfig(every=10, warmup=20), 80)
+    seconds = [0.7 if step < 20 else 0.0 if (step + 1) % 10 else sum(part_s.values()) for step in range(80)]
+    join = exchange.join(rounds, 1.0)
+    assert join.step_s == pytest.approx(sum(seconds) / 80)
+    assert "the 25% of steps before wait 700.0 ms each" in join.note(1.0)
+    assert make_rounds(OuterConfig(warmup=20)).joint_share == 0.0
 
 
 def test_fragments_share_parameters_as_the_runtime_deals_them() -> None:

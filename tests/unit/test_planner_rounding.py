@@ -143,7 +143,7 @@ def test_joins_that_round_take_their_core() -> None:
         join = price_join(question, layout, dataclasses.replace(price, step_s=0.5))
         _, nearest_ns, decode_ns, _ = NS["int8"]
         assert join.rounding_s == pytest.approx(1e-9 * SHAPE.parameters * (nearest_ns + 2 * decode_ns))
-        assert join.step_s == pytest.approx((join.exposed_s + join.work_s + join.rounding_s) / 30)
+        assert join.step_s == pytest.approx((join.exposed_s + join.work_s + join.rounding_s + join.update_s) / 30)
     assert join.exposed_s == 0.0 < join.rounding_s, "a delay hides the wire, and nothing that the core does"
     assert join.work_s == pytest.approx(CORE_BYTE_S * SHAPE.parameters * 260 / 256)
     assert price_join(dataclasses.replace(question, rounds=Rounds()), layout, price).rounding_s == 0.0

@@ -27,7 +27,9 @@ def gradients(kind: str, step: int, size: int) -> torch.Tensor:
 def run(config: OptimizerConfig, kind: str, steps: int = 60) -> tuple[SimpleNamespace, LocalAdamW, StateBounds]:
     """Trains two tensors; fails when their bounds are broken on the way."""
     weights = [
-        SimpleNamespace(name=name, local=torch.randn(size), shape=(size,), gradient=None)
+        SimpleNamespace(
+            name=name, local=torch.randn(size), shape=(size,), gradient=None, compute=None, widen_gradient=lambda: None
+        )
         for name, size in (("one", 7), ("two", 64))
     ]
     optimizer = LocalAdamW(weights, config)  # type: ignore[arg-type]

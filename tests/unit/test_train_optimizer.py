@@ -14,7 +14,10 @@ from meshwright.train.optimizer import LocalAdamW
 
 
 def of_elements(count: int, config: OptimizerConfig) -> LocalAdamW:
-    weight: Any = SimpleNamespace(name="w", shape=(3,), local=torch.ones(count), gradient=torch.ones(count))
+    weight: Any = SimpleNamespace(
+        name="w", shape=(3,), local=torch.ones(count), gradient=torch.ones(count), compute=None,
+        widen_gradient=lambda: None,
+    )  # fmt: skip
     return LocalAdamW([weight], config)
 
 

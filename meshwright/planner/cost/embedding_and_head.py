@@ -43,8 +43,9 @@ def price_embedding(model: PricedModel, timed: bool = True) -> LayerCost:
         dropped_elements = model.tokens * shape.width / model.token_shards
         forward_s = forward_s + move_s(dropped_elements * drops_bytes(runtime, element, False), model.machine.device)
         backward_s = backward_s + move_s(dropped_elements * drops_bytes(runtime, element, True), model.machine.device)
-    cost.forward = PassTime(elementwise=forward_s, tp=tp_s)
-    cost.backward = PassTime(elementwise=backward_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
+    copies_s = model.token_copies_s(1.0)
+    cost.forward = PassTime(elementwise=forward_s + copies_s, tp=tp_s)
+    cost.backward = PassTime(elementwise=backward_s + copies_s, tp=reduce_scatter_s * (model.layouts.sequence > 0))
     for pass_time in (cost.forward, cost.backward):
         wire = model.groups.booked(np.asarray(pass_time.tp), model.groups.tp)
         pass_time.inside, pass_time.outside = wire.inside, wire.outside
@@ -78,14 +79,15 @@ def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     forward_s = misaligned_factor * model.product_s(product)
     backward_s = misaligned_factor * model.product_s(product, None, 1 if model.job.adapters else 2)
     # Of a chunk, forward computes all products and the loss's whole work: backward returns what they gave.
+    copies_s = model.token_copies_s(1.0)
     cost.forward = PassTime(
         matmul=forward_s + np.where(chunked.on, backward_s, 0.0),
-        elementwise=np.where(chunked.on, chunked.elementwise_s, _loss_s(model, logits, 0)),
+        elementwise=np.where(chunked.on, chunked.elementwise_s, _loss_s(model, logits, 0)) + copies_s,
         tp=all_gather_s + np.where(chunked.on, chunked.all_reduce_s, 0.0),
     )
     cost.backward = PassTime(
         matmul=np.where(chunked.on, 0.0, backward_s),
-        elementwise=np.where(chunked.on, 0.0, _loss_s(model, logits, 1)),
+        elementwise=np.where(chunked.on, 0.0, _loss_s(model, logits, 1)) + copies_s,
         tp=all_gather_s + all_reduce_s,
     )
     for pass_time in (cost.forward, cost.backward):

@@ -40,6 +40,8 @@ class StateBytesPerParameter:
     """Of the weight that computes; gathered layer by layer at ZeRO-3."""
     gradient: float = 4.0
     """Of the reduced or accumulated gradient."""
+    lone_gradient: float = 4.0
+    """Of the gradient of a rank that shares no weight, in a step of one micro-batch: nothing is added to it."""
     optimizer: float = 12.0
     """Masters and moments; sharded from ZeRO-1 on."""
 
@@ -123,7 +125,7 @@ class ActivationModel:
             elements: of a micro-batch's hidden state on a rank of cp, (N,).
             width: D, of the hidden state.
             layers: number of layers of each rank, (N or 1, P).
-            in_flight: micro-batches micro-batches of each rank, (N, P).
+            in_flight: micro-batches of each rank, (N, P).
         """
         return 0.0
 
@@ -166,6 +168,9 @@ class RuntimeModel:
     """Seconds in which the host issues a layer's forward; backward costs `host_backward` as much."""
     host_backward: float = 1.5
     """Host time of a backward over that of a forward."""
+    selective_host: float = 1.0
+    """Host time of a pass under selective recompute over another's, where Python is asked for each operator whether its
+    result is kept."""
     host_runs_ahead: bool = True
     """Whether the host launches while the device computes; False where the ranks' own cores do both in turn."""
     host_microbatch_s: float = 0.0
@@ -174,6 +179,8 @@ class RuntimeModel:
     """Of a step: data, logging, reading the loss."""
     context: str = "ring"
     """How attention meets the keys of cp's other ranks: one of `spec.layout.ATTENTIONS`."""
+    copies_tokens: bool = True
+    """Whether tokens of several rows are copied around tp's collectives, as they aren't the outermost dimension."""
     cp_overlap: float = 0.5
     """Share of a ring's traffic that hides under attention."""
     ep_overlap: float = 0.0
@@ -316,10 +323,7 @@ class RuntimeModel:
         return 1.0
 
     def scattered_share(self) -> float:
-        """Returns seconds of the collectives that scatter gradients and gather parameters once a step, over a wire's.
-
-        1 where they reach the links' rate.
-        """
+        """Returns seconds of collectives that scatter gradients and gather parameters once a step, over a wire's."""
         return 1.0
 
     def sharded_overlap(self) -> float:
@@ -381,7 +385,11 @@ class FrameworkProfile:
             runtime = dataclasses.replace(runtime, context=layout.attention)
         if layout.compile and runtime.fused_width:
             runtime = dataclasses.replace(
-                runtime, pass_width=runtime.fused_width, pass_ffn=runtime.fused_ffn, host_layer_s=runtime.fused_layer_s
+                runtime,
+                pass_width=runtime.fused_width,
+                pass_ffn=runtime.fused_ffn,
+                host_layer_s=runtime.fused_layer_s,
+                selective_host=1.0,
             )
         return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime)
 

@@ -19,10 +19,6 @@ from meshwright.planner.cost.layout_batch import Array
 class Rates:
     """Shares of its peak rates that a generation of devices reaches in training."""
 
-    sustained: float
-    """Share of the best measured product's rate that is sustained for hours at the power limit."""
-    ramp: float
-    """Work at which a product reaches half of its best rate: billions of multiply-adds at 100 TFLOP/s of peak."""
     quantum: float
     """Share of the idle time of a partly filled last wave that a product pays; 1 where tiles are never divided."""
     flash_forward: float
@@ -31,6 +27,17 @@ class Rates:
     """The same in backward."""
     batched: float
     """Share of the peak that the batched products of unfused attention reach."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductRates:
+    """What slows products on the GPUs of every generation alike."""
+
+    picojoules: float
+    """Energy of a FLOP in 16 bits at full clock, memory and idle units included; see `sustained_share`."""
+    ramp: float
+    """Millions of multiply-adds on each unit of a product in 16 bits that reaches half of the best rate: tiles fill and
+    drain a unit's pipeline, whatever it can compute meanwhile."""
 
 
 TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (128.0, 64.0, 1.25), (64.0, 64.0, 1.6))
@@ -42,11 +49,18 @@ MISALIGNED_FACTOR = 8.0
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on BLOOM's runs of 128 heads at 13824."""
 FP4_RATE = 0.8
 """Rate of products in 4 bits over the share that wider ones reach of their peak. Calibrated: NVFP4 rows on GB200."""
+PRODUCTS = ProductRates(picojoules=1.37, ramp=45.0)
+"""Calibrated on A100, H100, B200 and GB200 together: fitted by themselves they had shares of 0.98, 0.80, 0.68 and 0.68,
+where this gives 0.98, 0.80, 0.69 and 0.71, and ramps of 64, 43 and 41. One H100 by itself said 0.9 to 1.7 picojoules
+(599 to 729 of 794 TFLOP/s within two seconds at its limit of 700 W) and 55 to 75 million (products of 4096 against 8192
+rows): `benchmarks/h100.jsonl`."""
+CORE_START_S = 4.4e-5
+"""Seconds that a product on a processor core takes more than its work does."""
 RATES = {
-    "volta": Rates(sustained=1.0, ramp=0.8, quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
-    "ampere": Rates(sustained=0.98, ramp=2.2, quantum=0.46, flash_forward=0.6, flash_backward=0.5, batched=0.41),
-    "hopper": Rates(sustained=0.8, ramp=0.57, quantum=0.43, flash_forward=0.45, flash_backward=0.36, batched=0.3),
-    "blackwell": Rates(sustained=0.68, ramp=0.27, quantum=0.5, flash_forward=0.224, flash_backward=0.272, batched=0.3),
+    "volta": Rates(quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
+    "ampere": Rates(quantum=0.46, flash_forward=0.6, flash_backward=0.5, batched=0.41),
+    "hopper": Rates(quantum=0.43, flash_forward=0.45, flash_backward=0.36, batched=0.3),
+    "blackwell": Rates(quantum=0.5, flash_forward=0.224, flash_backward=0.272, batched=0.3),
 }
 
 
@@ -63,6 +77,33 @@ def generation(device: Device) -> str:
 def rates(device: Device) -> Rates:
     """Returns the rates of a device's generation."""
     return RATES[generation(device)]
+
+
+def wide_peak(device: Device) -> float:
+    """Returns FLOP/s of products in 16 bits; the best rate of a device without units for them."""
+    known = [device.peak_flops[dtype] for dtype in ("bf16", "fp16") if dtype in device.peak_flops]
+    return max(known or device.peak_flops.values())
+
+
+def sustained_share(device: Device) -> float:
+    """Returns the share of the best product's rate that lasts for hours at the power limit.
+
+    Power rises as clock x voltage^2, and voltage with the clock, so as clock^3: a limit of a share of the power at full
+    clock leaves the cube root of that share. Units take as much power in narrow types, in which they have more FLOP.
+    Source: Mudge, Power: a first-class architectural design constraint (IEEE Computer, 2001).
+
+    Args:
+        device: with its limit in watts; 1 where it is unknown.
+    """
+    full_watts = PRODUCTS.picojoules * 1e-12 * wide_peak(device)
+    return float(min(1.0, device.watts / full_watts) ** (1.0 / 3.0)) if device.watts else 1.0
+
+
+def _ramp_work(device: Device, dtype: str) -> float:
+    """Returns multiply-adds of a product that reaches half of the best rate: a time, the same in each data type."""
+    if not device.units:
+        return CORE_START_S * device.peak(dtype) / 2.0
+    return PRODUCTS.ramp * 1e6 * device.units * device.peak(dtype) / wide_peak(device)
 
 
 def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share: float = 1.0) -> Array:
@@ -82,11 +123,11 @@ def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share:
     rate = rates(device)
     peak = device.peak(dtype)
     flops = 2.0 * m * n * k
-    reached_share = device.share(dtype) * rate.sustained * share * (FP4_RATE if dtype == "fp4" else 1.0)
+    reached_share = device.share(dtype) * sustained_share(device) * share * (FP4_RATE if dtype == "fp4" else 1.0)
     # Roofline: compute time with its two losses (wave quantization, ramp), or the time of the operands' bytes.
     seconds = flops / (peak * reached_share)
     seconds = seconds * (1.0 + rate.quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
-    seconds = seconds * (1.0 + rate.ramp * 1e9 * (peak / 1e14) / np.maximum(m * n * k, 1.0))
+    seconds = seconds * (1.0 + _ramp_work(device, dtype) / np.maximum(m * n * k, 1.0))
     moved_bytes = ELEMENT_BYTES[dtype] * (m * k + k * n) + 2.0 * m * n
     return np.maximum(seconds, move_s(moved_bytes, device))
 

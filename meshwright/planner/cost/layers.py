@@ -1,3 +1,4 @@
+# long: what a layer computes, sends and holds is one table
 """Prices one layer on one micro-batch of N layouts: seconds by part, saved bytes, traffic; arrays (N,).
 
 Every formula broadcasts degrees (N,) with the sizes of a layer, which are scalars.
@@ -101,6 +102,19 @@ class PricedModel:
         """Shards of the tokens outside tp's linears, (N,): tp with sequence parallelism, else 1."""
         return np.where(self.layouts.sequence > 0, self.layouts.tp, 1.0)
 
+    def token_copies_s(self, collectives: Values) -> Values:
+        """Returns seconds, (N,) or 0, in which tokens of several rows are put in order for tp's collectives of them.
+
+        Args:
+            collectives: gathers and scatters, each of which reads and writes the hidden state once more.
+        """
+        layouts = self.layouts
+        is_copied = (layouts.tp > 1) & (layouts.sequence > 0) & (self.rows > 1)
+        if not (self.engine.runtime.copies_tokens and is_copied.any()):
+            return 0.0
+        moved_bytes = 2.0 * self.element * self.tokens * self.job.shape.width * collectives
+        return np.where(is_copied, move_s(moved_bytes, self.machine.device), 0.0)
+
     def product_s(self, product: Product, layer: LayerShape | None = None, products: int = 1) -> Array:
         """Returns seconds of a matrix product, (N,): ``products`` is 1 for forward, 2 for both of backward."""
         layouts, tp = self.layouts, self.layouts.tp
@@ -178,6 +192,8 @@ class PricedModel:
         routed = layer.active_experts * layer.width * runtime.route_bytes
         moved_bytes = self.tokens * (width + (ffn + routed) / self.layouts.tp) * (self.element / 2.0)
         elementwise = move_s(moved_bytes, device) * (runtime.pass_backward if is_backward else 1.0)
+        # A gather before and a scatter after each block, in backward the other way round.
+        elementwise = elementwise + self.token_copies_s(2.0 * self._split_blocks(layer))
         if self.job.products in ("fp8", "fp4"):
             rotated = 2.0 if self.job.products == "fp4" else 1.0
             elementwise = elementwise + move_s(
@@ -189,6 +205,11 @@ class PricedModel:
         attention = self._attention(layer, is_backward)
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
+
+    def _split_blocks(self, layer: LayerShape) -> Values:
+        """Returns the number of blocks that tp splits, (N,): attention and feed-forward, but not dispatched experts."""
+        is_dispatched = (self.layouts.ep > 1) & (layer.experts > 0)
+        return np.where(is_dispatched & (layer.ffn == 0), 1.0, 2.0) if layer.heads else 1.0
 
     def _cast_elements(self, layer: LayerShape, is_backward: bool) -> Values:
         """Returns elements cast for low-precision products: inputs in forward, output gradients in backward."""
@@ -261,9 +282,7 @@ class PricedModel:
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
         wire, backward_wire = WireTime(), WireTime()
-        # Blocks whose matrices tp splits: attention and feed-forward; experts that ep dispatches aren't split.
-        is_dispatched = (layouts.ep > 1) & (layer.experts > 0) & (layer.ffn == 0)
-        block_count = np.where(is_dispatched, 1.0, 2.0) if layer.heads else 1.0
+        block_count = self._split_blocks(layer)
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
         if (layouts.tp > 1).any():
@@ -352,7 +371,9 @@ class PricedModel:
         for name in ("inside", "outside"):
             repeated_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + repeated_s)
-        backward.host = backward.host + np.where(full | selective, repeated.host, 0.0) * layouts.recompute_share
+        asked = np.where(selective, self.engine.runtime.selective_host, 1.0)
+        backward.host = backward.host + np.where(full | selective, asked * repeated.host, 0.0) * layouts.recompute_share
+        forward.host = forward.host * (1.0 + (asked - 1.0) * layouts.recompute_share)
 
     def _price_saved_bytes(self, layer: LayerShape, cost: LayerCost) -> None:
         """Sets the bytes that autograd saves.

@@ -20,6 +20,8 @@ from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout
 
+ROUNDING = 1e-9
+"""Relative difference by which a bound may exceed what it bounds, as sums are rounded."""
 BOUND_BATCH = 8000
 """Layouts that are bounded at once: their arrays stay in a core's cache."""
 FeasibilityRule = Callable[[LayoutBatch, Mapping[str, Array]], Array]
@@ -86,6 +88,7 @@ def price_many(
     cluster: Cluster | Machine,
     engine: FrameworkProfile = MESHWRIGHT,
     is_feasible: FeasibilityRule | None = None,
+    limit_s: float = np.inf,
 ) -> Prices:
     """Returns the prices of N layouts; layouts with equally many pipeline ranks are priced together.
 
@@ -95,6 +98,7 @@ def price_many(
         cluster: the hardware.
         engine: the runtime's profile.
         is_feasible: selects layouts by their memory; the time of the others isn't priced and is 0.
+        limit_s: seconds a step that matter; where compute alone takes longer the time is infinite.
     """
     machine = cluster if isinstance(cluster, Machine) else Machine.of(cluster)
     # Layouts with equal pp become one run of arrays (n, P); results are put back in the order of the argument.
@@ -111,7 +115,13 @@ def price_many(
         costs = LayerCosts.of(job, layouts.take(feasible), machine, engine) if feasible.any() else costs
     feasible_indices = np.flatnonzero(feasible)
     for run, ranks in _by_pipeline_length(costs) if len(feasible_indices) else ():
-        columns.put(columns.parts, feasible_indices[run], ranks.parts())
+        near = ranks.compute_s() <= limit_s * (1.0 + ROUNDING)
+        if not near.all():
+            columns.parts["bubble"][feasible_indices[run][~near]] = np.inf
+            if not near.any():
+                continue
+            ranks = RankTimes(ranks.costs.take(near))
+        columns.put(columns.parts, feasible_indices[run][near], ranks.parts())
     return columns.prices(np.argsort(order))
 
 

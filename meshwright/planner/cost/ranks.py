@@ -263,6 +263,13 @@ class RankTimes(LayerSums):
         extra = (self.exposed_send_s * self.layouts.stages + self.engine_action_s)[:, None]
         return self.with_host_s(self.backward_busy + self.accumulation_s, self.backward_host) + extra
 
+    def compute_s(self) -> Array:
+        """Returns a lower bound on `step_s`, (N,): the busiest rank's passes, without sums, sends and waiting."""
+        forward_s = self.with_host_s(self.forward_busy, self.forward_host)
+        backward_s = self.with_host_s(self.backward_busy, self.backward_host)
+        busiest_s = (forward_s + backward_s).max(axis=1) * self.layouts.microbatches
+        return np.asarray(busiest_s * (1.0 + self.straggler_share()))
+
     def step_s(self) -> Array:
         """Returns seconds of a step, (N,): the sum of `parts`."""
         return np.asarray(sum(self.parts().values()))
@@ -401,6 +408,7 @@ class RankTimes(LayerSums):
             keeps_full_gradients=states.keeps_full_gradients(zero, accumulates, (layouts.pp > 1)[:, None]),
             has_masters=(zero > 0) | is_mixed,
             unmixed_bytes=0.0 if is_mixed else float(compute_bytes(self.job.precision)),
+            is_lone=((layouts.readers == 1) & (layouts.pp == 1) & (layouts.zero == 0))[:, None] & ~accumulates,
         )
         further_gradients, memory["update"] = states.further_bytes(zero, total, owned)
         memory["gradients"] = memory["gradients"] + further_gradients

@@ -33,6 +33,7 @@ def state_bytes(
     keeps_full_gradients: Array | bool,
     has_masters: Array | bool,
     unmixed_bytes: float,
+    is_lone: Array | bool = False,
 ) -> dict[str, Array]:
     """Returns bytes of parameters, gradients and optimizer, each of the shape of ``elements``.
 
@@ -42,10 +43,12 @@ def state_bytes(
         keeps_full_gradients: whether gradients stay unsharded from one backward to the update.
         has_masters: whether sharded master weights exist beside the weights that compute.
         unmixed_bytes: bytes of an element where compute is in float32 or float64; else 0.
+        is_lone: whether a rank shares no weight and a step has one micro-batch.
 
     Source: Rajbhandari et al., ZeRO (SC 2020), section 3.1: masters and two moments, K = 12 bytes in mixed precision.
     """
-    gradient, master = unmixed_bytes or states.gradient, unmixed_bytes or MASTER_BYTES
+    gradient = unmixed_bytes or np.where(is_lone, states.lone_gradient, states.gradient)
+    master = unmixed_bytes or MASTER_BYTES
     optimizer = 3.0 * unmixed_bytes or states.optimizer
     # Of a tied weight on two stages each has a master, but only one has moments.
     owned_optimizer = optimizer * elements.owned - (optimizer - master) * elements.twins

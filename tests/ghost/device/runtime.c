@@ -244,16 +244,22 @@ cudaError_t cudaGetSymbolAddress(void **pointer, const void *symbol) {
     return cudaSuccess;
 }
 
-/* ---- streams and events: everything is done as soon as it is asked for -------------------------------------------- */
+/* ---- streams and events: done as soon as they are asked for, but for a hang -------------------------------------- */
 
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { *stream = ghost_handle(); return cudaSuccess; }
 cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
     return cudaStreamCreate(stream);
 }
 cudaError_t cudaStreamGetPriority(cudaStream_t stream, int *priority) { *priority = 0; return cudaSuccess; }
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t stream) { waited(0); return cudaSuccess; }
-cudaError_t cudaDeviceSynchronize(void) { waited(0); return cudaSuccess; }
+/* From ghost_hang on, the device finishes nothing: who waits for it waits for good, and an event stays unready. */
+static volatile int hangs;
+void ghost_hang(void) { hangs = 1; }
+static void hang_while(volatile const char *stuck) {
+    while (stuck ? *stuck : hangs) usleep(10000);
+}
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return hangs ? cudaErrorNotReady : cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) { waited(0); hang_while(NULL); return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize(void) { waited(0); hang_while(NULL); return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     *status = cudaStreamCaptureStatusNone;
     return cudaSuccess;
@@ -269,16 +275,20 @@ cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { retur
 /* Launches of the process when an event was recorded, by its handle; a place is used again after a million handles. */
 #define EVENTS (1 << 20)
 static long launches_at[EVENTS];
-static long *launches_when_recorded(cudaEvent_t event) { return &launches_at[((unsigned long)event >> 4) % EVENTS]; }
+static char stuck_events[EVENTS];
+static long place_of(cudaEvent_t event) { return ((unsigned long)event >> 4) % EVENTS; }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-    *launches_when_recorded(event) = ghost_counts[GHOST_LAUNCHES];
+    launches_at[place_of(event)] = ghost_counts[GHOST_LAUNCHES];
+    stuck_events[place_of(event)] = hangs;
     return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned flags) {
     return cudaEventRecord(event, stream);
 }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return stuck_events[place_of(event)] ? cudaErrorNotReady : cudaSuccess; }
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    waited(ghost_counts[GHOST_LAUNCHES] - *launches_when_recorded(event));
+    waited(ghost_counts[GHOST_LAUNCHES] - launches_at[place_of(event)]);
+    hang_while(&stuck_events[place_of(event)]);
     return cudaSuccess;
 }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) { *ms = 1.0f; return cudaSuccess; }

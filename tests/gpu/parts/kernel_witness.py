@@ -11,6 +11,17 @@ from typing import Any
 import torch
 
 Tensors = tuple[torch.Tensor, ...]
+BF16, FP16 = torch.bfloat16, torch.float16
+BOUNDS = {BF16: 0.02, FP16: 0.004, torch.float32: 1e-4}
+"""A few roundings of each type: 2^-8, 2^-11; of float32 what a sum of some thousand terms loses."""
+DOCUMENTS = {
+    "documents": [[1, 4095], [2000, 1, 37, 2058]],
+    "many": [[1] * 7 + [97] * 42 + [15], [512] * 8],
+    "odd": [[4095], [1, 1, 4093]],
+    "whole": [[4096], [4096]],
+}
+SMALL = {"documents": [[1, 63], [30, 1, 5, 28]], "many": [[1] * 7 + [9] * 6 + [3], [16] * 4], "odd": [[63], [1, 1, 61]],
+         "whole": [[64], [64]]}  # fmt: skip
 
 
 class Bench:
@@ -105,6 +116,11 @@ def relative(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-300)
 def by_token(found: torch.Tensor, expected: torch.Tensor, least: float = 1e-300) -> float:
     """Returns `relative` of tokens (B, heads, S, E), all heads of a token together."""
     return relative(*(x.transpose(1, 2).flatten(2) for x in (found, expected)), least)
+
+
+def positions_of(documents: list[list[int]]) -> torch.Tensor:
+    """Returns each token's place in its document, (B, S)."""
+    return torch.stack([torch.cat([torch.arange(length) for length in lengths]) for lengths in documents])
 
 
 def visible(documents: Sequence[Sequence[int]], window: int, device: torch.device) -> torch.Tensor:

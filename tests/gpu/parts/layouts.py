@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+import gzip
 import itertools
 import json
 import statistics
@@ -113,6 +114,8 @@ gpt2 16 1024 precision=bf16,recompute=full
 """Those in which a slow host isn't the limit, by micro-batches that keep the device at work; compiled layers in
 sizes that share a graph, which `parts.throughput` may have left in the compiler's cache."""
 REST = """
+1.1B 1 4096 precision=tf32
+1.1B 1 4096 precision=tf32,compile=true
 0.4B 8 1024 precision=bf16,recompute=full
 8B/8 1 4096 precision=bf16
 1.1B 2 4096 precision=bf16
@@ -166,6 +169,8 @@ tiny 2 64 precision=bf16,offload=optimizer
 tiny 2 64 precision=bf16,offload=parameters
 """
 SETS = {"first": FIRST, "second": SECOND, "rest": REST, "tiny": TINY}
+FRAMES = 6
+"""Innermost Python frames by which a block of a trace is known."""
 IMPORTS_S = 14.0
 """Seconds until the first case begins, which count against the part's limit too: 13 s were seen."""
 COMPILE_S, BUILD_S, RATE = 9.0, 1.5, 3.5e14
@@ -232,10 +237,12 @@ class Bench:
 
     Args:
         device: of the rank.
+        out: the folder of its files.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._analyses = device, dict[str, ModelAnalysis]()
+    def __init__(self, device: torch.device, out: Path) -> None:
+        self._device, self._out, self._analyses = device, out, dict[str, ModelAnalysis]()
+        self._traces = 0
 
     def run(self, case: Case) -> dict[str, Any]:
         """Returns the measured part of a row; what it allocated is free again."""
@@ -273,7 +280,7 @@ class Bench:
             marks.append(self._mark())
         issued_s = marks[-1][1] - marks[0][1]
         outcomes[-1].read()
-        seconds = self._seconds(marks)
+        seconds, memory = self._seconds(marks), self._memory(before)
         parts = {name: total / steps for name, total in program.step_timer.drain().items()}
         return {
             "step_time_s": statistics.median(seconds),
@@ -285,7 +292,8 @@ class Bench:
             "first_s": round(first_s, 2),
             "loss": round(loss, 3),
             "state": state,
-            **self._memory(before),
+            **memory,
+            "trace": self._trace(lambda: stepper.run(warm_up + steps, batches, targets, 1e-4, 0.0).read()),
         }
 
     def _program(self, case: Case) -> Program:
@@ -342,6 +350,38 @@ class Bench:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 
+    def _trace(self, step: Callable[[], object]) -> str | None:
+        """Writes what the allocator did in one step to a file of its own, and returns its name.
+
+        The file has ``live``, bytes that were allocated before; ``events``, each as bytes (negative when they are free
+        again), the number of the block, and of the frames that asked for it, -1 where no Python did; and ``frames``,
+        innermost first.
+        """
+        if self._device.type != "cuda":
+            return None
+        live = self._allocated()
+        torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=1_000_000)
+        step()
+        torch.cuda.synchronize()
+        history = torch.cuda.memory._snapshot()["device_traces"][0]
+        torch.cuda.memory._record_memory_history(None)
+        blocks, frames, events = dict[int, int](), dict[str, int](), []
+        for event in history:
+            if event["action"] not in ("alloc", "free_completed"):
+                continue
+            found = [f"{_short(frame)}" for frame in event.get("frames", [])[:FRAMES]]
+            sign = 1 if event["action"] == "alloc" else -1
+            if sign > 0:
+                blocks[event["addr"]] = len(blocks)
+            number = blocks.get(event["addr"], -1)
+            frame = frames.setdefault(" < ".join(found), len(frames)) if found and sign > 0 else -1
+            events.append([sign * event["size"], number, frame])
+        self._traces += 1
+        name = f"trace-{self._traces}.json.gz"
+        with gzip.open(self._out / name, "wt", encoding="utf-8") as file:
+            json.dump({"live": live, "frames": list(frames), "events": events}, file)
+        return name
+
     def _memory(self, before: int) -> dict[str, int]:
         if self._device.type != "cuda":
             return {}
@@ -352,6 +392,11 @@ class Bench:
             "device_bytes": total - free,
             "bytes_before": before,
         }
+
+
+def _short(frame: dict[str, Any]) -> str:
+    """Returns a frame of a trace in few words."""
+    return f"{Path(frame['filename']).name}:{frame['line']} {frame['name']}"
 
 
 def described(case: Case, device: str) -> dict[str, Any]:
@@ -415,7 +460,7 @@ def main(argv: list[str]) -> int:
     cases = [Case.parse(line) for key in chosen.set.split("+") for line in SETS[key].strip().splitlines()]
     failed = False
     write: Callable[[str], object] = (chosen.out / "layouts.jsonl").open("a", encoding="utf-8").write
-    for row in rows(cases, Bench(device), name, chosen.limit_s - IMPORTS_S):
+    for row in rows(cases, Bench(device, chosen.out), name, chosen.limit_s - IMPORTS_S):
         failed |= "error" in row
         print(json.dumps(row), flush=True)
         write(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""What a GPU computes against what the CPU computes: `meshwright verify`, dropout's bits, optimizer, norm, loss, masks.
+"""What a GPU computes against what the CPU computes: dropout's bits, optimizer, norm, loss, masks, whole steps.
 
 Without a GPU all of it is compared on the CPU with itself, so that the part can be tried anywhere.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -44,49 +43,16 @@ from meshwright.train.step import Stepper, squared_norm
 from tests.gpu.parts.cases import Cases, Result
 
 CPU = torch.device("cpu")
-LLAMA = (
-    "--model",
-    "llama",
-    "--model.layers",
-    "2",
-    "--model.width",
-    "64",
-    "--model.heads",
-    "4",
-    "--model.kv-heads",
-    "2",
-)
-GPT2 = ("--model", "gpt2", "--model.layers", "2", "--model.width", "64", "--model.heads", "4", "--model.dropout", "0.2")
-MIXTRAL = ("--model", "mixtral", *LLAMA[2:])
-VERIFY: dict[str, tuple[str, ...]] = {
-    "float64": (*LLAMA, "--layout", "replicate=1", "microbatches=4", "recompute=full", "recompute=selective"),
-    "float64 dropout": (*GPT2, "--layout", "replicate=1", "microbatches=2,recompute=full", "recompute=selective"),
-    "bf16": (*LLAMA, "--dtype", "bf16", "--layout", "replicate=1", "microbatches=4", "recompute=selective"),
-    "float64 compiled": (*LLAMA, "--steps", "2", "--layout", "compile=true", "loss_chunk=64"),
-    "float64 offload": (*LLAMA, "--layout", "offload=optimizer", "offload=parameters", "tp=2"),
-    "fp8": (*LLAMA, "--dtype", "fp8", "--layout", "replicate=1"),
-    "bf16 compiled": (*LLAMA, "--dtype", "bf16", "--steps", "2", "--layout", "compile=true", "loss_chunk=64"),
-    "float64 experts": (*MIXTRAL, "--layout", "replicate=1", "recompute=selective"),
-    "float64 varlen": (*LLAMA, "--model.attention", "varlen", "--layout", "replicate=1", "recompute=selective"),
-    "bf16 varlen": (*LLAMA, "--model.attention", "varlen", "--dtype", "bf16", "--layout", "replicate=1"),
-    "fp16": (*LLAMA, "--dtype", "fp16", "--layout", "replicate=1", "offload=parameters"),
-    "float32": (*LLAMA, "--dtype", "float32", "--layout", "replicate=1"),
-}
-"""Proofs, the most telling first; a layout of two ranks is refused where there is one GPU."""
-AT_ONCE = 5
-"""Proofs beside each other."""
 
 
 def main() -> int:
-    """Starts the proofs, compares values in this process meanwhile.
+    """Compares values, then whole steps.
 
     ``--dropout``: also dropout's bits, which take 20 s; ``--no-values``: steps alone.
     """
     with_dropout, with_values = "--dropout" in sys.argv, "--no-values" not in sys.argv
     sys.argv = [word for word in sys.argv if word not in ("--dropout", "--no-values")]
     cases = Cases.from_arguments(limit_s=95.0)
-    pool = ThreadPoolExecutor(AT_ONCE)
-    proofs = {name: pool.submit(proved, cases, name) for name in VERIFY}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(4)
     cases.tell("device", device=str(device), name=torch.cuda.get_device_name() if device.type == "cuda" else "")
@@ -101,9 +67,6 @@ def main() -> int:
     )
     for text in ("precision=float64", "replicate=1"):
         cases.run(f"steps {text}", lambda text=text: steps(device, text))
-    for name, proof in proofs.items():
-        cases.run(f"verify {name}", lambda proof=proof: proof.result())
-    pool.shutdown()
     return cases.finish()
 
 
@@ -119,25 +82,6 @@ def values_of(cases: Cases, device: torch.device) -> None:
     for dtype in (torch.bfloat16, torch.float16):
         cases.run(f"documents {dtype}", lambda dtype=dtype: documents(device, dtype))
         cases.run(f"blocks {dtype}", lambda dtype=dtype: blocks(device, dtype))
-
-
-def proved(cases: Cases, name: str) -> Result:
-    """Runs a proof and returns each layout's errors; two ranks need two GPUs."""
-    if cases.left_s < 10:
-        return {"ok": False, "skipped": "no time was left"}
-    proof = cases.start(f"verify-{name.replace(' ', '-')}", ("verify", "--json", *VERIFY[name]))
-    ended = proof.wait(cases.left_s)
-    try:
-        layouts = proof.json()["layouts"]
-    except ValueError:
-        return ended
-    told: Result = {"ok": True, "command_s": ended["command_s"], "layouts": {}}
-    for found in layouts:
-        errors = {name: found[name] for name in ("loss_error", "grad_error", "grad_norm_error", "weight_error")}
-        why = {name: str(found[name])[:400] for name in ("refused", "crashed", "wrong") if found.get(name)}
-        told["layouts"][found["layout"]] = {"passed": found["passed"], **errors, **why, "bounds": found.get("bounds")}
-        told["ok"] &= found["passed"] or "tp=2" in found["layout"]
-    return told
 
 
 def dropout(device: torch.device, dtype: torch.dtype) -> Result:

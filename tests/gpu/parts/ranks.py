@@ -36,6 +36,7 @@ from meshwright.proof import verify as proof
 from meshwright.proof.compare import EXACT, Verdict
 from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import References
+from meshwright.spec.layout import Layout
 from tests.gpu import staged_group
 from tests.runs import call, curve, warm, words, write_corpus
 
@@ -55,6 +56,8 @@ MODELS = {
 }
 LAYOUT_S, RUN_S = 90.0, 90.0
 """Limits of a layout's proof and of a run."""
+BESIDE = 1e-6
+"""Bound for a GPU's curve in float64 beside a CPU's: a number next to the middle may be rounded to either side."""
 TOGETHER = "shard=2,zero=2,tp=2,pp=2,microbatches=4"
 MICRO = "pp=2,microbatches=4,schedule="
 
@@ -74,32 +77,39 @@ class Group:
     delay_s: float = 0.0005
     trained: bool = False
     """`meshwright train` instead of a proof."""
+    beside_cpu: bool = False
+    """The same on CPU ranks beside it, where no run of one rank computes the same; a layout may have more words."""
 
 
 GROUPS = (
-    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
-    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 3),
-    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
-    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 3),
-    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 3),
-    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
-    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
-    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
-    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
-    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 2),
+    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 2),
+    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 2),
+    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 2),
     Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
+    Group("rounded", "gpt2", "float64", (
+        "replicate=2,compress=int8", "replicate=2 --recovery.compare-every 2", "shard=2,zero=3,compress_weights=int8",
+        "islands=2 --outer local_sgd --outer.every 3", "replicate=2,compress=powersgd:4",
+        "islands=2,shard=2,zero=2 --outer.every 3 --outer.fragments 2 --outer.delay 1 --outer.compress int8",
+        "replicate=2,compress=topk:100", "replicate=4,compress=int8:2"), beside_cpu=True),
+    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
+    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
+    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
     Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
-    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
-    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
     Group("plain", "llama", "float64", ("replicate=1", "replicate=2", "replicate=2,shard=2,zero=3,microbatches=2",
                                         "shard=2,zero=3,recompute=full", "tp=2,loss_chunk=100", "cp=2,tp=2",
                                         "shard=2,zero=3,offload=parameters", MICRO + "zerobubble",
                                         MICRO + "dualpipev")),
+    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
     Group("gpt2", "gpt2", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b,recompute=full")),
     Group("qwen3", "qwen3", "float64", ("tp=2,sequence=true", "cp=2", MICRO + "zbv")),
     Group("gemma3", "gemma3", "float64", ("tp=2", "cp=2,attention=ring", "shard=2,zero=3")),
+    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
+    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
+    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
 )  # fmt: skip
 
 
@@ -149,17 +159,6 @@ def digest_runs(folder: Path, repeats: int) -> None:
 
     Difference.outcome, Difference.trained = summed_outcome, summed_weights
     proof._train_under_layout, proof.init_group = repeated, form_once
-
-
-def share_device(on_cpu: bool) -> None:
-    """Puts all ranks on the first GPU with the staged group; on the CPU the ranks' collectives are staged too."""
-    staged_group.install()
-    devices.count_gpus = lambda: 0 if on_cpu else 16
-    devices.Devices.slot = lambda self, local_rank: 0
-    devices.Devices.threads = lambda self, ranks: 1
-    if on_cpu:
-        start = dist.init_process_group
-        dist.init_process_group = lambda _backend, **more: start("cpu:staged", **more)
 
 
 def plant() -> None:
@@ -262,6 +261,38 @@ def train(group: Group, out: Path, root: Path, line: Any) -> None:
             line(fields | {"ok": good, "seconds": round(time.monotonic() - began, 2)})
 
 
+def beside_cpu(group: Group, out: Path, root: Path, line: Any) -> None:
+    """Trains under layouts that no single rank computes the same as, on the GPU and on CPU ranks."""
+    write_corpus(root / "corpus.txt")
+
+    def on_cpu() -> None:
+        warnings.simplefilter("ignore")
+        devices.count_gpus = lambda: 0
+
+    def as_it_is() -> None:
+        warnings.simplefilter("ignore")
+
+    for number, text in enumerate(group.layouts):
+        layout, *more = text.split()
+        began, curves = time.monotonic(), []
+        fields: dict[str, Any] = {"case": f"{group.name}: {text}", "model": group.model, "dtype": group.dtype}
+        for kind, before in (("cpu", on_cpu), ("gpu", as_it_is)):
+            name = f"{number}-{kind}"
+            argv = words(root, name, "--train.steps", "8", "--recovery.snapshot-every", "0", *more,
+                         layout=f"{layout},precision={group.dtype}", devices=Layout.parse(layout).world)  # fmt: skip
+            status, printed = call(argv, out / f"{group.name}-{name}.log", before, RUN_S)
+            if status:
+                fields["error"] = f"{kind}: {printed[-600:]}"
+                break
+            curves.append(curve(root / name))
+        if len(curves) == 2:
+            first, second = curves
+            pairs = [pair for step in first for pair in zip(first[step], second.get(step, (float("inf"),) * 2))]
+            fields |= {"worst_error": max(abs(a - b) / max(abs(a), 1e-300) for a, b in pairs), "bound": BESIDE}
+        good = fields.get("worst_error", float("inf")) <= BESIDE
+        line(fields | {"ok": good, "seconds": round(time.monotonic() - began, 2)})
+
+
 def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> None:
     """Runs a group in this process, forked for it; its lines go to stdout and to a file."""
     results, log = (os.open(out / f"{group.name}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -279,11 +310,11 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
 
     warnings.simplefilter("ignore")
     staged_group.DELAY_S = group.delay_s
-    share_device(on_cpu)
+    staged_group.share_device(on_cpu)
     try:
-        if group.trained:
+        if group.trained or group.beside_cpu:
             with tempfile.TemporaryDirectory() as root:
-                train(group, out, Path(root), line)
+                (train if group.trained else beside_cpu)(group, out, Path(root), line)
             return
         if cpu_references:
             proof.References = CpuReferences
@@ -307,7 +338,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=100.0)
-    parser.add_argument("--jobs", type=int, default=9)
+    parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--only", default="")
     parser.add_argument("--cpu-references", action="store_true", help="one device is the CPU: without a real GPU")
     parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU: the same class on CPU tensors")

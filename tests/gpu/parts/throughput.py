@@ -46,6 +46,8 @@ from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 from meshwright.cli.main import main as run_command  # noqa: E402
 from meshwright.data.loader import Loader  # noqa: E402
 from meshwright.data.tokens import TokenSet  # noqa: E402
+from meshwright.spec.layout import Layout  # noqa: E402
+from meshwright.train.optimizer import LocalAdamW  # noqa: E402
 from tests.gpu import hand_loops  # noqa: E402
 from tests.gpu.device_trace import trace_steps  # noqa: E402
 from tests.gpu.hand_loops import HandLoop  # noqa: E402
@@ -125,6 +127,8 @@ class Case:
     traced: bool = False
     cudnn: bool = False
     """Whether torch's attention takes cuDNN's kernel before its own."""
+    without: tuple[str, ...] = ()
+    """What is left out of meshwright, by its names in `PARTS`: as it was before."""
 
 
 HALF = "precision=bf16"
@@ -155,10 +159,34 @@ CASES = {
     "plain-eager": Case(setting="eager", hand=HandLoop(style="autocast", compile=False)),
     "plain-bf16-compiled": Case(setting="", hand=HandLoop(style="bf16", compile=True)),
     "ours-selective": Case(setting="", layout=f"{HALF},compile=true,recompute=selective"),
+    "before-compiled": Case(setting="compiled", layout=f"{HALF},compile=true", without=("copies", "update")),
+    "copies-compiled": Case(setting="compiled", layout=f"{HALF},compile=true", without=("update",)),
     "ours-compiled-again": Case(setting="compiled", layout=f"{HALF},compile=true"),
+    "before-compiled-again": Case(setting="compiled", layout=f"{HALF},compile=true", without=("copies", "update")),
+    "ours-parts": Case(setting="parts", layout=f"{HALF},compile=true,microbatches=4"),
+    "before-parts": Case(setting="parts", layout=f"{HALF},compile=true,microbatches=4", without=("copies", "update")),
+    "before-fp8": Case(setting="fp8", layout="precision=fp8,compile=true", without=("copies", "update")),
+    "before-eager": Case(setting="eager", layout=HALF, without=("copies", "update")),
     "fsdp2-compiled-again": Case(setting="compiled", hand=HandLoop(style="fsdp2", compile=True)),
+    "ours-eager-again": Case(setting="eager", layout=HALF),
+    "fsdp2-eager-again": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
+    "plain-eager-again": Case(setting="eager", hand=HandLoop(style="autocast", compile=False)),
 }
-"""By name, in the order in which they run."""
+"""By name, in the order in which they run; ``before-...`` is ``ours-...`` without what `PARTS` says."""
+
+
+def without_copies() -> None:
+    """Has FSDP2 cast and copy the weights of one rank."""
+    Layout.has_compute_copies = property(lambda _layout: False)  # type: ignore[method-assign, assignment]
+
+
+def without_update() -> None:
+    """Has torch's kernel run AdamW."""
+    LocalAdamW._fits_kernels = lambda _optimizer: False  # type: ignore[method-assign]
+
+
+PARTS = {"copies": without_copies, "update": without_update}
+"""What takes a part out of this process and those that it forks, by the part's name."""
 
 
 class Child(Running):
@@ -367,6 +395,8 @@ class Bench:
             os.nice(WARM_NICE if warms else 0)
             if is_traced:
                 trace_steps(steps, TRACED, self.out / f"{name}.trace.json.gz", summary)
+            for part in case.without:
+                PARTS[part]()
             with _attention_order(case.cudnn):
                 return run_command(words)
 
@@ -385,7 +415,7 @@ class Bench:
         for name in names:
             case = CASES[name]
             if not case.cudnn and ("compile=true" in case.layout or (case.hand and case.hand.compile)):
-                kinds.setdefault((case.shape, case.layout, case.words, case.documents, case.hand), name)
+                kinds.setdefault((case.shape, case.layout, case.words, case.documents, case.hand, case.without), name)
         left, seconds, failed, late = list(kinds.values()), {}, [], False
         began: dict[str, float] = {}
         while (left or waiting) and time.monotonic() < end:
@@ -486,10 +516,25 @@ class Bench:
                     "peak": round(here[name]["peak_bytes"] / max(1, here[best]["peak_bytes"]), 4),
                     "losses_apart": round(apart, 6),
                 }
-        self.say({"case": "ratios", "agree": agree, "of_best_script": ratios})
+        self.say({"case": "ratios", "agree": agree, "of_best_script": ratios, "of_before": self.of_before()})
         for kind, bar in BARS.items():
             self.project(kind, bar)
         return agree
+
+    def of_before(self) -> dict[str, dict[str, float]]:
+        """Returns speed, peak and distance of the first losses of what also ran without a part."""
+        ratios = {}
+        for name, case in CASES.items():
+            own = name.replace("before", "ours").replace("copies", "ours")
+            if case.without and name in self.results and own in self.results:
+                before, now = self.results[name], self.results[own]
+                pairs = zip(now["loss"][:ALIKE_STEPS], before["loss"])
+                ratios[name] = {
+                    "speed": round(before["step_ms"] / now["step_ms"], 4),
+                    "peak": round(now["peak_bytes"] / max(1, before["peak_bytes"]), 4),
+                    "losses_apart": round(max(abs(ours - theirs) for ours, theirs in pairs), 6),
+                }
+        return ratios
 
     def project(self, kind: str, bar: float) -> None:
         """Prints tokens/s a GPU of 32 layers, by the time that three more layers take; no communication is in it.
@@ -554,7 +599,7 @@ def main() -> int:
     """Runs the chosen contenders within the limit; 0 when all that ran agree and none failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--only", default="", help="names, separated by commas; all when not given")
+    parser.add_argument("--only", default="", help="names, separated by commas, in their order; all when not given")
     parser.add_argument("--limit-s", type=float, default=170.0)
     parser.add_argument("--case-limit-s", type=float, default=CASE_LIMIT_S, help="of each contender")
     parser.add_argument("--no-warm", action="store_true", help="compile in the timed runs alone")
@@ -568,7 +613,7 @@ def main() -> int:
     work = options.work / f"{os.getpid()}-{random.randrange(1 << 30)}"
     work.mkdir(parents=True)
     bench = Bench(options.out, work, TINY if options.tiny else SHAPES)
-    chosen = [name for name in CASES if not options.only or name in options.only.split(",")]
+    chosen = options.only.split(",") if options.only else list(CASES)
     weights = Child(bench.write_weights, options.out / "weights.log")
     steps = WARM + TIMED
     tokens = max(shape.rows * shape.sequence for shape in bench.shapes.values()) * (steps + 6)

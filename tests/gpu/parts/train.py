@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import sys
 import time
 import urllib.request
+from pathlib import Path
 
 from tests.gpu.parts.cases import Cases, Command, Result
-from tests.runs import events, last_step, rows, words, write_corpus
+from tests.runs import events, last_step, rows, warm, words, write_corpus
 
 FEWER = ("--train.steps", "80", "--schedule.warmup", "10", "--evaluation.every", "40", "--checkpoint.every", "40")
 LONGER = ("--train.steps", "400", "--schedule.warmup", "10", "--evaluation.every", "0", "--checkpoint.every", "50")
@@ -25,48 +27,75 @@ USED: dict[str, tuple[str, str | None]] = {
 }
 """What a process did before it starts a run, and what it is told; nothing where the run must start."""
 BEFORE = "import sys, torch; {}; from meshwright.cli.main import main; sys.exit(main(sys.argv[1:]))"
+MADE_STEPS = 30
+"""Steps of `make train` before Ctrl-C."""
 
 
 def main() -> int:
-    """Trains, looks at the page meanwhile, and uses what was trained."""
+    """Trains, looks at the page meanwhile, and uses what was trained.
+
+    ``--used``: also what must be refused, each of which imports all anew.
+    """
+    with_used = "--used" in sys.argv
+    sys.argv = [word for word in sys.argv if word != "--used"]
     cases = Cases.from_arguments(limit_s=95.0)
+    warm()
     out = cases.out
     write_corpus(out / "corpus.txt")
+    made = start_make(cases)
     # Less text than the recipe's: 16 MB take 10 s to prepare.
     recipe = ("train", "recipes/first.toml", "--data.cache", str(out / "prepared"), "--data.limit-bytes", "4000000")
     first = cases.start("first", (*recipe, *FEWER, "--run", str(out / "first"), "--monitor.port", "0", "--json"))
-    cases.run("live page", lambda: page(cases, first))
-    doctor = cases.start("doctor", ("doctor", "recipes/first.toml", "--run", str(out / "first"), "--json"))
     used = {
-        name: cases.start(f"after-{name}", words(out, f"after-{name}"), ("-c", BEFORE.format(act)))
-        for name, (act, _) in USED.items()
+        name: cases.start(f"after-{name}", words(out, f"after-{name}"), (sys.executable, "-c", BEFORE.format(act)))
+        for name, (act, _) in (USED.items() if with_used else ())
     }
-    parted = cases.start("parted", (*recipe, *LONGER, "--run", str(out / "parted")))
+    cases.run("live page", lambda: page(cases, first))
     cases.run("first train", lambda: trained(cases, first))
+    doctor = cases.start("doctor", ("doctor", "recipes/first.toml", "--run", str(out / "first"), "--json"))
     after = {
         "generate": ("generate", str(out / "first"), "--prompt", "def ", "--max-tokens", "40", "--json"),
         "export": ("export", str(out / "first"), "--to", str(out / "exported"), "--json"),
         "status": ("status", str(out / "first"), "--json"),
     }
     begun = {name: cases.start(name, argv) for name, argv in after.items()}
-    cases.run("ctrl-c", lambda: interrupted(cases, parted))
-    again = cases.start("again", (*recipe, *LONGER, "--run", str(out / "parted")))
-    for name, command in used.items():
-        cases.run(f"train after {name}", lambda command=command, name=name: refused(cases, command, USED[name][1]))
-    cases.run("doctor", lambda: examined(cases, doctor))
+    parted = cases.start("parted", (*recipe, *LONGER, "--run", str(out / "parted")))
     for name, command in begun.items():
         cases.run(name, lambda command=command: command.wait(cases.left_s) | {"printed": command.out()[-400:]})
     exported = cases.start("generate-exported", ("generate", str(out / "exported"), "--prompt", "def ", "--json"))
-    cases.run("resume", lambda: resumed(cases, again))
+    cases.run("ctrl-c", lambda: interrupted(cases, parted, out / "parted", 20))
+    again = cases.start("again", (*recipe, *LONGER, "--run", str(out / "parted")))
+    if made is not None:
+        cases.run("ctrl-c of make train", lambda: interrupted(cases, made, out / "made", MADE_STEPS, group=True))
     cases.run("generate from export", lambda: exported.wait(cases.left_s) | {"printed": exported.out()[-300:]})
+    for name, command in used.items():
+        cases.run(f"train after {name}", lambda command=command, name=name: refused(cases, command, USED[name][1]))
+    cases.run("doctor", lambda: examined(cases, doctor))
+    cases.run("resume", lambda: resumed(cases, again))
     return cases.finish()
+
+
+def start_make(cases: Cases) -> Command | None:
+    """Starts ``make train`` with this interpreter in place of the project's environment."""
+    make = shutil.which("make")
+    if make is None:
+        cases.tell("ctrl-c of make train", skipped="there is no make")
+        return None
+    ready = cases.out / "ready"
+    ready.touch()
+    more = {"--run": "made", "--data.cache": "made-prepared"}
+    recipe = " ".join(f"{key} {cases.out / name}" for key, name in more.items())
+    recipe = f"recipes/first.toml --data.limit-bytes 4000000 {recipe}"
+    folder = Path(sys.executable).parent
+    bin_folder = folder if (folder / "python").exists() else Path(sys.prefix) / "bin"
+    return cases.start("made", ("train", f"READY={ready}", f"BIN={bin_folder}", f"RECIPE={recipe}"), (make,))
 
 
 def page(cases: Cases, command: Command) -> Result:
     """Reads the live page while the run trains."""
     address = None
     while address is None:
-        assert command.process.poll() is None and cases.left_s > 20, command.err()[-800:]
+        assert command.alive() and cases.left_s > 20, command.err()[-800:]
         time.sleep(0.05)
         address = re.search(r"http://[^\s]+", command.err())
     seen: Result = {"address": address[0]}
@@ -78,7 +107,7 @@ def page(cases: Cases, command: Command) -> Result:
         metrics = _get(address[0].rstrip("/") + "/metrics")
         if re.search(r"^meshwright\w*step\w* [1-9]", metrics, re.MULTILINE):
             seen["metrics"] = len(metrics.splitlines())
-        if command.process.poll() is not None:
+        if not command.alive():
             break
         time.sleep(0.1)
     return seen
@@ -118,18 +147,21 @@ def trained(cases: Cases, command: Command) -> Result:
     return told
 
 
-def interrupted(cases: Cases, command: Command) -> Result:
-    """Types Ctrl-C when the run is under way."""
-    run = cases.out / "parted"
-    while last_step(run) < 20:
-        assert command.process.poll() is None and cases.left_s > 15, command.err()[-800:]
+def interrupted(cases: Cases, command: Command, run: Path, step: int, group: bool = False) -> Result:
+    """Types Ctrl-C when the run is under way: a terminal sends it to the command's whole group."""
+    while last_step(run) < step:
+        assert command.alive() and cases.left_s > 15, command.err()[-800:]
         time.sleep(0.05)
     began = time.monotonic()
-    command.process.send_signal(signal.SIGINT)
-    told = command.wait(cases.left_s)
+    command.signal(signal.SIGINT, group)
+    told = command.wait(min(30.0, cases.left_s))
+    reached, saved = last_step(run), events(run, "checkpoint_saved")
+    is_clear = "goes on from there" in command.err() and bool(saved) and saved[-1]["step"] == reached
+    # make waits for its command, and then ends by the signal.
+    wanted = -signal.SIGINT if group else 1
     return told | {
-        "ok": told["status"] == 1 and "goes on from there" in command.err(), "ended_after_s": time.monotonic() - began,
-        "last": command.err()[-300:], "step": last_step(run),
+        "ok": told["status"] == wanted and is_clear, "ended_after_s": round(time.monotonic() - began, 2),
+        "last": command.err()[-400:], "step": reached,
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Checks products in float8 (`precision=fp8`), where a layout asks for them, and counts the modules that compute so."""
+"""Checks products in float8 and TF32, where a layout asks for them, and counts the modules that compute in float8."""
 
 from __future__ import annotations
 
@@ -12,23 +12,32 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 from meshwright.train.model_analysis import ModelAnalysis
 
-_LEAST_CAPABILITY = {"fp8": 8.9, "fp8_rowwise": 9.0}
-"""Ada, and Hopper for a scale for each row. Source: torch, `aten::_scaled_mm` on CUDA."""
+_LEAST_CAPABILITY = {"tf32": 8.0, "fp8": 8.9, "fp8_rowwise": 9.0}
+"""Ampere; Ada; and Hopper for a scale for each row. Source: torch, CUDA semantics, and `aten::_scaled_mm` on CUDA."""
 
 
-def check_float8(layout: Layout, devices: Devices) -> None:
-    """Refuses products in float8 on GPUs without them.
+def check_products(layout: Layout, devices: Devices) -> None:
+    """Refuses products in TF32 or float8 on devices without them; processor cores emulate float8.
 
     Raises:
         ConfigError: with what works instead.
     """
-    if layout.precision not in FLOAT8_RECIPES or devices.kind != "cuda":
+    precision = layout.precision
+    if precision not in _LEAST_CAPABILITY:
         return
-    least, capability = _LEAST_CAPABILITY[layout.precision], least_compute_capability()
+    nearest_precision = "float32" if precision == "tf32" else "bf16"
+    if devices.kind != "cuda":
+        if precision == "tf32":
+            raise ConfigError(
+                "precision=tf32: tensor cores of GPUs round to TF32, and the ranks compute on processor cores; nearest "
+                "that works: precision=float32"
+            )
+        return
+    least, capability = _LEAST_CAPABILITY[precision], least_compute_capability()
     if capability is not None and capability < least:
         raise ConfigError(
-            f"precision={layout.precision} needs GPUs of compute capability {least}, here is one of {capability}; "
-            "nearest that works: precision=bf16"
+            f"precision={precision} needs GPUs of compute capability {least}, here is one of {capability}; "
+            f"nearest that works: precision={nearest_precision}"
         )
 
 
