@@ -58,8 +58,9 @@ def claim_directory(config: RunConfig) -> RunConfig:
 
 
 def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
-    """Writes config and plan into a run's directory, which is made."""
+    """Writes config and plan into a run's directory, which is made; how islands joined stays where none are left."""
     run_dir.mkdir(parents=True, exist_ok=True)
+    plan = plan.joining_as(planned_outer(run_dir))
     for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
         # Renamed into place: a kill in between must not leave a run that no longer knows its config.
         temporary_path = run_dir / f".{name}.new"

@@ -195,11 +195,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     run_dir = Path(config.run)
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)
-    rounds = planned_outer(run_dir)
-    offers = [
-        (plan.joining_as(rounds), analysis)
-        for plan, analysis in make_plans(config.joining(rounds), model, machines, max(1, trial_count), say)
-    ]
+    offers = make_plans(config.joining(planned_outer(run_dir)), model, machines, max(1, trial_count), say)
     model = choose_attention(model, *offers[0], config.data, token_set, machines.devices, say if leads else None)
     check_products(offers[0][0].layout, machines.devices)
     _check_before_start(config, model, offers[0][0], machines.devices, token_set)
@@ -312,7 +308,7 @@ def _make_planning(
 
     def announce_plan(plan: Plan) -> None:
         try:
-            write_run(job.run_dir, config, plan.joining_as(job.plan.outer))
+            write_run(job.run_dir, config, plan)
         except OSError as error:
             # The run goes on without: the same command plans it again.
             say(f"{job.run_dir / PLAN} is still that of the ranks before: {error.strerror}")

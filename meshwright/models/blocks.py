@@ -7,7 +7,7 @@ of a list. Facts that the weights don't show (heads, windows, experts for each t
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -55,10 +55,9 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
             or hf_fields.get("qk_nope_head_dim", 0) + hf_fields.get("qk_rope_head_dim", 0)
             or head_size
         )
-    kv_heads = size_of(hf_fields, "kv_heads") or heads
     # Falcon: one key head for all query heads, whatever num_kv_heads says
-    if hf_fields.get("multi_query") and not hf_fields.get("new_decoder_architecture"):
-        kv_heads = 1
+    one_key_head = hf_fields.get("multi_query") and not hf_fields.get("new_decoder_architecture")
+    kv_heads = 1 if one_key_head else size_of(hf_fields, "kv_heads") or heads
     has_attention = (
         any("att" in key.lower() or "mixer" in key.lower() for key, _ in layer.named_children()) or not hf_fields
     )
@@ -78,7 +77,6 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
     expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
     dropout_count, drops_scores = _dropouts(layer)
-    qk_widths = {heads * head_size, kv_heads * head_size} if heads > 1 else set()
     return LayerShape(
         products=products,
         width=width,
@@ -88,7 +86,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         kv_heads=kv_heads if has_attention else 0,
         head_size=head_size if has_attention else 0,
         value_size=(hf_fields.get("v_head_dim") or head_size) if has_attention else 0,
-        normed_width=_normed_width(layer, products, qk_widths) if has_attention else 0,
+        normed_width=_normed_width(layer, products, (heads, kv_heads), head_size) if has_attention else 0,
         window=window,
         latent=latent_width,
         ffn=ffn,
@@ -104,14 +102,16 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     )
 
 
-def _normed_width(layer: nn.Module, products: Sequence[Product], widths: Collection[int]) -> int:
+def _normed_width(layer: nn.Module, products: Sequence[Product], heads: Sequence[int], head_size: int) -> int:
     """Returns the width of queries and keys that norms take over all heads: norms of such a width beside the products.
 
     Args:
         layer: with its parameters.
         products: of the layer.
-        widths: of the queries and of the keys of all heads.
+        heads: of queries and of keys; a norm over one head of its own needs no other rank's.
+        head_size: E.
     """
+    widths = {count * head_size for count in heads if count > 1}
     owners = {_parent_module(product.name) for product in products if product.split == "columns"}
     norms = (
         weight

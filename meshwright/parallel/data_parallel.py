@@ -32,63 +32,72 @@ def _apply(context: TransformContext) -> None:
 
     Copies may compute in a lower precision without FSDP2, where the optimizer keeps up their weights of that type.
     """
-    layout, mesh = context.layout, context.mesh
+    layout = context.layout
     for stage in context.stages:
-        has_compute_copies = layout.has_compute_copies and context.source.keeps_copies
-        if has_compute_copies:
+        if layout.has_compute_copies and context.source.keeps_copies:
             dtype, is_summed = DTYPES[layout.compute_precision], not layout.sums_no_gradients
             stage.gradient_syncs.insert(0, MasterGradients(stage, dtype, is_summed))
-        if not has_compute_copies and (layout.zero or layout.is_mixed_precision or layout.offload == "parameters"):
-            assert mesh is not None
-            # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
-            shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
-            options = fsdp.ShardOptions(
-                zero=layout.zero,
-                compute=DTYPES[layout.compute_precision] if layout.is_mixed_precision else None,
-                offload=layout.offload == "parameters",
-                first_layer=stage.first_layer,
-                secondary=mesh.secondary_shards(shard_group),
-            )
-            copies = mesh.combined_group(gradient_axes(layout.state_axes))
-            axis_groups = _groups_in_use(shard_group, copies)
-            expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
-            # A schedule gathers and frees a stage as a whole.
-            ends = EndUnits() if layout.degree(Mechanics.STAGES) > 1 else context.source.ends
+            _sum_copies(context, stage)
+        elif layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
+            _shard(context, stage)
+        else:
+            _sum_copies(context, stage)
+
+
+def _shard(context: TransformContext, stage: StageModule) -> None:
+    """Shards a stage by FSDP2."""
+    layout, mesh = context.layout, context.required_mesh
+    # ZeRO-0 shards over the one rank of an unused axis: copies that compute in another type than they keep.
+    shard_group = mesh.combined_group(layout.state_axes or (shard_axis.AXIS.name,))
+    options = fsdp.ShardOptions(
+        zero=layout.zero,
+        compute=DTYPES[layout.compute_precision] if layout.is_mixed_precision else None,
+        offload=layout.offload == "parameters",
+        first_layer=stage.first_layer,
+        secondary=mesh.secondary_shards(shard_group),
+    )
+    copies = mesh.combined_group(gradient_axes(layout.state_axes))
+    axis_groups = _groups_in_use(shard_group, copies)
+    expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
+    # A schedule gathers and frees a stage as a whole.
+    ends = EndUnits() if layout.degree(Mechanics.STAGES) > 1 else context.source.ends
+    fsdp_sync = fsdp.wrap(
+        stage.module,
+        stage.layers,
+        mesh.axis_device_mesh(shard_group),
+        options,
+        axis_groups,
+        fsdp.EndModules.of(stage.module, ends),
+        expert_group,
+        _compressors(shard_group, copies, mesh, context.rounding_key, stage.stage_index),
+    )
+    stage.gradient_syncs.insert(0, fsdp_sync)
+
+
+def _sum_copies(context: TransformContext, stage: StageModule) -> None:
+    """Sums a stage's gradients over its copies; experts are copied over fewer ranks than all other weights."""
+    layout, mesh = context.layout, context.mesh
+    if mesh is None:
+        return
+    expert_axis = layout.axis(Mechanics.EXPERTS)
+    expert_names = {name for name, shard in stage.local_shards.items() if expert_axis in shard.axes}
+    names = [name for name, _ in stage.module.named_parameters()]
+    dense_names = [name for name in names if name not in expert_names]
+    for axis_group, group_names in (
+        (mesh.combined_group(gradient_axes(())), dense_names),
+        (mesh.axis_groups.get(f"{expert_axis}_copies"), [name for name in names if name in expert_names]),
+    ):
+        if axis_group is None or axis_group.size == 1:
+            continue
+        # On every rank, also of a stage without experts: it makes groups.
+        compressor = mesh.compressor(axis_group, context.rounding_key, stage.stage_index)
+        if group_names:
+            # Ranks that exchange tokens in backward must not wait in its hooks: their graphs may differ.
+            waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
+            layers = context.source.layers
             stage.gradient_syncs.insert(
-                0,
-                fsdp.wrap(
-                    stage.module,
-                    stage.layers,
-                    mesh.axis_device_mesh(shard_group),
-                    options,
-                    axis_groups,
-                    fsdp.EndModules.of(stage.module, ends),
-                    expert_group,
-                    _compressors(shard_group, copies, mesh, context.rounding_key, stage.stage_index),
-                ),
+                0, LateGradientReducer(stage, group_names, axis_group, layers, compressor, waits)
             )
-        elif mesh is not None:
-            expert_axis = layout.axis(Mechanics.EXPERTS)
-            expert_names = {name for name, shard in stage.local_shards.items() if expert_axis in shard.axes}
-            names = [name for name, _ in stage.module.named_parameters()]
-            dense_names = [name for name in names if name not in expert_names]
-            expert_copies = mesh.axis_groups.get(f"{expert_axis}_copies")
-            # Experts are copied over fewer ranks than all other weights: two reducers.
-            for axis_group, group_names in (
-                (mesh.combined_group(gradient_axes(())), dense_names),
-                (expert_copies, [name for name in names if name in expert_names]),
-            ):
-                if axis_group is None or axis_group.size == 1:
-                    continue
-                # On every rank, also of a stage without experts: it makes groups.
-                compressor = mesh.compressor(axis_group, context.rounding_key, stage.stage_index)
-                if group_names:
-                    # Ranks that exchange tokens in backward must not wait in its hooks: their graphs may differ.
-                    waits = layout.degree(Mechanics.TOKENS) == layout.degree(Mechanics.EXPERTS) == 1
-                    layers = context.source.layers
-                    stage.gradient_syncs.insert(
-                        0, LateGradientReducer(stage, group_names, axis_group, layers, compressor, waits)
-                    )
 
 
 def _groups_in_use(shards: AxisGroup, copies: AxisGroup) -> list[AxisGroup]:

@@ -177,6 +177,10 @@ class ReplicaAllReduce:
 
         Before the last micro-batch it is zeroed in place; in the last it becomes the step's sum over the copies.
         """
+        if grad_shard.is_cuda:
+            # FSDP2 has allocated it for the stream of reduce-scatters, calls this on another, adds it to an earlier
+            # micro-batch's gradient there and drops it: the next unit's shard would be written over it meanwhile.
+            grad_shard.record_stream(torch.cuda.current_stream(grad_shard.device))
         if not self.is_last_microbatch:
             self._accumulated = grad_shard.clone() if self._accumulated is None else self._accumulated.add_(grad_shard)
             # FSDP2 adds `grad_shard` to the parameter's gradient after this hook: zero there, the value kept here.

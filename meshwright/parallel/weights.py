@@ -160,7 +160,7 @@ def named_weights(
         shards: for parameters that aren't held whole or have copies of their own, by name in the module.
         copies: ranks of the world that hold a weight which has no entry there.
         frozen: parameters that aren't trained as well.
-        masters: parameter of the module to the one that is updated, where these are two.
+        masters: parameter of the module to the one that is updated, of its shape, where these are two.
     """
     weights = []
     for name, parameter, ((owner, key), *_) in parameter_holders(module):

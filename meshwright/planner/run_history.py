@@ -182,7 +182,7 @@ def learn(path: Path, machine: str, flops: float, precision: str) -> RunHistory:
     for line in lines:
         try:
             row = parse_json(line)
-            if row.get("machine") != machine or not 1 / LIKE_SIZE <= float(row["flops"]) / flops <= LIKE_SIZE:
+            if row["machine"] != machine or not 1 / LIKE_SIZE <= float(row["flops"]) / flops <= LIKE_SIZE:
                 continue
             layout = Layout.parse(str(row["layout"]))
             run = _read_run(row, layout)

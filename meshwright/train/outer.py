@@ -106,8 +106,6 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
-        for weight in self._weights:
-            weight.widen_gradient()
         gradients_or_none = (weight.gradient for weight in self._weights)
         present = [gradient for gradient in gradients_or_none if gradient is not None and gradient.numel()]
         sizes, dtypes = [gradient.nbytes for gradient in present], [gradient.dtype for gradient in present]

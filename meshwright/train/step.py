@@ -118,9 +118,16 @@ def squared_norm(shards: Iterable[tuple[Weight, torch.Tensor]], device: torch.de
     return total
 
 
-def fill_missing(program: Program) -> None:
-    """Sets a zero gradient for weights that forward didn't reach, so that every rank updates the same weights."""
+def fill_missing(program: Program, is_summed: bool = False) -> None:
+    """Sets a zero gradient for weights that forward didn't reach, so that every rank updates the same weights.
+
+    Args:
+        program: after backward.
+        is_summed: give gradients the type of their weights, since they are yet to be summed.
+    """
     for weight in program.weights:
+        if is_summed:
+            weight.widen_gradient()
         if weight.parameter.grad is None:
             weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
 
@@ -203,7 +210,7 @@ class Stepper:
             feedback.begin_step(self.scaler.scale)
         sums = program.forward_backward(batches, self.scaler.scale / self._targets, (self._seed, step), stamp)
         # Before norm and update: all ranks must update the same weights.
-        fill_missing(program)
+        fill_missing(program, is_summed=joint_islands > 1)
         if stamp:
             stamp.phase("reduce", 0)
         if outer is not None and joint_islands > 1:

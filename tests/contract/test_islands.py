@@ -404,10 +404,7 @@ def test_gradients_of_first_steps_are_summed_without_a_copy_of_all() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     outer = OuterOptimizer.__new__(OuterOptimizer)
-    outer._weights = [
-        SimpleNamespace(gradient=item, widen_gradient=lambda: None)  # type: ignore[misc]
-        for item in (*gradients, None)
-    ]
+    outer._weights = [*(SimpleNamespace(gradient=item) for item in gradients), SimpleNamespace(gradient=None)]  # type: ignore[list-item]
     outer._device, outer._group = torch.device("cpu"), SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
     outer.sum_gradients()
     assert all(torch.equal(gradient, 2.0 * old) for gradient, old in zip(gradients, before))

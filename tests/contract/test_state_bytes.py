@@ -31,6 +31,7 @@ VOCAB, CONTEXT, ROWS = 97, 16, 8
 DENSE = [
     "tp=2", "tp=2,shard=2,zero=1", "tp=2,shard=2,zero=3", "tp=2,shard=2,zero=2,microbatches=2,precision=bf16", "tp=3",
     "pp=2,microbatches=2", "pp=2,shard=2,zero=3,microbatches=4", "pp=2,tp=2,microbatches=2", "cp=2",
+    "tp=2,precision=bf16", "replicate=2,precision=bf16",
     "shard=4,zero=3,secondary=2,microbatches=2", "shard=4,zero=3,secondary=2,recompute=full,precision=bf16",
 ]  # fmt: skip
 FOLDED = [f"pp=2,microbatches=4,schedule=zbv{more}" for more in ("", ",shard=2,zero=1", ",precision=bf16")]

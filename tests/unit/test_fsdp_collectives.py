@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from meshwright.parallel.fsdp import ReplicaAllReduce
 from meshwright.parallel.fsdp_collectives import DeferredReductions
 
 
@@ -56,3 +58,33 @@ def test_each_sum_starts_once_after_its_scatter_and_ends(units: list[tuple[str, 
         wanted = [f"{name} scatter"] * scatters + [f"{name} sum"] * copies
         own = [line for line in told if line.startswith(f"{name} ")]
         assert own == [f"{what} {when}" for what in wanted for when in ("starts", "ends")]
+
+
+class OnGpu:
+    """A gradient's shard that says what its memory is kept for; the rest doesn't matter here."""
+
+    is_cuda, device = True, "cuda:0"
+
+    def __init__(self) -> None:
+        self.kept_for: list[str] = []
+
+    def record_stream(self, stream: str) -> None:
+        self.kept_for.append(stream)
+
+    def clone(self) -> OnGpu:
+        return OnGpu()
+
+    def zero_(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_a_shard_s_memory_outlives_the_stream_that_sums_it(monkeypatch: pytest.MonkeyPatch, is_last: bool) -> None:
+    """On a GPU whose collectives end late, the next unit's shard was written over one that was still being summed."""
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"that of sums on {device}")
+    copies = ReplicaAllReduce(None, DeferredReductions())  # type: ignore[arg-type]
+    copies.is_last_microbatch = is_last
+    monkeypatch.setattr(DeferredReductions, "defer_all_reduce", lambda _self, _start: None)
+    shard = OnGpu()
+    copies(shard)  # type: ignore[arg-type]
+    assert shard.kept_for == ["that of sums on cuda:0"]

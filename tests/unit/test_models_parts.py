@@ -1,5 +1,6 @@
 """Structure, calling, sampling, counting, reading and writing, on users' modules and damaged directories."""
 
+import dataclasses
 import functools
 import sys
 import textwrap
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -19,6 +21,9 @@ from meshwright.models.forward import IGNORED, model_forward, model_output
 from meshwright.models.generate import generate_tokens
 from meshwright.models.measure import measure_shape
 from meshwright.models.structure import read_structure
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.price import price
+from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
 
 torch.set_num_threads(1)
@@ -84,6 +89,33 @@ def test_a_mixture_counts_only_active_experts():
     shape = measure_shape(build_meta(ModelConfig(name="mixtral", experts=4, layers=1, width=32, ffn=64), 50, 16))
     assert (shape.experts, shape.active_experts) == (4, 2)
     assert shape.matmul_parameters == 4 * 32 * 32 + 4 * 32 + 2 * 3 * 32 * 64 + 50 * 32
+
+
+@pytest.mark.parametrize(
+    ("family", "normed"),
+    [
+        ("olmo2", 32 + 16),
+        ("olmo3", 32 + 16),
+        ("qwen3", 0),
+        ("llama", 0),
+        ("gemma3_text", 0),
+        ("gpt2", 0),
+        ("olmoe", 48),
+    ],
+)
+def test_norms_over_all_heads_are_told_from_those_of_each(family: str, normed: int) -> None:
+    """Of 4 query heads and 2 key heads of 8; only the former meet between ranks of tp, which take longer for them."""
+    sizes = {} if family == "gpt2" else {"kv_heads": 2}
+    config = ModelConfig(name=family, layers=2, width=32, heads=4, **sizes)
+    if family.startswith("gemma") or family == "qwen3":
+        config = dataclasses.replace(config, overrides={"head_dim": 8})
+    shape = measure_shape(build_meta(config, 50, 16))
+    assert {block.normed_width for block in shape.blocks} == {normed}
+    job, cluster = PricedJob(shape=shape, sequence=16, rows=8, precision="float32"), Cluster.parse("2xa100-80")
+    plain = tuple(dataclasses.replace(block, normed_width=0) for block in shape.blocks)
+    without = dataclasses.replace(job, shape=dataclasses.replace(shape, blocks=plain))
+    seconds = [price(item, Layout.parse("tp=2"), cluster).parts["tp"] for item in (job, without)]
+    assert seconds[0] > seconds[1] if normed else seconds[0] == seconds[1]
 
 
 def test_settings_that_a_function_does_not_take_are_refused(own):

@@ -197,21 +197,6 @@ def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path, monkeypatch:
     planning.announce_plan(alone)
     assert planned_outer(tmp_path) == chosen.settings and alone.describe() == "replicate=1 (the rank that is left)"
     assert alone.joining_as(chosen.settings).describe() == alone.describe()
-    resumed: list[Plan] = []
-
-    def keep(_config: object, _model: object, _text: object, offer: tuple[Plan, None], _hooks: object) -> None:
-        resumed.append(offer[0])
-        raise PlanError("it would start here")
-
-    monkeypatch.setattr(train, "make_plans", lambda *_: [(alone, None)])
-    monkeypatch.setattr(train, "_find_machines", lambda *_: SimpleNamespace(devices=SimpleNamespace(kind="cpu")))
-    monkeypatch.setattr(train, "choose_attention", lambda *_: SimpleNamespace())
-    monkeypatch.setattr(train, "_make_job", keep)
-    for name in ("check_float8", "_check_before_start", "check_replan"):
-        monkeypatch.setattr(train, name, lambda *_: None)
-    with pytest.raises(PlanError, match="it would start here"):
-        train._train(config, SimpleNamespace(ranks=1), (), lambda _: None)  # type: ignore[arg-type]
-    assert resumed[0].outer == chosen.settings, "the same command, on what is left"
     # Plans from before have no such field.
     old = {name: value for name, value in json.loads((tmp_path / "plan.json").read_text()).items() if name != "outer"}
     (tmp_path / "plan.json").write_text(json.dumps(old))

@@ -110,8 +110,7 @@ class RuntimeModel:
     fused_layer_s: float = 0.0
     """`host_layer_s` of such a layer: fewer launches, and what torch.compile's guards and wrapper take."""
     draw_bytes: float = 0.0
-    """Bytes moved per element for which dropout draws a number, where that is done by operations of its own; 0 where
-    the kernel that drops draws, which is among the passes."""
+    """Bytes moved per element for which dropout draws a number; 0 where the kernel that drops draws, in the passes."""
     mask_bytes: float = 1.0
     """Bytes kept of each element that dropout decides on; 0 where backward draws its number again."""
     draw_s: float = 0.0

@@ -241,24 +241,19 @@ class PricedModel:
         return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
 
     def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
-        """Adds the exposed seconds of tp, cp and ep to both passes."""
-        layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
-        size = self.tokens * layer.width * self.element
-        reduce = groups.seconds(traffic.all_reduce_s, size, groups.tp)
-        gather = groups.seconds(traffic.all_gather_s, size, groups.tp)
+        """Adds the exposed seconds of tp, cp and ep to both passes; for norms over all heads tp gathers."""
+        layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
+        size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
+        reduce, gather = (groups.seconds(kind, size, tp) for kind in (traffic.all_reduce_s, traffic.all_gather_s))
+        normed_s = groups.seconds(traffic.all_gather_s, size * normed_share, tp) if normed_share else 0.0
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
         wire, backward_wire = WireTime(), WireTime()
         block_count = self._split_blocks(layer)
-        forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False)
-        backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True)
+        forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
+        backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
         if (layouts.tp > 1).any():
-            wire = backward_wire = groups.booked(block_count * collective_s, groups.tp)
-            if layer.normed_width:
-                # All-gathered in forward, their gradients reduce-scattered in backward; nothing runs meanwhile.
-                normed = groups.wire(traffic.all_gather_s, self.tokens * layer.normed_width * self.element, groups.tp)
-                forward.tp, backward.tp = forward.tp + normed.seconds, backward.tp + normed.seconds
-                wire, backward_wire = wire + normed, backward_wire + normed
+            wire = backward_wire = groups.booked(block_count * collective_s + normed_s, tp)
         if layer.heads:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():

@@ -26,7 +26,7 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
 from tests.gpu.parts.cases import Cases, Command, Result
-from tests.gpu.parts.ranks import share_device
+from tests.gpu.staged_group import share_device
 from tests.runs import WORDS, curve, events, last_step, rows, warm, words, write_corpus
 
 STEPS = 12

@@ -29,7 +29,7 @@ from statistics import mean
 from typing import Any
 
 from tests.gpu import staged_group
-from tests.gpu.parts.cases import Cases
+from tests.gpu.parts.cases import Cases, process_age_s
 from tests.runs import Running, warm
 
 EXACT, COPIES = "exact", "replicate=2"
@@ -167,7 +167,7 @@ class Comparison:
     def watch(self) -> None:
         """Tells each evaluation until all runs have ended, or until the limit."""
         shed_s = self._began_s
-        while self._cases.left_s > 5.0:
+        while self._cases.left_s > 7.0:
             living = [run for run in self.runs if not run.ended]
             if not living:
                 return
@@ -277,7 +277,7 @@ def main() -> int:
     parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    cases = Cases(options.out.resolve(), options.limit_s)
+    cases = Cases(options.out.resolve(), options.limit_s - process_age_s())
     warm()  # before transformers, whose import would ask CUDA for devices
     importlib.import_module("transformers.models.llama.modeling_llama")
     with tempfile.TemporaryDirectory() as root:

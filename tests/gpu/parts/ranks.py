@@ -38,6 +38,7 @@ from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import References
 from meshwright.spec.layout import Layout
 from tests.gpu import staged_group
+from tests.gpu.parts.cases import process_age_s
 from tests.runs import call, curve, warm, words, write_corpus
 
 SIZES: dict[str, Any] = {"width": 64, "heads": 4, "layers": 4, "ffn": 128}
@@ -82,34 +83,34 @@ class Group:
 
 
 GROUPS = (
-    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
-    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 3),
-    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 3),
-    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 3),
-    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 3),
-    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
-    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
-    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
-    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
-    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("tensor", "llama", "float64", ("tp=2", "tp=2,sequence=true,recompute=selective"), 2),
+    Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 2),
+    Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 2),
+    Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 2),
     Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
     Group("rounded", "gpt2", "float64", (
         "replicate=2,compress=int8", "replicate=2 --recovery.compare-every 2", "shard=2,zero=3,compress_weights=int8",
         "islands=2 --outer local_sgd --outer.every 3", "replicate=2,compress=powersgd:4",
         "islands=2,shard=2,zero=2 --outer.every 3 --outer.fragments 2 --outer.delay 1 --outer.compress int8",
         "replicate=2,compress=topk:100", "replicate=4,compress=int8:2"), beside_cpu=True),
+    Group("experts", "mixtral", "float64", ("ep=2,shard=2,zero=1", "tp=2", "ep=2,shard=4,zero=3"), 2),
+    Group("together", "llama", "float64", (TOGETHER, TOGETHER + ",recompute=full,sequence=true"), 2),
+    Group("bf16", "llama", "bf16", ("replicate=2", "shard=2,zero=3", "tp=2,sequence=true", MICRO + "zbv", TOGETHER)),
     Group("varlen", "llama-varlen", "bf16", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring",
                                              "cp=2,tp=2", "shard=2,zero=3,recompute=selective")),
     Group("trained-stages", "llama", "float64", ("replicate=1", MICRO + "1f1b,tp=2"), 2, trained=True),
-    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
-    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
     Group("plain", "llama", "float64", ("replicate=1", "replicate=2", "replicate=2,shard=2,zero=3,microbatches=2",
                                         "shard=2,zero=3,recompute=full", "tp=2,loss_chunk=100", "cp=2,tp=2",
                                         "shard=2,zero=3,offload=parameters", MICRO + "zerobubble",
                                         MICRO + "dualpipev")),
+    Group("compile", "llama", "bf16", ("tp=2,sequence=true,compile=true",)),
     Group("gpt2", "gpt2", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b,recompute=full")),
     Group("qwen3", "qwen3", "float64", ("tp=2,sequence=true", "cp=2", MICRO + "zbv")),
     Group("gemma3", "gemma3", "float64", ("tp=2", "cp=2,attention=ring", "shard=2,zero=3")),
+    Group("gemma3-varlen", "gemma3-varlen", "bf16", ("cp=2,attention=ring", "tp=2")),
+    Group("experts-bf16", "mixtral", "bf16", ("ep=2,shard=2,zero=1", "ep=2,shard=4,zero=3", "tp=2")),
+    Group("trained-shards", "llama", "float64", ("replicate=1", "shard=2,zero=3,microbatches=2"), 2, trained=True),
+    Group("planted", "llama", "float64", ("tp=2", "shard=2,zero=3", MICRO + "1f1b"), planted=True, delay_s=0.002),
 )  # fmt: skip
 
 
@@ -325,12 +326,6 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
         prove(group, out, line)
     except BaseException as error:
         line({"case": group.name, "ok": False, "error": "".join(traceback.format_exception(error))[-800:]})
-
-
-def process_age_s() -> float:
-    """Returns the seconds since this process began: imports are most of them, and count."""
-    fields = Path("/proc/self/stat").read_text(encoding="ascii").rpartition(")")[2].split()
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> int:
