@@ -15,8 +15,8 @@ from tests.ghost.runs import has_ghost, train
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
 LAYERS = 8
 LIMIT_S = 240.0
-MOST = 1.05
-"""Most launches over those of the loop by hand."""
+MOST = {1: 0.95, 2: 1.05}
+"""Most launches over those of the loop by hand, by ranks: one rank's weights go through no FSDP2."""
 CASES = {
     "llama": ("llama", 1, "precision=bf16"),
     "llama-sharded": ("llama", 2, "shard=2,zero=3,precision=bf16"),
@@ -55,4 +55,4 @@ def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, name: str) -> No
     assert run.status == 0, run.text
     own, least = run.steps[-1]["launches"], by_hand(family, ranks, root / f"{name}.store")
     print(f"{name}: {own} launches, {least} by hand")
-    assert own <= MOST * least, run.steps[-1]
+    assert own <= MOST[ranks] * least, run.steps[-1]
