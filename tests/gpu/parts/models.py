@@ -142,7 +142,8 @@ def chose(cases: Cases, command: Command) -> Result:
     plan = json.loads((cases_out / "chosen" / "plan.json").read_text())
     losses = [row["loss"] for row in found]
     told = {
-        "status": ended["status"], "layout": found[-1]["layout"], "reason": plan["reason"][:400], "steps": len(found), "reached": reached,
+        "status": ended["status"], "layout": found[-1]["layout"], "reason": plan["reason"][:400], "steps": len(found),
+        "reached": reached,
         "first_step_s": found[0]["step_s"], "step_ms": [round(1e3 * row["step_s"], 1) for row in found[1:]],
         "planned_ms": round(1e3 * plan["prediction"]["step_s"], 2), "memory": found[-1]["memory"],
         "losses": [losses[0], losses[-1]],
