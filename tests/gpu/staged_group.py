@@ -386,6 +386,9 @@ class StagedGroup(dist.ProcessGroup):  # type: ignore[misc]
 
         return self._submit([tensor for tensor, _ in sent], [tensor for tensor, _ in received], exchange, lane)
 
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Takes the longer limit that torch's functional collectives give to what is compiled; jobs have their own."""
+
     def start_batch(self) -> None:
         """Begins a batch of sends and receives, which go at once."""
         self._batch.messages = []

@@ -80,8 +80,6 @@ def main() -> int:
         if waiting and cases.left_s < 10:
             cases.tell("families", skipped=str(waiting))
             waiting = []
-        if chosen and chosen.alive() and last_step(out / "chosen") >= CHOSEN_STEPS:
-            chosen.signal(signal.SIGTERM)
         time.sleep(0.05)
     if loop:
         cases.run("strategies on a module of one's own", lambda: strategies(cases, loop))
@@ -134,6 +132,7 @@ def chose(cases: Cases, command: Command) -> Result:
     run, cases_out = cases.out / "chosen", cases.out
     while command.alive() and last_step(run) < CHOSEN_STEPS and cases.left_s > 5:
         time.sleep(0.1)
+    reached = last_step(run)
     if command.alive():
         command.signal(signal.SIGTERM)
     ended = command.wait(min(30.0, cases.left_s))
@@ -144,6 +143,7 @@ def chose(cases: Cases, command: Command) -> Result:
     losses = [row["loss"] for row in found]
     told = {
         "status": ended["status"], "layout": found[-1]["layout"], "reason": plan["reason"][:400], "steps": len(found),
+        "reached": reached,
         "first_step_s": found[0]["step_s"], "step_ms": [round(1e3 * row["step_s"], 1) for row in found[1:]],
         "planned_ms": round(1e3 * plan["prediction"]["step_s"], 2), "memory": found[-1]["memory"],
         "losses": [losses[0], losses[-1]],

@@ -5,6 +5,7 @@ The curve of each must be that of an undisturbed run. All of them train beside e
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -31,6 +32,8 @@ LARGE = (
 """A llama of 206 million parameters."""
 STUCK, CYCLES = 9, 60 * 1_980_000_000
 """Step in which the device gets a kernel that runs for a minute or more, at 1.98 GHz at most."""
+STOP_S = 30.0
+"""Within which a run ends that was asked to."""
 SMALL_SHARE = 0.02
 """Of the device's memory, 1.6 GB of an H100's: what the run that runs out may use."""
 
@@ -169,11 +172,27 @@ def stopped(runs: Runs, name: str, number: int, wanted: int, step: int) -> Resul
     runs.wait_for_step(name, step)
     began = time.monotonic()
     runs.running(name).kill(number)
+    while runs.running(name).poll() is None and time.monotonic() - began < STOP_S:
+        time.sleep(0.05)
+    if runs.running(name).poll() is None:
+        return {"ok": False, "step": runs.steps(name), "signals": masks(runs.running(name)), "last":
+                runs.running(name).text()[-600:]}  # fmt: skip
     told = runs.wait(name)
     saved = events(runs.root / name, "checkpoint_saved")
     reached = runs.steps(name)
     told |= {"ended_after_s": round(time.monotonic() - began, 2), "step": reached, "saved": saved[-1]["step"]}
     return told | {"ok": told["status"] == wanted and saved[-1]["step"] == reached, "last": told.get("last", "")[-300:]}
+
+
+def masks(running: Running) -> dict[int, list[str]]:
+    """Returns what each process of a run does with signals, and for what it waits, as the kernel tells it."""
+    found = {}
+    for pid in running.alive():
+        with contextlib.suppress(OSError):
+            lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+            kept = [line.replace("\t", " ") for line in lines if line.startswith(("Sig", "Shd", "PPid", "State"))]
+            found[pid] = [*kept, Path(f"/proc/{pid}/wchan").read_text()]
+    return found
 
 
 def gone_on(runs: Runs, name: str) -> Result:
