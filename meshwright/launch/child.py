@@ -70,13 +70,13 @@ def _detach_from_launcher(context: RankContext, settings: ForkSettings) -> None:
     os.setpgid(0, 0)
     # After setpgid no terminal signal reaches the rank: the kernel ends it with its launcher.
     die_with_parent(settings.parent)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles it for its ranks
+    context.stop.hold(signal.SIGHUP, signal.SIG_IGN)  # the launcher handles it for its ranks
     prefer_for_killing(RANK_SCORE)
     for name in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM):
         signal.signal(name, signal.SIG_DFL)
     if settings.disposable:
         # Slurm and systemd signal the supervisor's whole tree: the supervisor answers, its ranks write the checkpoint.
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        context.stop.hold(signal.SIGTERM, signal.SIG_IGN)
     # The inherited wakeup descriptor belongs to the launcher's event loop.
     signal.set_wakeup_fd(-1)
     context.stop.install()

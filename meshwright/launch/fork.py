@@ -36,6 +36,8 @@ _SETTLE_S = 0.3
 """Time to collect further failures after the first one: the cause may be reported after its echoes."""
 _EXIT_S = 3.0
 """Time for a rank to exit after it sent its result; then it is killed."""
+_STOP_EVERY_S = 1.0
+"""Between two requests to a rank that it end."""
 
 
 class ForkLauncher(Launcher):
@@ -87,6 +89,7 @@ class ForkLauncher(Launcher):
         self._interrupts = interrupts or InterruptCounter()
         self._stop_sent = 0
         self._stop_at: float | None = None
+        self._send_stop_at = 0.0
 
     @property
     def ranks(self) -> int:
@@ -302,6 +305,10 @@ class ForkLauncher(Launcher):
             self._stop_sent = interrupt_count
             # The grace period restarts with each further request.
             self._stop_at = now_s + self._config.stop_s
+            self._send_stop_at = now_s
+        if self._stop_at is not None and now_s >= self._send_stop_at:
+            # Again and again: one that comes while a library holds the rank's handlers is lost (`StopFlag.restore`).
+            self._send_stop_at = now_s + _STOP_EVERY_S
             for rank in self._ranks:
                 if rank.status is None:
                     rank.signal(STOP_SIGNAL)

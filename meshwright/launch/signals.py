@@ -11,6 +11,8 @@ from types import FrameType
 
 ONCE_S = 1.0
 """Termination signals within this time count as one."""
+Handler = Callable[[int, FrameType | None], None] | signal.Handlers
+"""What a signal runs, or ``SIG_IGN`` and ``SIG_DFL``."""
 STOP_SIGNAL = signal.SIGUSR1
 """The launcher's signal to a rank on the first Ctrl-C; SIGTERM keeps its meaning of ending a process at once."""
 
@@ -100,6 +102,7 @@ class StopFlag:
 
     def __init__(self) -> None:
         self._requested = False
+        self._handlers: dict[signal.Signals, Handler] = {}
 
     @property
     def requested(self) -> bool:
@@ -123,8 +126,25 @@ class StopFlag:
             ValueError: when called from a thread other than the main one.
         """
         for number in signals or (STOP_SIGNAL,):
-            signal.signal(number, self._set_requested)
+            self.hold(number, self._set_requested)
         return self
+
+    def hold(self, number: signal.Signals, handler: Handler) -> None:
+        """Installs a handler that `restore` installs again."""
+        signal.signal(number, handler)
+        self._handlers[number] = handler
+
+    def restore(self) -> None:
+        """Installs handlers again that a library replaced behind Python's back; does nothing off the main thread.
+
+        LLVM does so for SIGUSR1, SIGTERM and others when Triton first compiles a kernel in a process.
+        Source: LLVM, lib/Support/Unix/Signals.inc, `RegisterHandlers`.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in self._handlers.items():
+            if signal.getsignal(number) == handler:
+                signal.signal(number, handler)
 
     def _set_requested(self, number: int, frame: FrameType | None) -> None:
         self._requested = True

@@ -55,6 +55,7 @@ class StepLauncher:
         self._batches = batches = self._batches or deps.feed.micro_batches(data_step)
         deps.program.step_timer.lap("data")
         rate = self._rates.rate(step)
+        deps.stop_asked.restore()
         targets, stop_share = deps.feed.targets(data_step), float(deps.stop_asked.requested)
         if deps.memory is not None and deps.memory.reconfiguration_requested:
             stop_share += CUT_SHARE
