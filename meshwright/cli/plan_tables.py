@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 
@@ -108,7 +109,7 @@ def _show_budget(console: Console, result: BudgetResult) -> None:
         fastest = min(planned, key=lambda budget: budget.days)
         console.print(
             f"none ends within {result.days:g} days; the fastest is {fastest.case.name} in {fastest.days:.1f} days: "
-            f"--days {fastest.days:.0f}, or a larger --cluster"
+            f"--days {math.ceil(fastest.days)}, or a larger --cluster"
         )
 
 
