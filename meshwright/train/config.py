@@ -160,8 +160,8 @@ class OuterConfig(Config):
     lr: float | None = None
     """Rate of the outer step; None for 0.7, and 1 with ``local_sgd``."""
     momentum: float | None = None
-    """Momentum of the outer step; None for 0.5, and 0 with ``local_sgd``. DiLoCo has 0.9, for rounds of 500 steps, which
-    costs more loss in rounds of 30 (docs/slow-networks.md)."""
+    """Momentum of the outer step; None for 0.5, and 0 with ``local_sgd``. DiLoCo has 0.9, for rounds of 500 steps;
+    in rounds of 30 that costs loss (docs/slow-networks.md)."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
     compress: Literal["none", "bf16", "int8", "fp8"] | None = None
