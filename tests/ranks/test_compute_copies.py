@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel.compute_copies import MasterGradients
 from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import StageModule
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
@@ -137,3 +142,17 @@ def test_which_layouts_keep_copies() -> None:
                 "pp=2,microbatches=2,precision=bf16", "offload=parameters,precision=bf16", "tp=2")  # fmt: skip
     assert [Layout.parse(text).has_compute_copies for text in (*kept, *gathered)] == [True] * 7 + [False] * 6
     assert [Layout.parse(text).sums_no_gradients for text in kept] == [True] * 5 + [False] * 2
+
+
+def test_a_program_that_is_dropped_leaves_no_weights() -> None:
+    """A hook on a tensor is out of the garbage collector's sight: it must not hold what holds the tensor."""
+    stage = StageModule(nn.Linear(4, 4), [])
+    gradients = MasterGradients(stage, torch.bfloat16, False)
+    gradients.make_compute_copies()
+    gradients.begin_microbatch(is_last=True, no_gradients=True)
+    stage.module(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+    compute = weakref.ref(stage.module.weight)
+    assert next(iter(stage.masters.values())).grad is not None
+    del stage, gradients
+    gc.collect()
+    assert compute() is None
