@@ -83,8 +83,8 @@ def _one_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 has one weight's gradient off by 5 %."""
     fill = step.fill_missing
 
-    def enlarged(program: Program) -> None:
-        fill(program)
+    def enlarged(program: Program, **more: Any) -> None:
+        fill(program, **more)
         if torch.distributed.get_rank() == 1:
             weight = next(item for item in program.weights if item.name.endswith("o_proj.weight"))
             assert weight.gradient is not None

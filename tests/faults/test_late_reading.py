@@ -104,8 +104,8 @@ def plant_nan(bad: Collection[int], times: int = 10**6) -> None:
         present[0] = number + skipped[0] + 1
         return run(self, number, *args)
 
-    def spoil(program: Any) -> None:
-        fill_missing(program)
+    def spoil(program: Any, **more: Any) -> None:
+        fill_missing(program, **more)
         if left.get(present[0], 0) > 0:
             left[present[0]] -= 1
             next(weight.gradient for weight in program.weights if weight.local.numel()).fill_(float("nan"))
