@@ -6,13 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from meshwright.launch.devices import count_gpus
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel.tf32 import exact_modules, use_tf32
 
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not count_gpus(), reason="no GPU")]
 POSITIONS = 16384
 
 
