@@ -511,9 +511,8 @@ class RankTimes(LayerSums):
         is_mixed, trained = width == 2, 0.0 if self.job.adapters else 1.0
         zero, microbatches = layouts.zero[:, None], layouts.microbatches[:, None]
         accumulates, is_piped = microbatches > 1, layouts.pp[:, None] > 1
-        on_host, is_rounded = layouts.offload[:, None] == PARAMETERS, layouts.compress[:, None] > 0
-        rests = (zero == 0) & ~on_host & ~is_piped & ~is_rounded
-        in_units = ((zero > 0) | is_mixed) & ~(rests & states.compute_copies)
+        on_host = layouts.offload[:, None] == PARAMETERS
+        in_units = ((zero > 0) | is_mixed) & ~self._keeps_copies
         by_layer = in_units & ~is_piped
         gradient = trained * (states.gradient if is_mixed else width)
         kept = np.where(self._is_lone, trained * states.lone_gradient, gradient) if is_mixed else gradient
@@ -535,10 +534,17 @@ class RankTimes(LayerSums):
         )
 
     @property
+    def _keeps_copies(self) -> Array:
+        """Whether each rank keeps its weights in the type of compute (`Layout.has_compute_copies`), (N, 1) bool."""
+        layouts, is_mixed = self.layouts, compute_bytes(self.job.precision) == 2
+        rests = (layouts.zero == 0) & (layouts.offload != PARAMETERS) & (layouts.pp == 1) & (layouts.compress == 0)
+        return (rests & (is_mixed and self.engine.states.compute_copies))[:, None]
+
+    @property
     def _is_lone(self) -> Array:
-        """Whether a rank shares no weight and a step has one micro-batch, (N, 1) bool."""
+        """Whether nothing is added to a gradient of such a rank, in its micro-batch or by others, (N, 1) bool."""
         layouts = self.layouts
-        return ((layouts.readers * layouts.pp == 1) & (layouts.zero == 0) & (layouts.microbatches == 1))[:, None]
+        return self._keeps_copies & ((layouts.readers == 1) & (layouts.microbatches == 1))[:, None]
 
     def _gathered_parameters(self, dense: Array) -> Array:
         """Returns the parameters that ZeRO-3 has gathered at once, (N, P): two neighbours, and tied or other ends."""
