@@ -311,7 +311,7 @@ class ForkLauncher(Launcher):
             self._send_stop_at = now_s + _STOP_EVERY_S
             for rank in self._ranks:
                 if rank.status is None:
-                    rank.signal(STOP_SIGNAL)
+                    rank.signal_alone(STOP_SIGNAL)
         if self._stop_at is not None and now_s > self._stop_at:
             raise LaunchError(
                 f"the ranks did not end within launch.stop_s = {self._config.stop_s:g} s of the first Ctrl-C and were "

@@ -87,9 +87,10 @@ class RankProcess:
             os.killpg(self.pid, number)
         except (ProcessLookupError, PermissionError):
             if self.status is None:
-                self._signal_alone(number)
+                self.signal_alone(number)
 
-    def _signal_alone(self, number: int) -> None:
+    def signal_alone(self, number: int) -> None:
+        """Sends a signal to the rank and to none of the processes that it started, such as compilers."""
         try:
             os.kill(self.pid, number)
         except ProcessLookupError:

@@ -27,7 +27,7 @@ class ForwardLayer(IntEnum):
     EXAMPLE = 0
     """Stands for the module's own forward while it is tried out on an example of the user's."""
     PRODUCT = 5
-    """A linear module's product is computed in float8."""
+    """Products in another precision: a linear module's in float8, of angles exact beside TF32."""
     STAGE = 10
     """Layers of other pipeline stages are stubs; a stage's forward ends at its boundary."""
     HEAD = 15

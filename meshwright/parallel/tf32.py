@@ -2,7 +2,8 @@
 
 Weights, activations, gradients and what travels between ranks are those of ``float32``. Rotary angles must not be
 rounded so: they are products of positions and frequencies, and 10 bits don't hold each position beyond 2,048. Modules
-that have buffers and no weights compute them, and their products stay exact.
+that have buffers and no weights compute them, and their products stay exact; a model that multiplies such numbers
+elsewhere is refused (`models.analysis.unweighted_products`).
 Source: NVIDIA, Accelerating AI Training with NVIDIA TF32 Tensor Cores (2021); torch, CUDA semantics, TensorFloat-32.
 """
 
@@ -17,6 +18,18 @@ from torch import nn
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.transform import Transform, TransformContext
+
+
+@contextmanager
+def float32_products(rounded: bool) -> Iterator[None]:
+    """Says within a block whether this process' GPU products of float32 round their inputs to TF32."""
+    # By its older name, which both of torch's ways to read the setting understand.
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.allow_tf32 = rounded
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before == "tf32"
 
 
 def use_tf32(module: nn.Module) -> None:
@@ -41,20 +54,10 @@ def _exact(plain: Forward) -> Forward:
     # Not traced: a compiled graph keeps the setting under which it was made.
     @torch.compiler.disable
     def forward(*args: Any, **kwargs: Any) -> Any:
-        with _exact_products():
+        with float32_products(rounded=False):
             return plain(*args, **kwargs)
 
     return forward
-
-
-@contextmanager
-def _exact_products() -> Iterator[None]:
-    allowed = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = allowed
 
 
 def _apply(context: TransformContext) -> None:

@@ -13,6 +13,7 @@ from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.table import overridden_table, sharding_table
+from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import BuiltModel
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel import tensor_stages
@@ -130,6 +131,12 @@ def analyse_model(
         raise PlanError(
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
             "compile out, or set the model's dropout to 0"
+        )
+    if layout.precision == "tf32" and (unweighted := find_unweighted_products(model)):
+        raise PlanError(
+            f"precision=tf32 would round a product in {unweighted[0]} that no weight enters, as those of positions and "
+            "frequencies are, which 10 bits don't hold; compute it in a module with buffers and no weights, whose "
+            "products stay exact; nearest that works: precision=float32"
         )
     earlier = earlier or ModelAnalysis()
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.

@@ -91,6 +91,15 @@ class LocalAdamW:
         self._update: Any = None
         """The kernel's table of tensors, made by the first update."""
 
+    @property
+    def lacks_kernels(self) -> bool:
+        """Whether the kernel of Triton could run the updates, but not in this process."""
+        return self._kernels is None and self._fits_kernels()
+
+    def leave_kernels(self) -> None:
+        """Has torch's kernels run the updates from now on, before the first one."""
+        self._kernels = None
+
     def _fits_kernels(self) -> bool:
         """Returns whether the kernel of Triton can run the updates: on a GPU, of float32 shards."""
         is_wide = all(weight.local.is_cuda and weight.local.dtype == torch.float32 for weight in self._local_weights)

@@ -46,6 +46,7 @@ from meshwright.parallel.peak_rate import measure_peak
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
+from meshwright.parallel.tf32 import float32_products
 from meshwright.parallel.transform import DTYPES
 from meshwright.parallel.wire import AUTO, WireOptions
 from meshwright.spec.layout import Layout
@@ -241,6 +242,14 @@ def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device, local_bes
     return float(stepper.world_sum(local_rate))
 
 
+def _agree_on_kernels(stepper: Stepper, optimizer: LocalAdamW, device: torch.device) -> None:
+    """Has one kernel run the updates of all ranks: copies of a weight would else drift apart by their last bits."""
+    if device.type == "cuda":
+        lacking = stepper.world_sum(torch.tensor([optimizer.lacks_kernels], dtype=torch.float64, device=device))
+        if float(lacking):
+            optimizer.leave_kernels()
+
+
 def _data_sheet_flops(layout: Layout, stepper: Stepper, device: torch.device) -> float | None:
     """Returns the dense FLOP/s of all ranks' devices by their data sheets; None where one has none.
 
@@ -279,12 +288,16 @@ def run_rank(context: RankContext, job: TrainJob) -> TrainOutcome:
 
 def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack: contextlib.ExitStack) -> TrainOutcome:
     config, layout, device = job.config, job.plan.layout, torch.device(context.device)
+    if layout.precision == "tf32":
+        # Also while the rate of products is measured; where the process goes on, as under torchrun, it is as before.
+        stack.enter_context(float32_products(rounded=True))
     local_peak_flops = _local_peak_flops(job, device)
     filled = job.memory is None or job.memory.state is None
     program = build_program(job.model, job.plan, device, job.analysis, filled, _wire_options(context, config))
     optimizer = LocalAdamW(program.weights, config.optimizer, on_host=layout.offload == "optimizer")
     scaler = LossScaler(layout.precision == "fp16")
     stepper = Stepper(program, optimizer, scaler, clip=config.optimizer.clip, seed=config.train.seed)
+    _agree_on_kernels(stepper, optimizer, device)
     optimizer.outer = outer = _make_outer(job, program, optimizer)
     stepper.outer = outer if isinstance(outer, OuterOptimizer) else None
     token_set = TokenSet.open(job.data_dir)
