@@ -205,6 +205,18 @@ def test_another_launch_does_not_remember_that_the_last_one_was_ended():
     assert not launcher.interrupted and not launcher.terminated
 
 
+def test_a_stop_is_asked_of_the_rank_and_of_no_process_that_it_started():
+    """As a compiler is, which a request each second would end for good."""
+
+    def work(context: RankContext) -> int | None:
+        child = subprocess.Popen(["sleep", "60"])
+        _until_asked(context)
+        time.sleep(0.2)
+        return child.poll()
+
+    assert _launcher(1).run(work, timeout_s=100) == [None]
+
+
 @pytest.mark.parametrize(("name", "number"), [("fork", errno.EAGAIN), ("pipe", errno.EMFILE)])
 def test_a_rank_that_cannot_be_forked_ends_the_others_and_leaves_nothing_open(name, number, monkeypatch):
     launcher, whole, calls = _launcher(3), getattr(os, name), []
