@@ -55,7 +55,7 @@ def release_threads() -> None:
     """
     if "torch" not in sys.modules:
         return
-    for library in _loaded_libraries("libgomp"):
+    for library in filter(None, _loaded_libraries("libgomp")):
         if hasattr(library, "omp_pause_resource_all"):
             library.omp_pause_resource_all(_OMP_PAUSE_HARD)
 
@@ -82,8 +82,11 @@ def tied_command(*words: str) -> list[str]:
     return [sys.executable, "-m", "meshwright.forking", str(os.getpid()), *words]
 
 
-def _loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
-    """Yields the instances of a library that are loaded here, of which there may be several; loads none itself."""
+def _loaded_libraries(name: str) -> Iterator[ctypes.CDLL | None]:
+    """Yields the instances of a library that are loaded here, of which there may be several; loads none itself.
+
+    None stands for one that the loader no longer finds.
+    """
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -93,10 +96,12 @@ def _loaded_libraries(name: str) -> Iterator[ctypes.CDLL]:
         # Of a file that was replaced meanwhile the loader still knows path and name; opening it would be another one.
         file = path.removesuffix(" (deleted)")
         soname = re.sub(r"(\.so\.\d+)\..*", r"\1", file.rpartition("/")[2])
-        for candidate in (file, soname):
+        for candidate in (file, soname, f"{name}.1"):
             with contextlib.suppress(OSError):
                 yield ctypes.CDLL(candidate, mode=os.RTLD_NOW | os.RTLD_NOLOAD)
                 break
+        else:
+            yield None
 
 
 def _has_engine_threads() -> bool:
@@ -121,6 +126,8 @@ def _uses_cuda_driver() -> bool:
     An open /dev/nvidia-uvm says less: NVML, by which torch counts GPUs, opens it too, and leaves CUDA to a forked rank.
     """
     for driver in _loaded_libraries("libcuda.so"):
+        if driver is None:
+            return True  # who can't be asked may have been
         # Asking for the count initialises nothing.
         count = ctypes.c_int()
         if driver.cuDeviceGetCount(ctypes.byref(count)) != _CUDA_NOT_INITIALIZED:

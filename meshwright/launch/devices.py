@@ -10,6 +10,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +69,8 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
     Raises:
         ClusterError: when more GPUs are asked for than there are, or fewer than one device.
     """
-    cores, quota = count_cores(), read_quota()
+    quota = read_quota()
+    cores = count_cores(quota)
     gpus = count_gpus() if kind != "cpu" else 0
     if requested is not None and requested < 1:
         raise ClusterError(f"devices = {requested}: a run needs at least 1; leave it out to use all")
@@ -85,10 +87,14 @@ def found_devices(requested: int | None = None, kind: Literal["cpu", "cuda"] | N
     return Devices(kind="cuda", count=requested or gpus, found=gpus, cores=cores, quota=quota)
 
 
-def count_cores() -> int:
-    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroups' quota."""
+def count_cores(quota: float | None = None) -> int:
+    """Returns the number of cores that this process may use: the lesser of its affinity and its cgroups' quota.
+
+    Args:
+        quota: as `read_quota` returned it; None to read it.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return math.ceil(min(cores, read_quota()))
+    return math.ceil(min(cores, read_quota() if quota is None else quota))
 
 
 def read_quota(system: Path = Path("/")) -> float:
@@ -168,6 +174,7 @@ def device_memory_bytes(devices: Devices, local_world: int) -> int:
         ) from error
 
 
+@cache
 def least_compute_capability() -> float | None:
     """Returns the lowest compute capability of this node's GPUs, as 8.0, without touching CUDA; None where unknown."""
     command = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import torch
@@ -194,11 +194,15 @@ class Program:
         finally:
             self.moving_buffers.restore(buffers_before)
 
-    def weights_changed(self) -> None:
-        """Frees or renews weights that compute, as the ranks' own parts changed outside of an update."""
+    def weights_changed(self, weights: Iterable[Weight] | None = None) -> None:
+        """Frees or renews weights that compute, as the ranks' own parts changed outside of an update.
+
+        Args:
+            weights: those that changed; all of them when None.
+        """
         for stage in self.stages:
             reshard_all(stage.module)
-        for weight in (*self.weights, *self.frozen):
+        for weight in (*self.weights, *self.frozen) if weights is None else weights:
             weight.refresh_compute()
 
     def clear_gradients(self) -> None:

@@ -281,12 +281,13 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         gain, rate_factor = job.adascale.gain(measured) if job.adascale is not None else (1.0, 1.0)
         rate = rate_factor * job.schedule.rate(math.floor(scaled_steps))
         scaled_steps += gain
-        if job.adascale is not None and (step + 1) % job.adascale.every == 0:
+        changes = not config.largest_norm or float(norm) <= config.largest_norm
+        if job.adascale is not None and (step + 1) % job.adascale.every == 0 and changes:
             small = _norm_of_part(module, forward, batch, step)
             measured.append(job.adascale.measure(small, (float(norm), int((batch.targets != IGNORED).sum()))))
         for group in optimizer.param_groups:
             group["lr"] = rate
-        if not config.largest_norm or float(norm) <= config.largest_norm:
+        if changes:
             optimizer.step()
         records["losses"].append(loss.item())
         records["norms"].append(float(norm))

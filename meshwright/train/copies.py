@@ -394,6 +394,13 @@ def _as_int64(value: int | torch.Tensor) -> int:
 
 
 def as_values(values: JsonObject) -> list[float]:
-    """Returns the numbers among plain values as floats, ordered by name."""
-    numbers = ((name, value) for name, value in sorted(values.items()) if isinstance(value, (int, float)))
-    return [float(value) for _, value in numbers]
+    """Returns the numbers among plain values as floats, ordered by name, those of lists and objects among them too."""
+    numbers: list[float] = []
+    for _, value in sorted(values.items()):
+        if isinstance(value, dict):
+            numbers += as_values(value)
+        elif isinstance(value, list):
+            numbers += as_values({f"{index:09}": item for index, item in enumerate(value)})
+        elif isinstance(value, (int, float)):
+            numbers.append(float(value))
+    return numbers

@@ -34,7 +34,7 @@ class StepInfo:
     step: int
     """Steps done."""
     steps: int
-    """Steps of the whole run."""
+    """Steps of the whole run; as it looks now where rates follow the noise of gradients (`optimizer.lr_rule`)."""
     record: StepRecord
     """The step's line of metrics; its memory, times and traffic differ between ranks."""
     validation_loss: float | None

@@ -291,7 +291,7 @@ class OuterOptimizer:
             else:
                 weight.local.copy_(view)
         fragment.transfer = None
-        self._program.weights_changed()
+        self._program.weights_changed(fragment.weights)
         self._on_change()
         summary = transfer.summary.tolist()
         votes, stop_count, figures = summary[: len(VOTES)], summary[len(VOTES)], summary[len(VOTES) + 1 :]

@@ -93,6 +93,10 @@ class RateSchedule:
         done = math.floor(self.progress(step))
         return self._gain**self._power * learning_rate(done, self._steps, self._peak, self._schedule)
 
+    def last_step(self, step: int) -> int:
+        """Returns the steps after which the run ends, as it looks after ``step`` of them."""
+        return step + max(0, math.ceil((self._steps - self.progress(step)) / self._gain))
+
     def is_over(self, step: int) -> bool:
         """Returns whether the run ends after ``step`` steps."""
         return self.progress(step) >= self._steps

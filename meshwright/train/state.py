@@ -127,7 +127,8 @@ def save_state(
 ) -> SavedCheckpoint:
     """Writes a checkpoint after ``step`` steps and ``tokens`` target tokens, with further plain values.
 
-    The step alone determines the position in the data, the next learning rate and dropout's random numbers.
+    The step alone determines the position in the data, dropout's random numbers, and the next learning rate unless that
+    follows the noise of gradients, which is among the plain values.
     """
     plain = plain_values(optimizer, scaler, tokens) | values
     return store.save(step, state_tensors(program, optimizer), plain, origin)

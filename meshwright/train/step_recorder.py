@@ -89,7 +89,10 @@ class StepRecorder:
             processor_s={"thread": spent.thread, "rank": spent.process},
             outer=joined,
         )
-        return record if launched.part is None else self._with_noise(record, launched.part, values["targets"])
+        # What a skipped step measured is no noise of training, as its gradient is none.
+        if launched.part is None or skipped:
+            return record
+        return self._with_noise(record, launched.part, values["targets"])
 
     def _with_noise(self, record: StepRecord, small: tuple[float, float], targets: float) -> StepRecord:
         """Takes in a measurement; returns the record with its scalars.

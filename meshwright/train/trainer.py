@@ -503,7 +503,7 @@ class Trainer:
         # The page's requests are executed as those of a hook.
         hook_requests, outer = self._page_requested, self._deps.outer
         if self._deps.hooks:
-            counts = {"step": self.step, "steps": config.train.steps}
+            counts = {"step": self.step, "steps": self._rates.last_step(self.step)}
             info = StepInfo(**counts, record=record, validation_loss=self.validation_loss, scalars=scalars)
             for hook in self._deps.hooks:
                 hook_requests |= hook(info)

@@ -88,7 +88,7 @@ def test_a_job_equals_a_plain_loop_across_a_change_of_layout(recipe: Path, capsy
 
 
 def test_rates_that_follow_the_noise_equal_a_plain_loops(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Measured after the second step and the fourth, one of which a checkpoint holds; under sums over three axes."""
+    """Measured after the second step, which is skipped, and the fourth; under sums over three axes."""
     noise, text = recipe.with_name("noise.toml"), recipe.read_text(encoding="utf-8")
     for line, more in (("steps = 300", "noise_scale = 7"), ("clip = 0.5", 'lr_batch = 2\nlr_rule = "adascale_sqrt"')):
         text = text.replace(line, f"{line}\n{more}")

@@ -13,6 +13,7 @@ import pytest
 from meshwright.errors import ConfigError
 from meshwright.jobs.kubernetes import is_finished
 from meshwright.train.config import OptimizerConfig, OuterConfig, ScheduleConfig, TrainConfig
+from meshwright.train.copies import as_values
 from meshwright.train.noise_scale import NoiseScale
 from meshwright.train.rate import RateSchedule, learning_rate, scale_gain
 from meshwright.train.run_config import RunConfig
@@ -86,6 +87,22 @@ def test_the_gain_is_between_no_noise_and_nothing_else() -> None:
     assert scale_gain(0.0, 3.0, BASE, BATCH) == scale_gain(-2.0, 3.0, BASE, BATCH) == 8.0
     # sigma^2 = 6 / 2 of the small batch, 3 / 8 of the large one, beside mu^2 = 1.
     assert scale_gain(1.0, 6.0, BASE, BATCH) == pytest.approx(4 / (3 / 8 + 1))
+
+
+def test_the_last_step_is_told_ahead() -> None:
+    schedule, plain = RateSchedule(config_of()), RateSchedule(config_of("sqrt"))
+    assert [plain.last_step(step) for step in (0, 7, STEPS)] == [STEPS] * 3
+    schedule.take_measurement(10, (1.0, 16.0))  # a gain of (8 + 1) / (1 + 1) steps a step
+    last = schedule.last_step(10)
+    assert last == 10 + math.ceil(30 / 4.5) and schedule.is_over(last) and not schedule.is_over(last - 1)
+
+
+def test_state_is_compared_between_ranks_down_to_its_numbers() -> None:
+    noise, schedule = NoiseScale(3, BATCH), RateSchedule(config_of())
+    noise.observe((2.0, 2.0), (1.0, float(BATCH)))
+    schedule.take_measurement(3, noise.means)
+    values = as_values({**noise.state(), **schedule.state(), "passed_over": 1, "text": "a", "loss": None})
+    assert len(values) == 2 + 1 + 3 and values[2] == 1.0
 
 
 def test_a_state_goes_on_to_the_bit() -> None:

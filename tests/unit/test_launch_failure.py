@@ -112,6 +112,11 @@ def test_an_initialised_gpu_driver_stands_in_the_way_of_a_fork(monkeypatch, stat
     assert ("GPU driver" in (forking.fork_obstacle() or "")) is stands
 
 
+def test_a_loaded_driver_that_nobody_can_ask_stands_in_the_way_of_a_fork(monkeypatch):
+    monkeypatch.setattr(forking, "_loaded_libraries", lambda name: [None] if name == "libcuda.so" else [])
+    assert "GPU driver" in (forking.fork_obstacle() or "")
+
+
 REPLACED = """
 import ctypes, os, shutil, sys
 from meshwright import forking
