@@ -276,8 +276,7 @@ def train_job(module: nn.Module, forward: Forward, job: PlainJob) -> dict[str, A
         loss.backward()
         for _, parameter in trained:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        parameters = [parameter for _, parameter in trained]
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip or math.inf, foreach=False)
+        norm = torch.nn.utils.clip_grad_norm_([x for _, x in trained], config.clip or math.inf, foreach=False)
         gain, rate_factor = job.adascale.gain(measured) if job.adascale is not None else (1.0, 1.0)
         rate = rate_factor * job.schedule.rate(math.floor(scaled_steps))
         scaled_steps += gain

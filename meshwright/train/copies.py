@@ -23,6 +23,7 @@ from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
+from meshwright.torch_compat.tensors import tree_flatten
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.state import (
     BUFFERS,
@@ -395,12 +396,5 @@ def _as_int64(value: int | torch.Tensor) -> int:
 
 def as_values(values: JsonObject) -> list[float]:
     """Returns the numbers among plain values as floats, ordered by name, those of lists and objects among them too."""
-    numbers: list[float] = []
-    for _, value in sorted(values.items()):
-        if isinstance(value, dict):
-            numbers += as_values(value)
-        elif isinstance(value, list):
-            numbers += as_values({f"{index:09}": item for index, item in enumerate(value)})
-        elif isinstance(value, (int, float)):
-            numbers.append(float(value))
-    return numbers
+    leaves = tree_flatten([value for _, value in sorted(values.items())])[0]
+    return [float(value) for value in leaves if isinstance(value, (int, float))]

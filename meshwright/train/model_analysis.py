@@ -51,6 +51,21 @@ class ModelAnalysis:
         return self.trial is not None and not self.trial.objective.plain
 
 
+def _check_operations(model: BuiltModel, layout: Layout) -> None:
+    """Refuses what a layout would do to operations of the model: hide its draws, or round angles of positions."""
+    if layout.compile and (drawing := drawing_parts(model)):
+        raise PlanError(
+            f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
+            "compile out, or set the model's dropout to 0"
+        )
+    if layout.precision == "tf32" and (unweighted := find_unweighted_products(model)):
+        raise PlanError(
+            f"precision=tf32 would round a product in {unweighted[0]} that no weight enters, as those of positions and "
+            "frequencies are, which 10 bits don't hold; compute it in a module with buffers and no weights, whose "
+            "products stay exact; nearest that works: precision=float32"
+        )
+
+
 def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     """Refuses a layout under which the model's loss or buffers would differ from those on one device.
 
@@ -127,17 +142,7 @@ def analyse_model(
     Raises:
         PlanError: with the rule, what was found, and the nearest layout that works.
     """
-    if layout.compile and (drawing := drawing_parts(model)):
-        raise PlanError(
-            f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
-            "compile out, or set the model's dropout to 0"
-        )
-    if layout.precision == "tf32" and (unweighted := find_unweighted_products(model)):
-        raise PlanError(
-            f"precision=tf32 would round a product in {unweighted[0]} that no weight enters, as those of positions and "
-            "frequencies are, which 10 bits don't hold; compute it in a module with buffers and no weights, whose "
-            "products stay exact; nearest that works: precision=float32"
-        )
+    _check_operations(model, layout)
     earlier = earlier or ModelAnalysis()
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)
