@@ -123,6 +123,24 @@ def test_the_fullest_moment_is_that_of_a_walk_through_the_step(text: str, vocab:
     assert priced.allocated == pytest.approx(walked_peak(job, layout), rel=0.005)
 
 
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("shard=4,ep=4,tp=2", 4 * 512 * 2048),
+        ("shard=2,ep=2", 8 * 512 * 2048),
+        ("tp=2", 16 * 512 * 1024),
+        ("replicate=2", 16 * 512 * 2048),
+    ],
+)
+def test_the_gradient_of_all_experts_of_a_rank_is_one(text: str, local: int) -> None:
+    """16 experts whose gate and up-projection, D x 2F, are one weight: ep holds whole ones, tp alone a slice of all."""
+    sizes = TableSizes(name="m", layers=2, width=512, heads=8, vocab=512, experts=16, active_experts=2, expert_ffn=1024)
+    layout = Layout.parse(f"{text},precision=bf16")
+    job = PricedJob(shape=shape_from_sizes(sizes), sequence=64, rows=64)
+    model = PricedModel(job, LayoutBatch.from_layouts([layout], 2), Machine.of(CLUSTER), MESHWRIGHT)
+    assert np.broadcast_to(model.price_bytes(job.shape.blocks[0]).first_gradient, 1)[0] == local
+
+
 def measured_rows() -> dict[str, dict[str, Any]]:
     """By case, the rows that say how much was allocated; of each the last."""
     rows = (json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines())
