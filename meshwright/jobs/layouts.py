@@ -16,6 +16,7 @@ from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.models.measure import measure_shape
+from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
 from meshwright.planner.choose import Choice, Question, choose, price_candidate
@@ -435,6 +436,7 @@ def _allowed_plans(
 
 def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:
     base = Layout(precision=precision)
+    is_free = machines.devices.kind == "cuda" and can_compile() and not drawing_parts(model.built)
     job = PricedJob(
         shape=measure_shape(model.built),
         sequence=config.data.sequence,
@@ -449,5 +451,5 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         fits=config.fits,
         rounds=make_rounds(config.outer, config.train.steps),
         history=learn(*run_history_file(machines), job.step_flops, precision),
-        compile_steps=config.train.steps if machines.devices.kind == "cuda" and can_compile() else 0,
+        compile_steps=config.train.steps if is_free else 0,
     )

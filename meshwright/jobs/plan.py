@@ -23,6 +23,7 @@ from meshwright.jobs.requests import Layouts, PlanConfig, with_fields
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
+from meshwright.models.random_draws import drawing_parts
 from meshwright.planner.presets import presets
 
 VOCABULARY = 50304
@@ -56,7 +57,9 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
             raise
         raise ConfigError(f"{error} Of public models by their sizes:{near.removeprefix(';')}") from error
     return PlannableModel(
-        shape=measure_shape(built), measure=lambda tokens, precision: make_measure(built, tokens, precision)
+        shape=measure_shape(built),
+        measure=lambda tokens, precision: make_measure(built, tokens, precision),
+        draws=bool(drawing_parts(built)),
     )
 
 

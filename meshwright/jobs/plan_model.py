@@ -48,6 +48,8 @@ class PlannableModel:
     """Its sizes."""
     measure: Callable[[int, str], Measure] | None = None
     """Maps (tokens of a row, precision) to a `Measure` that runs the modules on fake tensors; None without modules."""
+    draws: bool = False
+    """Whether any of its modules draws random numbers, so that a run refuses to compile its layers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,7 +312,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         usable=config.usable,
         limits=_parse_limits(config),
         rounds=make_rounds(config.outer),
-        compile_steps=_compile_steps(config, cluster),
+        compile_steps=0 if model.draws else _compile_steps(config, cluster),
     )
     if not config.lost:
         return question

@@ -29,7 +29,7 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
         price: prices a layout as the finalists are.
     """
     without = min(choice.best, key=lambda option: option.price.step_s)
-    if any(block.dropout for block in question.job.shape.blocks):
+    if any(block.dropout or block.drops or block.drops_scores for block in question.job.shape.blocks):
         return choice  # compiled code would hide what it draws (`train.model_analysis`)
     layouts = (dataclasses.replace(option.layout, compile=True) for option in choice.best if not option.layout.compile)
     runnable = (one for one in layouts if not (one.uncompiled_reason or one.pipeline().splits_backward))

@@ -151,12 +151,10 @@ class _SearchPass:
             all_cores: (n, 7) float64, rows of `cores`.
             bounds: (n,) float64, a lower bound on each core's seconds a step.
         """
-        pool = self._pool
         if self._offloads != ("none",):
             bounds = bounds + self._host_update_s(self._space.devices)
         for batch in self._promising_variants(all_cores, bounds):
-            limit = pool.limit
-            partly_recomputed = self._partial_recompute_variants(batch, self._price_and_offer(batch), limit)
+            partly_recomputed = self._partial_recompute_variants(batch, self._price_and_offer(batch))
             if partly_recomputed is not None:
                 self._price_and_offer(partly_recomputed)
 
@@ -173,6 +171,10 @@ class _SearchPass:
         prices = price_many(self._job, batch, self._machine, self._engine, self._fits, self._pool.limit)
         self._pool.offer(batch, prices, self._is_first)
         return prices
+
+    def _price_memory(self, batch: LayoutBatch) -> Prices:
+        """Returns prices without time: no layout counts as feasible."""
+        return price_many(self._job, batch, self._machine, self._engine, _fits_nowhere)
 
     def _promising_variants(self, all_cores: np.ndarray, bounds: Array) -> Iterator[LayoutBatch]:
         """Yields the variants of feasible cores by rising bound, until the next bound is above the pool's limit."""
@@ -221,49 +223,67 @@ class _SearchPass:
         Records the leanest form of all for the message of a search that finds nothing.
         """
         batch = leanest(self._job, self._space, core_rows, self._offloads)
-
-        def fits_nowhere(batch: LayoutBatch, memory: Mapping[str, Array]) -> Array:
-            return np.zeros(batch.count, dtype=bool)
-
-        # No form counts as feasible, so only memory is priced, not time.
-        prices = price_many(self._job, batch, self._machine, self._engine, fits_nowhere)
+        prices = self._price_memory(batch)
         if self._is_first:
             self._pool.leanest_forms.append(_select(batch, prices, np.array([int(np.argmin(prices.peak))])))
         fits = (prices.peak <= self._memory_bytes) & (prices.host <= self._host_bytes)
         return np.asarray(fits.reshape(-1, len(core_rows)).any(axis=0))
 
-    def _partial_recompute_variants(self, batch: LayoutBatch, prices: Prices, limit: float) -> LayoutBatch | None:
-        """Returns variants with the fewest recomputed layers that fit, and with one more; None where there are none.
+    def _partial_recompute_variants(self, batch: LayoutBatch, prices: Prices) -> LayoutBatch | None:
+        """Returns variants with the fewest recomputed layers that fit; None where there are none.
 
-        They come from variants that fit with every layer recomputed but not with none. Time rises and memory falls in
-        proportion to the recomputed layers, so the fewest that fit are the fastest. Variants that don't fit have no
-        time (0), so the limit prunes none of them.
+        They come from variants that fit with every layer recomputed but not with none. Time rises with the recomputed
+        layers, so the fewest that fit are the fastest.
         """
-        space, memory_bytes = self._space, self._memory_bytes
-        modes, layers = len(space.recomputes), len(self._job.shape.blocks)
-        if space.recomputes[0] != "none" or modes < 2:
+        modes = len(self._space.recomputes)
+        if self._space.recomputes[0] != "none" or modes < 2:
             return None
         eligible = np.flatnonzero(~splits_backward(batch.schedule))
         # `expand` lists the recompute modes of a variant in a row: (variants, modes).
         peak_bytes = prices.peak[eligible].reshape(-1, modes)
-        step_s = prices.step_s[eligible].reshape(-1, modes)
-        variant_indices, shares = [], []
-        for mode in range(1, modes):
-            needs_some = (
-                (peak_bytes[:, 0] > memory_bytes) & (peak_bytes[:, mode] <= memory_bytes) & (step_s[:, 0] <= limit)
-            )
-            rows = np.flatnonzero(needs_some)
-            saved_bytes = np.maximum(peak_bytes[rows, 0] - peak_bytes[rows, mode], 1.0)
-            fewest_layers = np.ceil((peak_bytes[rows, 0] - memory_bytes) / saved_bytes * layers)
-            # What is recomputed at a time is held either way, so in between a little more may be held than on the line.
-            for recomputed_layers in (fewest_layers, fewest_layers + 1):
-                is_partial = recomputed_layers < layers
-                variant_indices.append(eligible[rows[is_partial] * modes + mode])
-                shares.append(recomputed_layers[is_partial] / layers)
-        chosen = np.concatenate(variant_indices)
-        if not len(chosen):
+        is_too_large = peak_bytes > self._memory_bytes
+        rows, columns = np.nonzero(is_too_large[:, :1] & ~is_too_large[:, 1:])
+        if not len(rows):
             return None
-        return dataclasses.replace(batch.take(chosen), recompute_share=np.concatenate(shares))
+        whole = batch.take(eligible[rows * modes + columns + 1])
+        fewest = self._fewest_recomputed(whole, peak_bytes[rows, 0], peak_bytes[rows, columns + 1])
+        layers = len(self._job.shape.blocks)
+        is_partial = fewest < layers
+        if not is_partial.any():
+            return None
+        return dataclasses.replace(whole.take(is_partial), recompute_share=fewest[is_partial] / layers)
+
+    def _fewest_recomputed(self, whole: LayoutBatch, none_bytes: Array, whole_bytes: Array) -> Array:
+        """Returns the fewest recomputed layers with which layouts fit that do so with all, (N,) int64.
+
+        A peak is that of the fullest of several moments and ranks, so it falls with each further layer, but not in
+        proportion. Most are found as if it did, the others by bisection.
+
+        Args:
+            whole: N layouts that recompute all layers and fit.
+            none_bytes: their peaks without recompute, which don't fit, (N,).
+            whole_bytes: their own peaks, (N,).
+        """
+        layers, limit = len(self._job.shape.blocks), self._memory_bytes
+        # Numbers of layers: too few, and enough; the peaks of both.
+        bounds = np.stack([np.zeros(whole.count, int), np.full(whole.count, layers)])
+        peaks = np.stack([none_bytes, whole_bytes])
+        attempts = 0
+        while len(between := np.flatnonzero(bounds[1] - bounds[0] > 1)):
+            (low, high), (above, below) = bounds[:, between], peaks[:, between]
+            # The second attempt on the line is one layer below the first.
+            on_line = low + np.ceil((above - limit) / (above - below) * (high - low)).astype(int)
+            tried = np.clip(on_line, low + 1, high - 1) if attempts < 2 else (low + high) // 2
+            partial = dataclasses.replace(whole.take(between), recompute_share=tried / layers)
+            tried_bytes = self._price_memory(partial).peak
+            side = (tried_bytes <= limit).astype(int)
+            bounds[side, between], peaks[side, between] = tried, tried_bytes
+            attempts += 1
+        return bounds[1]
+
+
+def _fits_nowhere(batch: LayoutBatch, _memory: Mapping[str, Array]) -> Array:
+    return np.zeros(batch.count, dtype=bool)
 
 
 class _BestLayouts:

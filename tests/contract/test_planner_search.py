@@ -23,7 +23,7 @@ from meshwright.planner.choose import (
     search_space,
 )
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, array_fields, splits_backward
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
@@ -105,6 +105,40 @@ def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usa
     found = search(asked.job, asked.space, asked.machine, asked.runtime, asked.usable_bytes)
     assert found.considered == count and found.best is not None
     assert float(found.best[1].step_s[0]) == pytest.approx(least, rel=1e-9)
+
+
+@pytest.mark.parametrize("usable", [0.47, 0.6])
+def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
+    """Every share of every variant is priced: a peak is the most of several moments, which fall at other paces."""
+    sizes = TableSizes(name="deep", layers=24, width=2048, heads=16, ffn=8192, vocab=200_000)
+    asked = question("8xh100", shape_from_sizes(sizes), 128, usable=usable, limits={"offloads": ("none",)})
+    job, layers = asked.job, len(asked.job.shape.blocks)
+    whole = expand(job, asked.space, cores(job, asked.space))
+    names = [name for name in array_fields() if name != "recompute_share"]
+
+    def keys(batch: LayoutBatch) -> list[tuple[float, ...]]:
+        return list(zip(*(getattr(batch, name).tolist() for name in names)))
+
+    # From all layers to one: the last to be written are the fewest.
+    fewest, allowed = dict[tuple[float, ...], int](), asked.space.runs(whole)
+    plain = whole.take(whole.recompute == 0)
+    fits_plain = price_many(job, plain, asked.machine, asked.runtime).peak <= asked.usable_bytes
+    for some in range(layers, 0, -1):
+        batch = dataclasses.replace(whole, recompute_share=np.full(whole.count, some / layers))
+        fits = price_many(job, batch, asked.machine, asked.runtime).peak <= asked.usable_bytes
+        recomputes = fits & allowed & (batch.recompute > 0) & ~splits_backward(batch.schedule)
+        fewest |= dict.fromkeys(keys(batch.take(recomputes)), some)
+    place = names.index("recompute")
+    needless = {(*key[:place], *key[place + 1 :]) for key in keys(plain.take(fits_plain))}
+    fewest = {key: some for key, some in fewest.items() if (*key[:place], *key[place + 1 :]) not in needless}
+    found = search(job, asked.space, asked.machine, asked.runtime, asked.usable_bytes, keep=10**6).best
+    assert found is not None
+    best = found[0].take(found[0].recompute > 0)
+    given = dict[tuple[float, ...], int]()
+    for key, share in zip(keys(best), best.recompute_share.tolist()):
+        given[key] = min(round(share * layers), given.get(key, layers))
+    assert len(fewest) > 50 and sum(some < layers for some in fewest.values()) > 20
+    assert {key: given.get(key) for key in fewest} == fewest
 
 
 @pytest.mark.parametrize("text", ["2x4xa100-40@ethernet-10g", "8xh100"])

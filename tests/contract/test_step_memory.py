@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
-from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import ActivationBytes, LayoutBatch, MeasuredBytes, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
@@ -121,6 +122,37 @@ def test_the_fullest_moment_is_that_of_a_walk_through_the_step(text: str, vocab:
     job, layout = PricedJob(shape=shape, sequence=256, rows=rows), Layout.parse(f"{text},precision=bf16")
     priced = price(job, layout, CLUSTER)
     assert priced.allocated == pytest.approx(walked_peak(job, layout), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("text", "local"),
+    [
+        ("shard=4,ep=4,tp=2", 4 * 512 * 2048),
+        ("shard=2,ep=2", 8 * 512 * 2048),
+        ("tp=2", 16 * 512 * 1024),
+        ("replicate=2", 16 * 512 * 2048),
+    ],
+)
+def test_the_gradient_of_all_experts_of_a_rank_is_one(text: str, local: int) -> None:
+    """16 experts whose gate and up-projection, D x 2F, are one weight: ep holds whole ones, tp alone a slice of all."""
+    sizes = TableSizes(name="m", layers=2, width=512, heads=8, vocab=512, experts=16, active_experts=2, expert_ffn=1024)
+    layout = Layout.parse(f"{text},precision=bf16")
+    job = PricedJob(shape=shape_from_sizes(sizes), sequence=64, rows=64)
+    model = PricedModel(job, LayoutBatch.from_layouts([layout], 2), Machine.of(CLUSTER), MESHWRIGHT)
+    assert np.broadcast_to(model.price_bytes(job.shape.blocks[0]).first_gradient, 1)[0] == local
+
+
+def test_one_recomputed_layer_has_as_much_at_once_as_all() -> None:
+    """Modules that take three times what is priced while a recomputed layer's backward runs, and else as much."""
+    shape = shape_from_sizes(TableSizes(name="some", layers=6, width=1024, heads=8, vocab=1000))
+    job = PricedJob(shape=shape, sequence=256, rows=64)
+    same, thrice = (MeasuredBytes(real=(1.0, 1.0, times), closed=(1.0, 1.0, 1.0)) for times in (1.0, 3.0))
+    real = dataclasses.replace(job, activations=ActivationBytes(saved=same, working=thrice))
+    more = []
+    for text in ("full:1", "full:3", "full"):
+        layout = Layout.parse(f"replicate=8,recompute={text},precision=bf16")
+        more.append(price(real, layout, CLUSTER).most["activations"] - price(job, layout, CLUSTER).most["activations"])
+    assert more[0] > 0 and more == pytest.approx([more[2]] * 3)
 
 
 def measured_rows() -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.data.config import DataConfig
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.jobs import layouts
 from meshwright.jobs.layouts import make_plans
 from meshwright.jobs.machines import Machines
@@ -28,6 +28,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
+from meshwright.train.model_analysis import analyse_model
 from meshwright.train.run_config import RunConfig
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
@@ -129,14 +130,13 @@ WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab
 
 
 def run_layout(
-    monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, can_compile: bool = True, dropout: float = 0.0
+    monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, sizes: ModelConfig = WIDE, can_compile: bool = True
 ) -> tuple[Layout, str]:
     """Returns the layout that a run of two devices takes, and why."""
     cluster = Cluster.parse("2xh100" if kind == "cuda" else "2x1xcpu@ethernet-1g")
     monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
     monkeypatch.setattr(layouts, "run_history_file", lambda machines: (Path("/nowhere"), ""))
     monkeypatch.setattr(layouts, "can_compile", lambda: can_compile)
-    sizes = dataclasses.replace(WIDE, name="gpt2" if dropout else "llama", dropout=dropout)
     config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=TrainConfig(batch=16, steps=steps))
     devices = Devices(kind=kind, count=2, found=2, cores=2)
     plan, _ = make_plans(config, read_model(config, None, 2048), Machines(devices=devices, ranks=2))[0]
@@ -171,9 +171,32 @@ def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: p
     assert not plan_model(
         dataclasses.replace(request, model=drops), plannable_model(drops, 2048), cluster
     ).layout.compile
+    # By its sizes alone too, where nothing was built.
+    for field in ("dropout", "drops", "drops_scores"):
+        blocks = tuple(dataclasses.replace(block, **{field: 1}) for block in model.shape.blocks)
+        drawing = dataclasses.replace(model, shape=dataclasses.replace(model.shape, blocks=blocks))
+        assert not plan_model(request, drawing, cluster).layout.compile, field
+
+
+@pytest.mark.parametrize(
+    ("family", "dropout"), [("llama", "attention_dropout"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop")]
+)
+def test_a_model_that_draws_anywhere_is_not_compiled(
+    family: str, dropout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the run refuses: a probability of attention's own code, or of the embedding, outside of all layers."""
+    drops = dataclasses.replace(WIDE, name=family, overrides={dropout: 0.1})
+    with pytest.raises(PlanError, match="compile=true hides what"):
+        analyse_model(build_meta(drops), Layout(compile=True))
+    assert not run_layout(monkeypatch, "cuda", 100_000, drops)[0].compile
+    request = PlanConfig(model=drops, batch=16, sequence=2048, steps=100_000)
+    assert not plan_model(request, plannable_model(drops, 2048), Cluster.parse("2xh100")).layout.compile
+    same = dataclasses.replace(WIDE, name=family)
+    assert run_layout(monkeypatch, "cuda", 100_000, same)[0].compile
 
 
 def test_a_run_is_not_compiled_where_compiled_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not run_layout(monkeypatch, "cpu", 100_000)[0].compile
-    assert not run_layout(monkeypatch, "cuda", 100_000, dropout=0.1)[0].compile
+    drops = dataclasses.replace(WIDE, name="gpt2", dropout=0.1)
+    assert not run_layout(monkeypatch, "cuda", 100_000, drops)[0].compile
     assert not run_layout(monkeypatch, "cuda", 100_000, can_compile=False)[0].compile

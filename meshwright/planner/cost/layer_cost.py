@@ -51,4 +51,5 @@ class LayerCost:
     experts: Values = 0.0
     """Parameters of a rank's routed experts before the data axes shard them."""
     first_gradient: Values = 0.0
-    """Parameters of its last product, whose gradient is there when its backward has most."""
+    """Parameters of its last product, or of one weight of all a rank's experts where these are more: the gradient that
+    is there when its backward has most."""

@@ -125,11 +125,22 @@ class PricedModel:
         replicated = layer.parameters - layer.expert_parameters - tp_split
         cost.parameters = tp_split / tp + replicated
         cost.experts = layer.expert_parameters / np.where(ep > 1, ep, tp) + 0.0 * tp
-        if layer.products:
-            last = layer.products[-1]
-            cost.first_gradient = last.inner * last.outer / np.where(last.split != "", tp, 1.0)
+        cost.first_gradient = self._first_gradient(layer)
         self._price_saved_bytes(layer, cost)
         return cost
+
+    def _first_gradient(self, layer: LayerShape) -> Values:
+        """Returns parameters of the last product, or of more in one weight of all experts that a rank holds, (N,)."""
+        largest: Values = 0.0
+        for product in layer.products:
+            size = product.inner * product.outer / np.where(product.split != "", self.layouts.tp, 1.0)
+            if product.experts:
+                # With ep experts are whole, without it tp has a slice of every one.
+                whole = product.inner * product.outer / self.layouts.ep
+                size = layer.experts * np.where(self.layouts.ep > 1, whole, size)
+            if product.experts or product is layer.products[-1]:
+                largest = np.maximum(largest, size)
+        return largest
 
     def take(self, index: Index) -> PricedModel:
         """Returns a copy for the layouts at an index, slice or mask."""

@@ -464,16 +464,17 @@ class RankTimes(LayerSums):
         layers = self.sum_layers(lambda cost: cost.saved)
         saved = self.sum_layers_and_ends(lambda cost: cost.saved)
         measured = self.job.activations_of(self.engine.saved.compiled)
-        ratios = [np.ones((1, 1))] * 2
+        ratios = [np.ones(1)] * 2
         if measured is not None:
-            # The modules' own bytes over the closed form's, read once on one device, hold for every layout.
-            choice = self.layouts.recompute, self.layouts.recompute_share
-            ratios = [kind.ratio(*choice)[:, None] for kind in (measured.saved, measured.working)]
+            # The modules' own bytes over the closed form's, read once on one device, hold for every layout. What exists
+            # at once is the most of any layer, so that one recomputed layer has as much as all.
+            mode, share = self.layouts.recompute, self.layouts.recompute_share
+            ratios = [measured.saved.ratio(mode, share), measured.working.ratio(mode, np.ceil(share))]
         return ActivationParts(
-            saved=saved * self.in_flight * ratios[0],
-            layer=self._largest_layer(lambda cost: cost.saved) * ratios[0],
-            ends=(saved - layers) * self.in_flight * ratios[0],
-            working=self._largest_layer(lambda cost: cost.working) * ratios[1],
+            saved=saved * self.in_flight * ratios[0][:, None],
+            layer=self._largest_layer(lambda cost: cost.saved) * ratios[0][:, None],
+            ends=(saved - layers) * self.in_flight * ratios[0][:, None],
+            working=self._largest_layer(lambda cost: cost.working) * ratios[1][:, None],
         )
 
     def _largest_layer(self, figure: Callable[[LayerCost], Any]) -> Array:
