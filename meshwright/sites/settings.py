@@ -20,7 +20,7 @@ class ServerSettings:
     sites: int = 1
     """Number of sites among which rows are shared; more can't dial in."""
     lr: float = 0.7
-    momentum: float = 0.9
+    momentum: float
     nesterov: bool = True
     quorum: int = 1
     """``sync``: sites whose rounds start the grace window; ``async`` and ``bounded`` don't wait."""

@@ -26,7 +26,8 @@ def decide(book: RoundBook, now_s: float) -> list[NewVersion | Release | Forget]
 
 
 def book_of(mode: Mode, sites: int, **more: float) -> RoundBook:
-    book = RoundBook(ServerSettings(mode=mode, sites=sites, **{"quorum": sites, "grace_s": 5.0} | more), version=0)  # type: ignore[arg-type]
+    settings = {"quorum": sites, "grace_s": 5.0, "momentum": 0.5} | more
+    book = RoundBook(ServerSettings(mode=mode, sites=sites, **settings), version=0)  # type: ignore[arg-type]
     for site in range(sites):
         book.dial_in(site, f"run{site}", 100 + site, 0.0)
     return book
@@ -54,7 +55,7 @@ def test_a_version_waits_for_a_quorum_and_then_for_the_grace_window_at_most() ->
 
 
 def test_a_quorum_never_waits_for_the_dead_nor_starts_without_the_late() -> None:
-    book = RoundBook(ServerSettings(sites=2, quorum=2, grace_s=5.0), version=0)
+    book = RoundBook(ServerSettings(sites=2, quorum=2, grace_s=5.0, momentum=0.5), version=0)
     book.dial_in(0, "a", 100, 0.0)
     book.commit(0, commit(100, 0), 1.0)
     assert decide(book, 4.0) == []

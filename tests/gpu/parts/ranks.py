@@ -47,6 +47,7 @@ WINDOW = {"sliding_window": 16}
 MODELS = {
     "llama": ModelConfig(name="llama", **SIZES, **GQA),
     "llama-varlen": ModelConfig(name="llama", **SIZES, **GQA, attention="varlen"),
+    "llama-masked": ModelConfig(name="llama", **SIZES, **GQA, attention="sdpa"),
     "gpt2": ModelConfig(name="gpt2", width=64, heads=4, layers=4),
     "qwen3": ModelConfig(name="qwen3", **SIZES, **GQA),
     "gemma3": ModelConfig(name="gemma3_text", **SIZES | {"layers": 6}, **GQA, overrides=WINDOW),
@@ -87,7 +88,7 @@ GROUPS = (
     Group("shards", "llama", "float64", ("shard=2,zero=1", "shard=2,zero=2,microbatches=2", "shard=2,zero=3"), 2),
     Group("stages", "llama", "float64", (MICRO + "1f1b", MICRO + "zbv", MICRO + "interleaved,stages=2"), 2),
     Group("tokens", "llama", "float64", ("cp=2,attention=gather", "cp=2,attention=heads", "cp=2,attention=ring"), 2),
-    Group("varlen-float64", "llama-varlen", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
+    Group("float64-masked", "llama-masked", "float64", ("cp=2,attention=heads", "tp=2", "shard=2,zero=3")),
     Group("rounded", "gpt2", "float64", (
         "replicate=2,compress=int8", "replicate=2 --recovery.compare-every 2", "shard=2,zero=3,compress_weights=int8",
         "islands=2 --outer local_sgd --outer.every 3", "replicate=2,compress=powersgd:4",
