@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -18,23 +19,28 @@ from meshwright.transport.key import RunKey
 ORDER_S = 600.0
 """Limit of an order: the outer step over a shard, or writing it to a slow disk."""
 _END_S = 5.0
+"""Limit of a shard's end, and of the wait for the port of a shard whose server was killed."""
 
 
 class OrderRefusedError(Exception):
     """A shard can't do what was asked for."""
 
 
-def listen(host: str, port: int, backlog: int = 128) -> socket.socket:
-    """Returns a listening socket.
+def listen(host: str, port: int, *, taken_s: float = 0.0) -> socket.socket:
+    """Returns a listening socket, once a port is free that another process has for ``taken_s`` seconds more.
 
     Raises:
-        LaunchError: when the address isn't this machine's, or the port is taken.
+        LaunchError: when the address isn't this machine's, or the port stays taken.
     """
-    try:
-        listener = socket.create_server((host, port), backlog=backlog)
-    except OSError as error:
-        raise LaunchError(f"can't listen at {host}:{port}: {error.strerror or error}; give another --listen") from None
-    return listener
+    deadline = time.monotonic() + taken_s
+    while True:
+        try:
+            return socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                why = error.strerror or error
+                raise LaunchError(f"can't listen at {host}:{port}: {why}; give another --listen") from None
+        time.sleep(0.01)
 
 
 class ShardGroup:
@@ -55,7 +61,8 @@ class ShardGroup:
         listeners = []
         try:
             for index in range(shards):
-                listeners.append(listen(host, first_port + index if first_port else 0))
+                # Shards of a server that was killed end a moment after it.
+                listeners.append(listen(host, first_port + index if first_port else 0, taken_s=_END_S))
             self.ports = tuple(int(listener.getsockname()[1]) for listener in listeners)
             """Port of each shard."""
             for index in range(shards):

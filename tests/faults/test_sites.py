@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -186,6 +187,19 @@ def free_ports(count: int) -> int:
     raise AssertionError("no free ports")
 
 
+def listening(port: int) -> socket.socket:
+    """Returns a socket that listens at a port, once it is free."""
+    found: list[socket.socket] = []
+
+    def take() -> bool:
+        with contextlib.suppress(OSError):
+            found.append(socket.create_server(("127.0.0.1", port)))
+        return bool(found)
+
+    wait_until(take)
+    return found[0]
+
+
 class Story:
     """A server, its sites, and what befalls them."""
 
@@ -199,11 +213,32 @@ class Story:
         self.server = 0
         self.pids: dict[int, int] = {}
 
-    def serve(self) -> None:
+    def serve(self, held: socket.socket | None = None) -> None:
+        """Starts the server and waits for it; ``held`` is a socket of this process alone."""
         (self.run_dir / "address.json").unlink(missing_ok=True)
         listen = f"127.0.0.1:{self.port}"
-        self.server = forked(lambda: serve_outer(self.config, listen, shards=2, save_every=5), self.root / "server.log")
-        wait_until((self.run_dir / "address.json").exists)
+        log = self.root / "server.log"
+
+        def work() -> None:
+            if held is not None:
+                held.close()
+            serve_outer(self.config, listen, shards=2, save_every=5)
+
+        def is_up() -> bool:
+            if (self.run_dir / "address.json").exists():
+                return True
+            if os.waitpid(self.server, os.WNOHANG)[0]:
+                self.server = 0
+                raise AssertionError(log.read_text())
+            return False
+
+        self.server = forked(work, log)
+        wait_until(is_up)
+
+    def kill_server(self) -> None:
+        os.kill(self.server, signal.SIGKILL)
+        ended(self.server)
+        self.server = 0
 
     def start(self, site: int) -> None:
         address = ServerAddress("127.0.0.1", self.port, read_key(self.run_dir / "key"))
@@ -233,8 +268,9 @@ class Story:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             ended(pid)
-        os.kill(self.server, signal.SIGTERM)
-        assert ended(self.server) == 0, (self.root / "server.log").read_text()
+        if self.server:
+            os.kill(self.server, signal.SIGTERM)
+            assert ended(self.server) == 0, (self.root / "server.log").read_text()
 
     def check(self) -> None:
         lines = rows(self.run_dir)
@@ -287,15 +323,19 @@ def test_more_stories_of_killed_and_cut_off_sites(tmp_path: Path, seed: int) -> 
 def test_a_killed_server_goes_on_from_its_last_saved_version(tmp_path: Path) -> None:
     story = Story(tmp_path, 1)
     story.serve()
-    for site in range(SITES):
-        story.start(site)
-    wait_until(lambda: len(rows(story.run_dir)) > 12)
-    os.kill(story.server, signal.SIGKILL)
-    ended(story.server)
-    saved, _ = saved_weights(story.run_dir)
-    story.serve()
-    started = events(story.run_dir, "server_started")[-1]
-    assert started["version"] == saved >= 10
-    wait_until(lambda: len(rows(story.run_dir)) > saved + 10)
-    story.end()
+    try:
+        for site in range(SITES):
+            story.start(site)
+        wait_until(lambda: len(rows(story.run_dir)) > 12)
+        story.kill_server()
+        saved, _ = saved_weights(story.run_dir)
+        # As if the kernel took as long to end the killed server's last shard.
+        late = listening(story.port + 2)
+        threading.Timer(0.5, late.close).start()
+        story.serve(held=late)
+        started = events(story.run_dir, "server_started")[-1]
+        assert started["version"] == saved >= 10
+        wait_until(lambda: len(rows(story.run_dir)) > saved + 10)
+    finally:
+        story.end()
     story.check()
