@@ -125,6 +125,12 @@ def ray_ground(folder: Path) -> Iterator[RayGround]:
 GROUNDS = {"slurm": (slurm_ground, slurm_cluster.missing), "ray": (ray_ground, ray_cluster.missing)}
 
 
+def _end(*_: object) -> None:
+    """Ends through the grounds' own ends, which no second signal cuts short: no daemon stays."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
+
+
 def main() -> int:
     """Tells the stories and a table; returns 1 when a bar was missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,7 +146,7 @@ def main() -> int:
         print(missing())
         return 2
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # through the grounds' own ends: no daemon stays
+    signal.signal(signal.SIGTERM, _end)
     warm()
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.folder or Path(temporary)).resolve()

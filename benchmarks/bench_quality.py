@@ -53,7 +53,7 @@ def train(recipe: str, data: str | None, way: str, seed: str, run: Path, rest: l
         command = [sys.executable, "-m", "meshwright", "train", recipe, "--layout", layout, *words]
         command += ["--data", data] if data else []
         command += ["--run", str(run), "--train.seed", seed, "--monitor.display", "none", *rest]
-        log = run.with_suffix(".log")
+        log = run.with_name(f"{run.name}.log")
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("a") as output:
             status = subprocess.run(command, stdout=output, stderr=output, check=False).returncode
