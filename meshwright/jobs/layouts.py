@@ -449,7 +449,7 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         cluster=cluster_of_machines(machines),
         base=base,
         fits=config.fits,
-        rounds=make_rounds(config.outer, config.train.steps),
+        rounds=make_rounds(config.outer, config.least_steps),
         history=learn(*run_history_file(machines), job.step_flops, precision),
-        compile_steps=config.train.steps if is_free else 0,
+        compile_steps=config.least_steps if is_free else 0,
     )

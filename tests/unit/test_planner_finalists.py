@@ -26,7 +26,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.train.config import OuterConfig, TrainConfig
+from meshwright.train.config import OptimizerConfig, OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.run_config import RunConfig
@@ -130,14 +130,21 @@ WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab
 
 
 def run_layout(
-    monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, sizes: ModelConfig = WIDE, can_compile: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    steps: int,
+    sizes: ModelConfig = WIDE,
+    can_compile: bool = True,
+    lr_batch: int = 0,
 ) -> tuple[Layout, str]:
     """Returns the layout that a run of two devices takes, and why."""
     cluster = Cluster.parse("2xh100" if kind == "cuda" else "2x1xcpu@ethernet-1g")
     monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
     monkeypatch.setattr(layouts, "run_history_file", lambda machines: (Path("/nowhere"), ""))
     monkeypatch.setattr(layouts, "can_compile", lambda: can_compile)
-    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=TrainConfig(batch=16, steps=steps))
+    train = TrainConfig(batch=16, steps=steps)
+    optimizer = OptimizerConfig(lr_batch=lr_batch, lr_rule="adascale" if lr_batch else "sqrt")
+    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=train, optimizer=optimizer)
     devices = Devices(kind=kind, count=2, found=2, cores=2)
     plan, _ = make_plans(config, read_model(config, None, 2048), Machines(devices=devices, ranks=2))[0]
     return plan.layout, plan.reason
@@ -152,6 +159,9 @@ def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pyte
     steps = math.ceil(8.0 / (eager.step_s - made.step_s))
     assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
     assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
+    # Steps of 4 rows: where gradients are noise alone, those of 16 rows end the run after a quarter.
+    found = [run_layout(monkeypatch, "cuda", round(share * steps), lr_batch=4)[0].compile for share in (3.2, 5.0)]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize("steps", [20, 1000])
