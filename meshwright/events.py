@@ -97,6 +97,9 @@ class StepRecord:
     programs and waiting don't count, unlike in step_s."""
     scalars: Mapping[str, float] = field(default_factory=dict)
     """Numbers of hooks or of a custom loop, by name."""
+    last_step: int | None = None
+    """Steps after which the run ends, as it looks after this one, where steps count by their gain (`train.rate`); None
+    where the run has as many as its settings say."""
     outer: Mapping[str, Any] = field(default_factory=dict)
     """Where the islands joined after this step: each island's loss and tokens, norms, bytes (`train.outer`)."""
 

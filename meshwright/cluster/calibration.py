@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 import platform
 from collections.abc import Mapping, Sequence
@@ -177,9 +176,12 @@ class Calibration:
         return max(1.0, self.ranks / self._cores) if self._cores else 1.0
 
     @property
-    def shares_cores(self) -> bool:
-        """Whether a rank that waits leaves its core to others; one that has a part of a core by a quota doesn't."""
-        return bool(self._cores) and self.ranks > math.ceil(self._cores / self.nodes) * self.nodes
+    def alone_speedup(self) -> float:
+        """Speed of a rank while all others of its node wait, over that beside them; 1 on GPUs.
+
+        A node's ranks share its cores, or the quota of them, as one pool, of which a rank takes a core at most.
+        """
+        return min(self.crowd, self.ranks / self.nodes)
 
     @property
     def _cores(self) -> float:

@@ -68,6 +68,8 @@ class Device:
     """Share of the peak that the best measured matrix product reaches, by data type."""
     units: int = 0
     """Multiprocessors or compute units, over which tiles of a matrix product are spread; 0 for a processor core."""
+    is_hopper: bool = False
+    """Whether it is of NVIDIA's Hopper generation, whose kernels no other device runs."""
     cache_bytes: int = 0
     """Bytes of the last-level cache."""
     launch_s: float = 5e-6

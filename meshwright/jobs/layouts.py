@@ -23,7 +23,7 @@ from meshwright.planner.choose import Choice, Question, choose, price_candidate
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.finalists import choose_finalists
-from meshwright.planner.measured_price import measure_activations, price_layout, reprice_choice
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice, untraced_note
 from meshwright.planner.measured_speeds import Freedom, choose_at_speeds
 from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
@@ -318,7 +318,7 @@ def leaner_plan(
         question = dataclasses.replace(question, usable=limit_bytes / question.cluster.memory_bytes)
         allow = [name for name in config.allow if name != "islands"]
         choice = choose_finalists(question, FINALISTS, measure, allow)
-        (offer,) = _allowed_plans(config, model, machines.devices, question, choice, 1)
+        (offer,) = _allowed_plans(config, model, machines.devices, question, measure, choice, 1)
     except (ClusterError, PlanError):
         return None
     following, analysis = offer
@@ -397,11 +397,17 @@ def _planner_plans(
         analysis = analyse_layout(config, model, plan.layout, devices)
         prediction = state_rule.predict(plan.layout, model_parts(model.built, analysis))
         return [(dataclasses.replace(plan, prediction=prediction), analysis)]
-    return _allowed_plans(config, model, devices, question, choice, count)
+    return _allowed_plans(config, model, devices, question, measure, choice, count)
 
 
 def _allowed_plans(
-    config: RunConfig, model: ReadModel, devices: Devices, question: Question, choice: Choice, count: int
+    config: RunConfig,
+    model: ReadModel,
+    devices: Devices,
+    question: Question,
+    measure: Measure,
+    choice: Choice,
+    count: int,
 ) -> list[tuple[Plan, ModelAnalysis]]:
     """Returns up to ``count`` of a choice's best layouts, skipping those that the model doesn't allow.
 
@@ -421,12 +427,13 @@ def _allowed_plans(
             # Known only once the model was rehearsed: plan again without schedules that count on halves.
             unsplit_job = dataclasses.replace(question.job, splits_backward=False)
             question = dataclasses.replace(question, job=unsplit_job)
-            measure = make_measure(model.built, config.data.sequence, question.job.precision)
             choice = choose_finalists(question, FINALISTS, measure, config.allow)
-            return _allowed_plans(config, model, devices, question, choice, count)
+            return _allowed_plans(config, model, devices, question, measure, choice, count)
         plan = predict.chosen_plan(question, choice, layout_index, parts)
+        untraced = untraced_note(question, plan.layout, measure)
         # The faster one that can't run is named, with its reason: the user may have allowed it.
-        plans.append((dataclasses.replace(plan, reason="; ".join((plan.reason, *refused[:1]))), analysis))
+        reasons = filter(None, (plan.reason, untraced, *refused[:1]))
+        plans.append((dataclasses.replace(plan, reason="; ".join(reasons)), analysis))
         if len(plans) == count:
             break
     if not plans:
@@ -449,7 +456,7 @@ def _make_question(config: RunConfig, model: ReadModel, machines: Machines, prec
         cluster=cluster_of_machines(machines),
         base=base,
         fits=config.fits,
-        rounds=make_rounds(config.outer, config.train.steps),
+        rounds=make_rounds(config.outer, config.least_steps),
         history=learn(*run_history_file(machines), job.step_flops, precision),
-        compile_steps=config.train.steps if is_free else 0,
+        compile_steps=config.least_steps if is_free else 0,
     )

@@ -30,7 +30,7 @@ from meshwright.planner.device_limits import check_products
 from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
-from meshwright.planner.measured_price import Measure, measure_activations, price_layout
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout, untraced_note
 from meshwright.planner.presets import presets
 from meshwright.planner.scaling import Point, best_size, curve, knee, replan, sizes
 from meshwright.planner.uncertainty import INTERVAL
@@ -234,6 +234,8 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
         question = measure_activations(question, measure)
     choice = choose_finalists(question, config.show, measure, config.allow)
     choice, compared = _compare_layouts(config, question, choice, measure)
+    if note := untraced_note(question, choice.best[0].layout, measure):
+        choice = replace(choice, notes=(*choice.notes, note))
     return PlanResult(question=question, choice=choice, compared=compared)
 
 

@@ -17,7 +17,7 @@ def make_rounds(outer: OuterConfig, run_steps: int | None = None) -> Rounds:
 
     Args:
         outer: of which settings that are None are the plan's to choose, where islands are allowed.
-        run_steps: steps of the run, where they are known.
+        run_steps: steps that the run has at least, where they are known.
     """
     rounds = Rounds(
         steps=outer.round_steps,

@@ -87,12 +87,11 @@ def run_status(run_dir: Path) -> RunStatus:
     state, owners, job = _find_state(files, record)
     last = files.steps[-1] if files.steps else {}
     losses = files.of_kind(*_LOSSES)
-    train = files.config.get("train")
     return RunStatus(
         run=str(run_dir),
         state=state,
         step=int(last.get("step", 0)),
-        steps=train.get("steps") if isinstance(train, dict) else None,
+        steps=files.last_step,
         loss=last.get("loss"),
         tokens_per_s=last.get("tokens_per_s"),
         layout=files.layout,

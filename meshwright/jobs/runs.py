@@ -108,15 +108,13 @@ def summarise_run(run_dir: Path, folder: Path | None = None) -> RunSummary:
     evaluated = [number(event.get("loss")) for event in files.of_kind("evaluated")]
     speeds = [number(step.get("tokens_per_s")) for step in files.steps[-_RECENT_STEPS:]]
     times = [number(event.get("time")) for event in files.events]
-    train = files.config.get("train")
-    steps = train.get("steps") if isinstance(train, dict) else None
     energy = token_energy(read_health(run_dir), files.plan)
     return RunSummary(
         run=str(run_dir),
         name=str(run_dir.relative_to(folder)) if folder is not None and folder != run_dir else run_dir.resolve().name,
         state=_state(files),
         step=int(last.get("step", 0)),
-        steps=steps if isinstance(steps, int) else None,
+        steps=files.last_step,
         loss=_last(number(last.get("loss"))),
         validation_loss=_last(*evaluated),
         layout=files.layout,

@@ -24,7 +24,7 @@ class RunHeader:
     """The run as a display shows it before the first step."""
 
     steps: int
-    """Step at which the run ends."""
+    """Step at which the run ends, at the latest."""
     rows: Mapping[str, str] = field(default_factory=dict)
     """Names and values to show, in order: model, layout, devices, data, run."""
     progress: Path | None = None
@@ -74,16 +74,22 @@ class Course:
             self.notes.append(text.splitlines()[0])
         return text
 
+    @property
+    def last_step(self) -> int:
+        """Step at which the run ends, as it looks after the last one."""
+        record = self.last_record
+        return self.header.steps if record is None or record.last_step is None else record.last_step
+
     def eta_s(self) -> float | None:
         """Estimates the remaining seconds from the mean of recent steps; None before the first step."""
         if self.last_record is None:
             return None
-        return (self.header.steps - self.last_record.step) * sum(self._recent) / len(self._recent)
+        return (self.last_step - self.last_record.step) * sum(self._recent) / len(self._recent)
 
 
 def step_line(record: StepRecord, course: Course) -> str:
     """Formats the line of one step: ``step 100/2000  loss 2.4123  ...``."""
-    fields = [f"step {record.step}/{course.header.steps}", f"loss {record.loss:.4f}"]
+    fields = [f"step {record.step}/{course.last_step}", f"loss {record.loss:.4f}"]
     if record.terms:
         fields[-1] += f" ({', '.join(f'{name} {value:.4f}' for name, value in record.terms.items())})"
     loss = course.evaluation.get("loss")
@@ -174,7 +180,7 @@ class PlainDisplay:
     def step(self, record: StepRecord) -> None:
         """Prints every k-th step, and always the first and the last."""
         self._course.step(record)
-        if record.step % self._every == 0 or record.step in (1, self._course.header.steps):
+        if record.step % self._every == 0 or record.step in (1, self._course.last_step):
             self._print_line(step_line(record, self._course))
 
     def event(self, event: Event) -> None:

@@ -134,9 +134,9 @@ def _progress(course: Course, elapsed_s: float) -> RenderableType:
     grid.add_column(no_wrap=True)
     times = format_seconds(elapsed_s) + (f", {format_seconds(eta)} to go" if eta else "")
     progress_bar = ProgressBar(
-        total=max(1, course.header.steps), completed=steps_done, complete_style="cyan", finished_style="green"
+        total=max(1, course.last_step), completed=steps_done, complete_style="cyan", finished_style="green"
     )
-    grid.add_row(Text(f"step {steps_done}/{course.header.steps}", style="bold"), progress_bar, Text(times))
+    grid.add_row(Text(f"step {steps_done}/{course.last_step}", style="bold"), progress_bar, Text(times))
     return grid
 
 

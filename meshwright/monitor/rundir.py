@@ -70,6 +70,14 @@ class RunFiles:
             return str(planned["text"])
         return str(self.steps[-1].get("layout") or "") if self.steps else ""
 
+    @property
+    def last_step(self) -> int | None:
+        """Step at which the run ends, as it looks after the last one; None where its settings don't say."""
+        train = self.config.get("train")
+        settings_steps = train.get("steps") if isinstance(train, dict) else None
+        steps = self.steps[-1].get("last_step") if self.steps else None
+        return next((value for value in (steps, settings_steps) if _is_step_number(value)), None)
+
     def final(self) -> dict[str, Any]:
         """Merges the fields of evaluations and of the end of the run; later ones replace earlier ones."""
         final_values: dict[str, Any] = {}

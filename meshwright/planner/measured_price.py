@@ -98,13 +98,29 @@ def measure_activations(question: Question, measure: Measure) -> Question:
 
 def _measure_compiled(question: Question, measure: Measure) -> Question:
     """Returns the question with the bytes that compiled layers keep, where they can be traced."""
-    compiled = Layout(compile=True)
-    work = measure(compiled, 1)
-    if work is None or any(layer.compiled is None for layer in work.layers):
+    work = _trace_compiled(measure)
+    if work is None:
         return question
-    engine = question.runtime.for_layout(compiled)
+    engine = question.runtime.for_layout(Layout(compile=True))
     activations = count_activation_bytes(question.job, question.machine, engine, work)
     return dataclasses.replace(question, job=dataclasses.replace(question.job, compiled_activations=activations))
+
+
+def _trace_compiled(measure: Measure) -> ModelWork | None:
+    """Returns the operators of compiled layers with what these keep; None where they can't be traced."""
+    work = measure(Layout(compile=True), 1)
+    return None if work is None or any(layer.compiled is None for layer in work.layers) else work
+
+
+def untraced_note(question: Question, layout: Layout, measure: Measure | None) -> str:
+    """Returns the sentence that a plan's compiled layers couldn't be traced; empty where they could or needn't be."""
+    if not layout.compile or measure is None or _trace_compiled(measure) is not None:
+        return ""
+    scale = ", at the ratio at which eager ones differ from theirs" if question.job.activations else ""
+    return (
+        "what these compiled layers keep for backward couldn't be traced, and is priced by the formula for a standard "
+        f"transformer's{scale}: the peak is less sure, and --usable 0.8 plans with more room"
+    )
 
 
 def reprice_choice(question: Question, choice: Choice, measure: Measure | None) -> Choice:

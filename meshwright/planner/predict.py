@@ -7,7 +7,7 @@ import dataclasses
 from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
 from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.explain import against, reason
-from meshwright.planner.measured_price import Measure, price_layout
+from meshwright.planner.measured_price import Measure, price_layout, untraced_note
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.planner.run_history import TRAFFIC
@@ -76,11 +76,12 @@ def named_plan(question: Question, layout: Layout, sizes: StateSizes | ModelPart
     whole_backward = whole_backward_reason(layout, sizes)
     question = dataclasses.replace(question, job=dataclasses.replace(question.job, splits_backward=not whole_backward))
     candidate = price_layout(question, layout, measure)
+    notes = (question.history.note(layout), untraced_note(question, layout, measure))
     return Plan(
         layout=layout,
         prediction=prediction(question, candidate, sizes),
         ranks=question.cluster.devices,
-        reason="; ".join(filter(None, (named(layout), whole_backward, question.history.note(layout)))),
+        reason="; ".join(filter(None, (named(layout), whole_backward, *notes))),
         outer=_outer_settings(candidate),
     )
 

@@ -266,7 +266,7 @@ class MeasuredTimes:
         """Returns seconds of all micro-batches: the schedule's actions, simulated one by one.
 
         Where ranks share cores, a waiting rank leaves its share to the others. The result is the longer of the busy
-        time of all ranks together, and the makespan with a core to each rank.
+        time of all ranks together, and the makespan of ranks that never compute beside each other.
         """
         layout, calibration = self._layout, self._calibration
         send_s, work_s = self._send_s()
@@ -280,14 +280,12 @@ class MeasuredTimes:
             input_s=tuple((action_costs.input_s + sends).tolist()),
         )
         makespan_s = simulated_s(self._question.job, layout, action_costs)
-        if not calibration.shares_cores:
-            return makespan_s
         busy_s = (
             layout.microbatches
             * (sum(action_costs.forward_s) + sum(action_costs.backward_s))
             / layout.degree(Mechanics.STAGES)
         )
-        return max(makespan_s / calibration.crowd, busy_s)
+        return max(makespan_s / calibration.alone_speedup, busy_s)
 
     def _send_s(self) -> tuple[float, float]:
         """Returns seconds to send an activation to the next stage, and a core's own of a send and a receive.

@@ -112,12 +112,10 @@ class RunHistory:
     def of(self, layout: Layout) -> Correction:
         """Returns a layout's correction, from runs whose layers were compiled as its own are.
 
-        The wire is the same: before a compiled run, traffic is scaled by what it took in the others.
+        Before any such run the others' is taken: the device's pace and the wire are the same, and a choice between
+        eager and compiled layers compares prices that are corrected alike.
         """
-        alike = self._alike(layout)
-        if layout.compile and not alike.runs:
-            return Correction(traffic=self.eager.of(layout).traffic)
-        return alike.of(layout)
+        return self._alike(layout).of(layout)
 
     def note(self, layout: Layout) -> str:
         """Returns how many runs a layout's price was scaled by, as a clause; empty without any."""
@@ -125,7 +123,7 @@ class RunHistory:
         if not alike.runs:
             return ""
         count = "1 earlier run" if alike.runs == 1 else f"{alike.runs} earlier runs"
-        kind = "compiled, " if layout.compile else ""
+        kind = "compiled, " if alike is self.compiled else "eager, " if layout.compile else ""
         return (
             f"{count} here of like size ({kind}within {LIKE_SIZE:.0f} times the work of a step) took "
             f"{alike.factor:.2f} times what was priced; compute and traffic are scaled by what those with the same "
@@ -133,7 +131,8 @@ class RunHistory:
         )
 
     def _alike(self, layout: Layout) -> AxesCorrections:
-        return self.compiled if layout.compile else self.eager
+        alike, others = (self.compiled, self.eager) if layout.compile else (self.eager, self.compiled)
+        return alike if alike.runs or axes_of(layout) in alike.by_axes else others
 
 
 def record(path: Path, machine: str, row: JsonObject) -> None:

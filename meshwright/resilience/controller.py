@@ -92,7 +92,7 @@ class Controller:
         self._config, self._planning = job.config.recovery, planning
         self._planner = PlanPrefetcher(planning.plan_for_ranks)
         self._planner.learn(job.plan.ranks, (job.plan, job.analysis))
-        self._replanner = Replanner(planning.replan, event, job.config.train.steps)
+        self._replanner = Replanner(planning.replan, event)
         # A minimum that not even all devices reach would be waited for in vain.
         self._minimum = min(self._config.minimum, job.plan.ranks)
         self._backoff = DeviceBackoff(self._config)

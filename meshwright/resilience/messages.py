@@ -18,7 +18,7 @@ from meshwright.train.integrity import Damage
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.stage_times import RankTime
 
-VERSION = 6
+VERSION = 7
 """Version of the messages below; supervisors of different versions refuse each other's."""
 Device = tuple[int, int]
 """A node and the number of one of its devices."""

@@ -66,7 +66,6 @@ class Replanner:
     Args:
         planner: asked in a child process.
         event: records an event: its kind, and its fields by keyword.
-        steps: of the whole run.
         clock: returns seconds; another one in tests.
     """
 
@@ -74,10 +73,9 @@ class Replanner:
         self,
         planner: Replanning,
         event: Callable[..., None],
-        steps: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._planner, self._event, self._steps, self._clock = planner, event, steps, clock
+        self._planner, self._event, self._clock = planner, event, clock
         self._margin = MARGIN
         self._choice: _Choice | None = None
         self._promise: _Promise | None = None
@@ -176,6 +174,10 @@ class Replanner:
         return min(rank_time.step for rank_time in self._times)
 
     @property
+    def _steps_left(self) -> int:
+        return min(rank_time.last_step for rank_time in self._times) - self._step
+
+    @property
     def _step_s(self) -> float:
         """Seconds of a step, which all ranks end together."""
         return max(rank_time.step_s for rank_time in self._times)
@@ -195,11 +197,11 @@ class Replanner:
             self._disappointing.add(str(plan.layout))
             # Slower than before, as measured: what was there before needs no promise.
             back = Replan(plan=promise.previous, step_ratio=promise.before_s / self._step_s)
-            self._decide(back, self._steps - self._step)
+            self._decide(back, self._steps_left)
 
     def _ask(self, layout: Layout) -> None:
         busy_s = tuple(rank_time.busy_s for rank_time in self._times)
-        if self._helper is not None or self._step >= self._steps or _are_alike(busy_s, self._answered_busy_s):
+        if self._helper is not None or self._steps_left <= 0 or _are_alike(busy_s, self._answered_busy_s):
             return
         request = ReplanRequest(
             layout=layout, busy_s=busy_s, step_s=self._step_s, disappointing=frozenset(self._disappointing)
@@ -226,7 +228,7 @@ class Replanner:
         self._wanted = replan
         if earlier is None or not _is_same_rank_slow(earlier.speeds, replan.speeds):
             return
-        steps = self._steps - self._step
+        steps = self._steps_left
         if self._changed_step is not None:
             # Speeds that changed once may change again: they are expected to last as long as they have lasted.
             steps = min(steps, self._step - self._changed_step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -47,10 +47,11 @@ class Health:
     Args:
         config: which numbers are out of range.
         warmup: steps of the learning rate's warm-up.
+        progress: returns the steps of the schedule that a number of steps are worth, as `RateSchedule.progress`.
     """
 
-    def __init__(self, config: RecoveryConfig, warmup: int = 0) -> None:
-        self.config, self._warmup = config, warmup
+    def __init__(self, config: RecoveryConfig, warmup: int = 0, progress: Callable[[int], float] = float) -> None:
+        self.config, self._warmup, self._progress = config, warmup, progress
         self._losses: list[float] = []
         self._norms: list[float] = []
         self._quiet = 0
@@ -75,7 +76,7 @@ class Health:
         """
         if not self.config.learned_limits or self._quiet or len(self._losses) < LEAST:
             return NO_LIMITS
-        width = WARMUP_FACTOR if step < self._warmup else 1.0
+        width = WARMUP_FACTOR if self._progress(step) < self._warmup else 1.0
         loss, spread = _centre(self._losses)
         loss += width * max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss))
         # Gradient norms are spread over decades: their logarithms are roughly normal.

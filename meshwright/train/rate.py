@@ -93,6 +93,11 @@ class RateSchedule:
         done = math.floor(self.progress(step))
         return self._gain**self._power * learning_rate(done, self._steps, self._peak, self._schedule)
 
+    @property
+    def warmup(self) -> int:
+        """Steps of the schedule in which rates grow (`progress`)."""
+        return self._schedule.warmup_steps(self._steps)
+
     def last_step(self, step: int) -> int:
         """Returns the steps after which the run ends, as it looks after ``step`` of them."""
         return step + max(0, math.ceil((self._steps - self.progress(step)) / self._gain))

@@ -73,6 +73,13 @@ class RunConfig(Config):
     ray: RayConfig = field(default_factory=RayConfig)
     """What ``--on ray`` asks for."""
 
+    @property
+    def least_steps(self) -> int:
+        """Fewest steps that the run can have: ``train.steps``, unless they count by their gain (`train.rate`)."""
+        if not self.optimizer.follows_noise:
+            return self.train.steps
+        return -(-self.train.steps * self.optimizer.lr_batch // self.train.batch)
+
     def joining(self, planned: Mapping[str, int | str]) -> Self:
         """Returns the config with a plan's settings for islands (`Plan.outer`) where the user gave none."""
         return dataclasses.replace(self, outer=self.outer.filled(planned))

@@ -17,7 +17,7 @@ from meshwright.train.share_balance import WARM_UP_STEPS, busy_seconds
 
 MIN_BUSY_S = 1e-6
 """Least compute time of a step, since speeds divide by it."""
-_RECORD = struct.Struct("<qdd")
+_RECORD = struct.Struct("<qddq")
 _STEP = struct.Struct("<q")
 
 
@@ -30,6 +30,8 @@ class RankTime(NamedTuple):
     """Seconds that it computed, without waits for collectives and for data."""
     step_s: float
     """Seconds of the whole step."""
+    last_step: int
+    """Steps after which the run ends, as it looks after this window."""
 
 
 class PublishedTimes:
@@ -47,7 +49,7 @@ class PublishedTimes:
     def publish(self, rank: int, time: RankTime) -> None:
         """Publishes a rank's times."""
         # The step is stored last: a reader that sees it also sees its times.
-        _RECORD.pack_into(self._map, _RECORD.size * rank, 0, time.busy_s, time.step_s)
+        _RECORD.pack_into(self._map, _RECORD.size * rank, 0, time.busy_s, time.step_s, time.last_step)
         _STEP.pack_into(self._map, _RECORD.size * rank, time.step)
 
     def read(self) -> list[RankTime] | None:
@@ -96,7 +98,7 @@ class TimePublisher:
         self._seconds.append((busy_s, info.record.step_s))
         if len(self._seconds) == self._every:
             busy_s, step_s = (median(values) for values in zip(*self._seconds, strict=True))
-            self._times.publish(self._rank, RankTime(info.step, busy_s, step_s))
+            self._times.publish(self._rank, RankTime(info.step, busy_s, step_s, info.steps))
             self._seconds = []
         return Request.NONE
 

@@ -90,9 +90,11 @@ class StepRecorder:
             outer=joined,
         )
         # What a skipped step measured is no noise of training, as its gradient is none.
-        if launched.part is None or skipped:
-            return record
-        return self._with_noise(record, launched.part, values["targets"])
+        if launched.part is not None and not skipped:
+            record = self._with_noise(record, launched.part, values["targets"])
+        if self._rates.follows_noise:
+            record = dataclasses.replace(record, last_step=self._rates.last_step(record.step))
+        return record
 
     def _with_noise(self, record: StepRecord, small: tuple[float, float], targets: float) -> StepRecord:
         """Takes in a measurement; returns the record with its scalars.

@@ -46,7 +46,8 @@ class Trainer:
         self.step = self.tokens = 0
         self.validation_loss: float | None = None
         self._anomalous_steps = 0
-        self._health = Health(deps.config.recovery, deps.config.schedule.warmup_steps(deps.config.train.steps))
+        self._rates = RateSchedule(deps.config)
+        self._health = Health(deps.config.recovery, self._rates.warmup, self._rates.progress)
         state = (deps.program, deps.optimizer, deps.store.agreement)
         events = (self._event, self._step_event)
         self._integrity = Integrity(
@@ -66,7 +67,6 @@ class Trainer:
         self._stamp = Stamp(phase=self._phase)
         self._position = RankProgress(deps.progress, deps.faults, lambda: self.step, deps.timeline)
         self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
-        self._rates = RateSchedule(deps.config)
         self._launcher = StepLauncher(deps, self._noise, self._rates, self._position, self._stamp)
         self._recorder = StepRecorder(deps, self._noise, self._rates)
         deps.program.progress_hooks.listener = self._position.enter

@@ -12,6 +12,8 @@ import pytest
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.kubernetes import is_finished
+from meshwright.jobs.run_control import run_status
+from meshwright.jobs.runs import list_runs
 from meshwright.train.config import OptimizerConfig, OuterConfig, ScheduleConfig, TrainConfig
 from meshwright.train.copies import as_values
 from meshwright.train.noise_scale import NoiseScale
@@ -95,6 +97,11 @@ def test_the_last_step_is_told_ahead() -> None:
     schedule.take_measurement(10, (1.0, 16.0))  # a gain of (8 + 1) / (1 + 1) steps a step
     last = schedule.last_step(10)
     assert last == 10 + math.ceil(30 / 4.5) and schedule.is_over(last) and not schedule.is_over(last - 1)
+
+
+def test_a_run_has_at_least_the_steps_of_the_largest_gain() -> None:
+    assert config_of().least_steps == STEPS / (BATCH / BASE) and config_of("linear").least_steps == STEPS
+    assert config_of(batch=3).least_steps == 27
 
 
 def test_state_is_compared_between_ranks_down_to_its_numbers() -> None:
@@ -182,6 +189,13 @@ def test_a_run_ends_early_and_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert 5 <= len(lines) < STEPS and max(line["scalars"].get("adascale/gain", 0.0) for line in lines) > 1.5
     (end,) = events(tmp_path / "whole", "run_finished")
     assert STEPS <= end["scaled_steps"] < STEPS + 8 and end["step"] == len(lines)
+    # Where the run will end is known from the first measurement on, and least from the last.
+    ends = [line["last_step"] for line in lines]
+    assert (
+        ends[:2] == [STEPS] * 2 and ends[-1] == len(lines) and all(line["step"] <= at for line, at in zip(lines, ends))
+    )
+    status, (row,) = run_status(tmp_path / "whole"), list_runs(tmp_path / "whole")
+    assert (status.step, status.steps) == (row.step, row.steps) == (len(lines), len(lines))
     assert is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=STEPS)))
     assert not is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=2 * STEPS)))
     assert events(tmp_path / "killed", "restored") and curve(tmp_path / "killed") == curve(tmp_path / "whole")

@@ -117,14 +117,21 @@ def test_a_damaged_file_is_refused(change: dict[str, Any], match: str, tmp_path:
         Calibration.load(path)
 
 
-def test_a_part_of_a_core_is_shared_with_no_rank() -> None:
-    """Ranks that share a core take turns; one with half of a core by a quota stands still meanwhile."""
-    shared = Calibration(machine=MACHINE, ranks=4)
-    assert shared.crowd == 2.0 and shared.shares_cores
-    halves = Calibration(machine=MACHINE | {"cores": 0.5, "nodes": 4}, ranks=4, nodes=4)
-    assert halves.crowd == 2.0 and not halves.shares_cores
-    assert Calibration(machine=MACHINE | {"cores": 4}, ranks=4).crowd == 1.0
-    assert not Calibration(machine=MACHINE | {"kind": "cuda", "cores": 1}, ranks=4).shares_cores
+def test_ranks_of_a_node_share_its_quota_as_one_pool() -> None:
+    """Ranks that share cores take turns; one that has half of a core to itself stands still meanwhile."""
+
+    def alone_speedup(cores: float, ranks: int, nodes: int = 1, kind: str = "cpu") -> float:
+        machine = MACHINE | {"cores": cores, "ranks": ranks, "nodes": nodes, "kind": kind}
+        return Calibration(machine=machine, ranks=ranks, nodes=nodes).alone_speedup
+
+    assert Calibration(machine=MACHINE, ranks=4).crowd == 2.0 == alone_speedup(2, 4)
+    assert Calibration(machine=MACHINE | {"cores": 0.5}, ranks=4, nodes=4).crowd == 2.0
+    assert alone_speedup(0.5, 4, nodes=4) == 1.0
+    assert alone_speedup(4, 4) == alone_speedup(1, 4, kind="cuda") == 1.0
+    # No rank takes more than a core of a quota, nor more than the quota.
+    assert alone_speedup(1.0, 2) == 2.0 and alone_speedup(1.01, 2) == pytest.approx(2.0 / 1.01)
+    assert alone_speedup(1.5, 2) == pytest.approx(4 / 3) and alone_speedup(0.5, 2) == 2.0
+    assert alone_speedup(1.5, 4, nodes=2) == pytest.approx(4 / 3)
 
 
 def test_a_cluster_takes_what_was_measured_on_it() -> None:

@@ -307,8 +307,10 @@ def test_balanced_stages_are_those_that_the_runtime_cuts(seed):
 def test_our_rate_of_attention_is_that_of_the_generation_on_which_it_was_measured() -> None:
     """cuDNN's kernel was timed on Hopper; other GPUs keep what codes over FlashAttention-2 have in common."""
     job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=8192, rows=1)
-    for text, share in (("1xh100", 1.3), ("1xa100-80", 0.75)):
-        cluster = Cluster.parse(text)
+    own = Cluster.from_dict({"group": [{"device": "own", "count": 1}], "devices": {"own": {"like": "h200"}}})
+    clusters = {name: Cluster.parse(f"1x{name}") for name in ("h100", "h20", "gh200", "a100-80", "mi300x")}
+    for text, cluster in (clusters | {"own": own}).items():
+        share = 0.75 if text in ("a100-80", "mi300x") else 1.3
         seconds = price(job, Layout.parse("precision=fp16"), cluster).parts["attention"]
         rate = RATES[generation(cluster.device)]
         # Causal: half of the pairs, two products forward and five backward.

@@ -54,6 +54,20 @@ def test_plain_lines_say_the_step_and_come_every_few_steps():
     assert len(lines) == 6
 
 
+def test_the_end_of_a_run_is_where_its_last_step_sees_it():
+    stream = io.StringIO()
+    display = PlainDisplay(header(), every=10, wait_s=1.0, stream=stream)
+    for step in range(1, 14):
+        display.step(record(step, last_step=13 if step > 5 else 100))
+    display.close()
+    lines = [line.split() for line in stream.getvalue().splitlines()[2:]]
+    assert [words[1] for words in lines] == ["1/100", "10/13", "13/13"] and lines[1][-3:] == ["eta", "1.5", "s"]
+    console, course = terminal(), Course(header())
+    course.step(record(10, last_step=13))
+    console.print(draw(course, [], 0.0))
+    assert "step 10/13" in console.file.getvalue() and "1.5 s to go" in console.file.getvalue()
+
+
 def test_plain_lines_tell_a_long_wait_once(tmp_path):
     path, stream = tmp_path / "progress.bin", io.StringIO()
     ProgressWriter(path, 0).stamp("data", 3)

@@ -19,6 +19,7 @@ from meshwright.jobs.plan import plannable_model
 from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import Devices
+from meshwright.models import compiled_bytes
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -26,7 +27,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.train.config import OuterConfig, TrainConfig
+from meshwright.train.config import OptimizerConfig, OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.run_config import RunConfig
@@ -127,17 +128,25 @@ def test_islands_that_a_setting_rules_out_give_way_to_the_next_layout(
 # -------------------------------------------------------- compiled layers
 
 WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab=32000, context=2048)
+UNTRACED = "keep for backward couldn't be traced"
 
 
 def run_layout(
-    monkeypatch: pytest.MonkeyPatch, kind: str, steps: int, sizes: ModelConfig = WIDE, can_compile: bool = True
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    steps: int,
+    sizes: ModelConfig = WIDE,
+    can_compile: bool = True,
+    lr_batch: int = 0,
 ) -> tuple[Layout, str]:
     """Returns the layout that a run of two devices takes, and why."""
     cluster = Cluster.parse("2xh100" if kind == "cuda" else "2x1xcpu@ethernet-1g")
     monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
     monkeypatch.setattr(layouts, "run_history_file", lambda machines: (Path("/nowhere"), ""))
     monkeypatch.setattr(layouts, "can_compile", lambda: can_compile)
-    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=TrainConfig(batch=16, steps=steps))
+    train = TrainConfig(batch=16, steps=steps)
+    optimizer = OptimizerConfig(lr_batch=lr_batch, lr_rule="adascale" if lr_batch else "sqrt")
+    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=train, optimizer=optimizer)
     devices = Devices(kind=kind, count=2, found=2, cores=2)
     plan, _ = make_plans(config, read_model(config, None, 2048), Machines(devices=devices, ranks=2))[0]
     return plan.layout, plan.reason
@@ -145,13 +154,16 @@ def run_layout(
 
 def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layout, reason = run_layout(monkeypatch, "cuda", 100_000)
-    assert layout.compile and "the first step compiles for about 8.0 s" in reason
+    assert layout.compile and "the first step compiles for about 8.0 s" in reason and UNTRACED not in reason
     # The saved seconds of a step, by the price of both layouts, are the least number of steps that pay.
     job = PricedJob(shape=measure_shape(build_meta(WIDE)), sequence=2048, rows=16)
     eager, made = (price(job, dataclasses.replace(layout, compile=on), Cluster.parse("2xh100")) for on in (False, True))
     steps = math.ceil(8.0 / (eager.step_s - made.step_s))
     assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
     assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
+    # Steps of 4 rows: where gradients are noise alone, those of 16 rows end the run after a quarter.
+    found = [run_layout(monkeypatch, "cuda", round(share * steps), lr_batch=4)[0].compile for share in (3.2, 5.0)]
+    assert found == [False, True]
 
 
 @pytest.mark.parametrize("steps", [20, 1000])
@@ -162,6 +174,7 @@ def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: p
     shown = plan_model(request, model, cluster)
     assert shown.layout == run and shown.layout.compile == (steps == 1000)
     assert ("which the first step compiles for about 8.0 s" in shown.reason) == shown.layout.compile
+    assert not any(UNTRACED in note for note in shown.choice.notes)
     assert PlanConfig().steps == TrainConfig().steps
     for named in (True, False):
         assert plan_model(dataclasses.replace(request, compile=named), model, cluster).layout.compile == named
@@ -176,6 +189,18 @@ def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: p
         blocks = tuple(dataclasses.replace(block, **{field: 1}) for block in model.shape.blocks)
         drawing = dataclasses.replace(model, shape=dataclasses.replace(model.shape, blocks=blocks))
         assert not plan_model(request, drawing, cluster).layout.compile, field
+
+
+def test_a_plan_says_where_compiled_layers_could_not_be_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object) -> None:
+        raise RuntimeError("an operator without a rule for fake tensors")
+
+    monkeypatch.setattr(compiled_bytes, "partitions", fail)
+    request = PlanConfig(model=WIDE, batch=16, sequence=2048, steps=100_000)
+    shown = plan_model(request, plannable_model(WIDE, 2048), Cluster.parse("2xh100"))
+    assert shown.layout.compile and [UNTRACED in note for note in shown.choice.notes].count(True) == 1
+    layout, reason = run_layout(monkeypatch, "cuda", 100_000)
+    assert layout.compile and UNTRACED in reason
 
 
 @pytest.mark.parametrize(

@@ -75,15 +75,21 @@ def test_runs_speak_of_their_own_precision_and_compilation(tmp_path: Path) -> No
     lesson = learn(path, "here")
     assert lesson.runs == 3 and of(lesson, "replicate=2") == pytest.approx((2.0, 2.0))
     assert of(learn(path, "here", "bf16"), "replicate=2,precision=bf16") == pytest.approx((5.0, 5.0))
-    # Compiled compute is priced by other figures; the wire is the same.
-    assert of(lesson, "replicate=2,compile=true") == pytest.approx((1.0, 2.0))
-    assert not lesson.note(Layout.parse("replicate=2,compile=true"))
+    # A choice between both compares prices that are corrected alike, before either has run.
+    assert of(lesson, "replicate=2,compile=true") == pytest.approx((2.0, 2.0))
+    assert lesson.note(Layout.parse("replicate=2,compile=true")).startswith("3 earlier runs here of like size (eager, ")
     for _ in range(3):
         record(path, "here", {"layout": "replicate=2,compile=true", "priced_s": 1.0, "measured_s": 1.1})
     lesson = learn(path, "here")
     assert of(lesson, "replicate=2,compile=true") == pytest.approx((1.1, 1.1))
     assert of(lesson, "replicate=2") == pytest.approx((2.0, 2.0))
     assert lesson.note(Layout.parse("compile=true")).startswith("3 earlier runs here of like size (compiled, ")
+    assert lesson.note(Layout()).startswith("3 earlier runs here of like size (within ")
+    for _ in range(3):
+        record(path, "there", {"layout": "replicate=2,compile=true", "priced_s": 1.0, "measured_s": 1.3})
+    lesson = learn(path, "there")
+    assert of(lesson, "replicate=2") == of(lesson, "replicate=2,compile=true") == pytest.approx((1.3, 1.3))
+    assert lesson.note(Layout()).startswith("3 earlier runs here of like size (compiled, ")
 
 
 def test_layouts_are_scaled_by_runs_with_their_axes(tmp_path: Path) -> None:

@@ -9,13 +9,24 @@ import time
 import pytest
 
 from meshwright.errors import ConfigError, PlanError
+from meshwright.events import StepRecord
+from meshwright.parallel.axis_group import TrafficLog
 from meshwright.resilience.planning import Replan
 from meshwright.resilience.replanner import MARGIN, Replanner, read_answer
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig, TrainConfig
+from meshwright.train.hooks import StepInfo
 from meshwright.train.run_config import RunConfig
-from meshwright.train.stage_times import PublishedTimes, RankTime, check_replan, may_change_degrees, names_choice
+from meshwright.train.share_balance import WARM_UP_STEPS
+from meshwright.train.stage_times import (
+    PublishedTimes,
+    RankTime,
+    TimePublisher,
+    check_replan,
+    may_change_degrees,
+    names_choice,
+)
 
 MOVED = "pp=2,microbatches=4,split=8-4"
 DEVICES = [(0, 0), (1, 0)]
@@ -37,11 +48,11 @@ class Run:
     """A replanner on a simulated clock: a step takes a second, a start as long as given."""
 
     def __init__(self, ratio: float, steps: int, start_s: float) -> None:
-        self.clock, self.told, self.start_s = Clock(), [], start_s
+        self.clock, self.told, self.start_s, self.last_step = Clock(), [], start_s, steps
         self.answer = Replan(plan=plan(MOVED), step_ratio=ratio, speeds=(1.0, 0.5), priced_s=(1.0, ratio))
         self.replanner = Replanner(
             lambda request: self.answer,
-            lambda kind, **data: self.told.append((kind, data)), steps, self.clock,
+            lambda kind, **data: self.told.append((kind, data)), self.clock,
         )  # fmt: skip
 
     def begin(self, layout: str) -> None:
@@ -53,7 +64,7 @@ class Run:
         self.replanner.poll([1, 1], None)
 
     def window(self, step: int, step_s: float = 1.0) -> bool:
-        times = [RankTime(step, step_s / 2, step_s)] * 2
+        times = [RankTime(step, step_s / 2, step_s, self.last_step)] * 2
         end = time.monotonic() + 30.0
         while not self.replanner.poll([step, step], times) and self.replanner._helper is not None:
             assert time.monotonic() < end
@@ -92,6 +103,31 @@ def test_layers_move_where_it_pays(ratio: float, steps: int, start_s: float, mov
             assert fields["gain_s"] > MARGIN * fields["cost_s"]
     finally:
         run.close()
+
+
+def test_a_run_that_will_end_earlier_has_fewer_steps_in_which_a_change_pays() -> None:
+    """Steps that count by their gain: the ranks say with their times where the run ends."""
+    run = Run(0.7, 100, 5.0)
+    try:
+        run.begin("pp=2,microbatches=4")
+        assert not run.window(5)
+        run.last_step = 40
+        assert not run.window(10) and not run.kinds()
+    finally:
+        run.close()
+
+
+def test_ranks_publish_where_the_run_ends() -> None:
+    times = PublishedTimes(1)
+    publish = TimePublisher(times, 0, 2, TrafficLog())
+    for step in range(1, WARM_UP_STEPS + 3):
+        record = StepRecord(
+            step=step, loss=1.0, grad_norm=1.0, lr=0.1, tokens=1, tokens_total=1, tokens_per_s=1.0, step_s=2.0,
+            parts={}, memory={}, layout="replicate=2",
+        )  # fmt: skip
+        publish(StepInfo(step=step, steps=100 - step, record=record, validation_loss=None, scalars={}))
+    assert [(time.step, time.last_step) for time in times.read_new()] == [(step, 100 - step)]
+    times.close()
 
 
 def test_a_move_that_disappoints_makes_the_next_one_dearer() -> None:
@@ -200,12 +236,12 @@ def test_a_second_change_waits_until_speeds_have_lasted() -> None:
 def test_times_are_read_once_all_ranks_have_published() -> None:
     times = PublishedTimes(2)
     assert times.read_new() is None
-    times.publish(0, RankTime(5, 1.0, 2.0))
+    times.publish(0, RankTime(5, 1.0, 2.0, 40))
     assert times.read_new() is None
-    times.publish(1, RankTime(5, 1.5, 2.0))
-    assert times.read_new() == (RankTime(5, 1.0, 2.0), RankTime(5, 1.5, 2.0))
+    times.publish(1, RankTime(5, 1.5, 2.0, 40))
+    assert times.read_new() == (RankTime(5, 1.0, 2.0, 40), RankTime(5, 1.5, 2.0, 40))
     assert times.read_new() is None  # each window counts once
-    times.publish(0, RankTime(10, 1.0, 2.0))
+    times.publish(0, RankTime(10, 1.0, 2.0, 30))
     assert times.read_new() is None
     times.close()
     assert read_answer(b"") is None and read_answer(b"torn") is None

@@ -422,7 +422,7 @@ def test_a_layout_chosen_on_the_way_that_fails_gives_way_to_the_one_before(
             self: Script, order: Order, *more: Any, controller: Controller = controller, whole: Any = whole
         ) -> None:
             if not self.orders:
-                controller._replanner._times = [RankTime(5, 0.5, 1.0)] * 3
+                controller._replanner._times = [RankTime(5, 0.5, 1.0, 100)] * 3
                 controller._replanner._accepted = Replan(plan=chosen, step_ratio=0.5)
             whole(self, order)
 

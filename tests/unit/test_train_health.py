@@ -56,6 +56,16 @@ def test_a_loss_and_a_norm_far_out_are_suspect_once_there_is_a_past() -> None:
     assert off.suspect(60, math.nan, 1.0) is None
 
 
+def test_limits_are_wide_until_the_schedule_has_warmed_up() -> None:
+    """Of steps that are worth four of the schedule's each, 50 of its steps of warm-up end after 13."""
+    plain, gaining = (Health(RecoveryConfig(), 50, progress) for progress in (float, lambda step: 4.0 * step))
+    for health in (plain, gaining):
+        for _ in range(LEAST):
+            health.judge(4.0, 1.0)
+    assert [plain.learned(step).loss for step in (12, 13, 49, 50)] == [20.0] * 3 + [12.0]
+    assert [gaining.learned(step).loss for step in (12, 13, 49, 50)] == [20.0] + [12.0] * 3
+
+
 def test_an_island_whose_numbers_recur_keeps_the_damage_at_which_all_compare() -> None:
     """Others know nothing of its step: all ranks must compare at the same ones."""
     damage = Damage(kind=COPIES, step=9, keep=8, why="copies differ")

@@ -15,7 +15,6 @@ from meshwright.array_types import Values
 from meshwright.cluster.device import Device
 from meshwright.errors import PlanError
 from meshwright.planner.cost.activation_model import ActivationModel
-from meshwright.planner.cost.kernels import generation
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import LayerShape
@@ -195,7 +194,7 @@ class RuntimeModel:
 
     def attention_share(self, device: Device) -> float:
         """Returns the share of a device's rate of fused attention that is reached."""
-        is_measured = self.hopper_attention and generation(device) == "hopper"
+        is_measured = self.hopper_attention and device.is_hopper
         return self.hopper_attention if is_measured else self.attention
 
     def unfused_attention_s(

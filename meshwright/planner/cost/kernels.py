@@ -65,11 +65,12 @@ RATES = {
 
 
 def generation(device: Device) -> str:
-    """Returns a device's generation, a key of `RATES`, which its data types and best peak tell apart."""
+    """Returns a device's generation, a key of `RATES`: its own, else one of like data types and best peak."""
     peak = max(device.peak_flops.values())
     if "fp4" in device.peak_flops:
         return "blackwell"
-    if "fp8" in device.peak_flops and peak > 1e15:
+    # Other makers' devices (MI300X, Gaudi 3) have Hopper's rates by their peak: a guess, as no run of theirs is known.
+    if device.is_hopper or ("fp8" in device.peak_flops and peak > 1e15):
         return "hopper"
     return "ampere" if "bf16" in device.peak_flops else "volta"
 

@@ -115,7 +115,11 @@ class PricedJob:
             raise PlanError(f"{self.rows} rows of {self.sequence} tokens: both must be at least 1")
 
     def activations_of(self, compiled: bool) -> ActivationBytes | None:
-        """Returns what the modules take, compiled or not; of compiled ones what eager ones take where that is known."""
+        """Returns what the modules take over the closed form of eager or of compiled layers, where they were read.
+
+        Of compiled layers that couldn't be traced it is what eager ones take over theirs, which then scales the closed
+        form of compiled ones (`measured_price.untraced_note`); without either the closed form stands alone.
+        """
         return (self.compiled_activations if compiled else None) or self.activations
 
     @property
