@@ -3,7 +3,8 @@
 Contenders run one after the other, each in new processes, in rounds whose order rotates; ratios are taken within a
 round and their median is reported, with the least and the most. Every contender trains the same 20M model in float32 on
 the same token file, with fused AdamW, clipping and a logged loss: a GPT-2 along the data axes, a llama along ``tp``,
-``pp`` and ``cp``. On the llama all start from the same weights and read the same rows; their losses must agree.
+``pp`` and ``cp``. On the llama all start from the same weights and read the same rows; their losses must agree, or the
+exit status is 1, as it is when a layout of meshwright's takes more memory than its script.
 
     python benchmarks/throughput.py [--model llama] [--ranks 4] [--only meshwright,ddp] [--rounds 3] [--steps 8]
         [--setting medium] [--json OUT]
@@ -90,6 +91,7 @@ def main() -> int:
         results[setting] = {name: [dataclasses.asdict(one) for one in many] for name, many in samples.items()}
         print(table(f"{options.model} {setting}", SETTINGS[options.model][setting], chosen, samples), flush=True)
         wrong += unlike(samples) if options.model == "llama" else []
+        wrong += larger(chosen, samples)
         if options.json:
             options.json.write_text(json.dumps({"options": vars(options) | {"json": ""}, "runs": results}, indent=1))
     print(f"{time.monotonic() - began:.0f} s in all; load {os.getloadavg()[0]:.1f} at the end")
@@ -239,12 +241,12 @@ def unlike(samples: dict[str, list[Sample]]) -> list[str]:
 
 
 def table(title: str, setting: tuple[int, int], chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> str:
-    """Formats medians and ratios of speed (above 1 is faster than the script)."""
+    """Formats medians, and ratios of speed (above 1 is faster than the script) and of memory (below 1 is less)."""
     rows, sequence = setting
     lines = [
         f"{title}: {rows} rows x {sequence} tokens a step, {chosen[0].ranks} ranks",
         f"{'contender':<26}{'step ms':>9}{'tokens/s':>10}{'of ddp (least-most)':>22}{'of its own script':>22}"
-        f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'first step s':>14}{'foreign cores':>15}",
+        f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'of script':>11}{'first step s':>14}{'foreign cores':>15}",
     ]
     ddp_cpu_s = statistics.median([sample.cpu_s for sample in samples.get("ddp", [])] or [0.0])
     for one in chosen:
@@ -253,17 +255,35 @@ def table(title: str, setting: tuple[int, int], chosen: Sequence[Contender], sam
             lines.append(f"{one.name:<26}{'failed':>9}")
             continue
         step_s = statistics.median(step for sample in many for step in sample.step_s)
-        peak = statistics.median(max(sample.peak_bytes) for sample in many)
+        peak, others = peak_bytes(many), samples.get(one.rival, [])
         cpu_s = statistics.median(sample.cpu_s for sample in many)
         first = statistics.median(sample.first_step_s for sample in many)
-        rival = "" if one.rival == "ddp" else spread(many, samples.get(one.rival, []))
+        rival = "" if one.rival == "ddp" else spread(many, others)
+        of_script = f"{peak / peak_bytes(others):.2f}" if others and one.rival != one.name else ""
         lines.append(
             f"{one.name:<26}{step_s * 1e3:>9.0f}{rows * sequence / step_s:>10.0f}"
             f"{spread(many, samples.get('ddp', [])):>22}{rival:>22}"
-            f"{cpu_s:>8.2f}{ddp_cpu_s / max(cpu_s, 1e-9):>8.2f}{peak / MIB:>10.0f}{first:>14.1f}"
+            f"{cpu_s:>8.2f}{ddp_cpu_s / max(cpu_s, 1e-9):>8.2f}{peak / MIB:>10.0f}{of_script:>11}{first:>14.1f}"
             f"{max(sample.foreign for sample in many):>15.2f}"
         )
     return "\n".join(lines) + "\n"
+
+
+def peak_bytes(many: Sequence[Sample]) -> float:
+    """Returns the most resident memory of any rank, the median over runs."""
+    return statistics.median(max(sample.peak_bytes) for sample in many)
+
+
+def larger(chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> list[str]:
+    """Returns a line for each layout of meshwright's that takes more memory than the script it is measured against."""
+    lines = []
+    for one in chosen:
+        ours, script = samples[one.name], samples.get(one.rival)
+        if not one.script and ours and script and peak_bytes(ours) > peak_bytes(script):
+            lines.append(
+                f"{one.name} takes {peak_bytes(ours) / MIB:.0f} MiB, {one.rival} {peak_bytes(script) / MIB:.0f} MiB"
+            )
+    return lines
 
 
 def spread(many: Sequence[Sample], rivals: Sequence[Sample]) -> str:
