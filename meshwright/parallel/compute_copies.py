@@ -9,13 +9,11 @@ Source: Micikevicius et al., Mixed Precision Training (ICLR 2018), section 3.1.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
-
 import torch
 from torch import nn
 
 from meshwright.parallel.stage_module import StageModule
+from meshwright.parallel.weak_hook import WeakHook
 from meshwright.parallel.weights import parameter_holders
 
 
@@ -44,8 +42,7 @@ class MasterGradients:
             if master.requires_grad:
                 # Of any type, not of the master's alone.
                 master.grad_dtype = None
-                # A hook holds what it is bound to where no collection of garbage sees it.
-                compute.register_post_accumulate_grad_hook(_called(weakref.WeakMethod(self._move_gradient)))
+                compute.register_post_accumulate_grad_hook(WeakHook(self._move_gradient))
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch; the only one of a step is the last, and finds no gradients."""
@@ -66,12 +63,3 @@ class MasterGradients:
         else:
             # Of this micro-batch too, where a backward comes by a weight twice (a reentrant checkpoint inside of it).
             master.grad = master.grad.to(master.dtype).add_(grad)
-
-
-def _called(method: weakref.WeakMethod[Callable[[torch.Tensor], None]]) -> Callable[[torch.Tensor], None]:
-    def hook(compute: torch.Tensor) -> None:
-        move = method()
-        assert move is not None
-        move(compute)
-
-    return hook

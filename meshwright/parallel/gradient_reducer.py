@@ -20,6 +20,7 @@ from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.comm_hook import CommHook, GradientBucket, HookTransfer
 from meshwright.parallel.compression import GradientSum, PhasedCollective
 from meshwright.parallel.layer_names import format_layers
+from meshwright.parallel.weak_hook import WeakHook
 from meshwright.spec.compression import assign_buckets
 
 
@@ -83,10 +84,11 @@ class GradientReducer:
                 blocks = WeightBlocks([name_of[item] for item in members], [item.numel() for item in members])
             of = format_layers(layers[parameter] for parameter in members) if layers else ""
             self._buckets.append(_Bucket(members, blocks, of))
-        self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
-        for parameter in trainable:
-            source = sources.get(parameter, parameter)
-            source.register_post_accumulate_grad_hook(lambda _, parameter=parameter: self._ready(parameter))
+        self._bucket_of: dict[torch.Tensor, _Bucket] = {
+            sources.get(parameter, parameter): bucket for bucket in self._buckets for parameter in bucket.parameters
+        }
+        for source in self._bucket_of:
+            source.register_post_accumulate_grad_hook(WeakHook(self._ready))
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch; gradients are communicated in the ``is_last`` one of a step alone."""
@@ -109,10 +111,10 @@ class GradientReducer:
                 self._unpack(bucket)
         self._active = False
 
-    def _ready(self, parameter: nn.Parameter) -> None:
+    def _ready(self, source: torch.Tensor) -> None:
         if not self._active:
             return
-        bucket = self._bucket_of[parameter]
+        bucket = self._bucket_of[source]
         if bucket.transfer is not None:
             raise ConfigError(
                 "a weight got its gradient twice in one backward, as one does that several calls of torch.utils."

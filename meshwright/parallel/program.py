@@ -22,7 +22,7 @@ from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, Ro
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import evaluation_mode
-from meshwright.parallel.weights import Weight, named_weights
+from meshwright.parallel.weights import Weight, named_weights, refresh_compute
 from meshwright.spec.axis import Mechanics
 
 T = TypeVar("T")
@@ -202,8 +202,7 @@ class Program:
         """
         for stage in self.stages:
             reshard_all(stage.module)
-        for weight in (*self.weights, *self.frozen) if weights is None else weights:
-            weight.refresh_compute()
+        refresh_compute((*self.weights, *self.frozen) if weights is None else weights)
 
     def clear_gradients(self) -> None:
         """Frees all gradients."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from meshwright.parallel.dcp_shards import LocalBoxes, StateTensor
 from meshwright.parallel.scalar_parameters import unsharded_shape
 from meshwright.spec.placement import Box, LocalShard, ShardBox
 from meshwright.torch_compat.dtensors import dtensor_like, local_box
-from meshwright.torch_compat.tensors import local_tensor
+from meshwright.torch_compat.tensors import foreach_copy_, local_tensor
 
 
 @dataclass(eq=False)
@@ -62,12 +62,6 @@ class Weight:
         """Gives the gradient the type of the weight."""
         if self.parameter.grad is not None:
             self.parameter.grad = self.parameter.grad.to(self.parameter.dtype)
-
-    @torch.no_grad()
-    def refresh_compute(self) -> None:
-        """Gives the copy that computes the present values."""
-        if self.compute is not None:
-            self.compute.copy_(self.parameter)
 
     @property
     def sharded_on(self) -> tuple[str, ...]:
@@ -132,6 +126,14 @@ class Weight:
             # FSDP2 holds a number as one row (`scalar_parameters`); a checkpoint has it with no dims.
             boxes = [(box, view.reshape(())) for box, view in boxes]
         return LocalBoxes(self.shape, boxes, local.dtype)
+
+
+@torch.no_grad()
+def refresh_compute(weights: Iterable[Weight]) -> None:
+    """Gives the copies that compute the present values of their weights."""
+    copies = [(weight.compute, weight.local) for weight in weights if weight.compute is not None]
+    if copies:
+        foreach_copy_(*zip(*copies))
 
 
 def view_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:

@@ -5,8 +5,9 @@ of the **framework**, at least runs on the **device**, or neither. Layouts of a 
 moves them alike; the rest is of the **mesh** (the degrees of a layout's axes) and of the **layout** alone. So an
 interval counts the whole, and a comparison of layouts the rest.
 
-The scales are in ``uncertainty.toml``, fitted by ``benchmarks/fit_uncertainty.py`` to published runs that the
-constants hadn't seen (`docs/predictions.md`).
+The scales are in ``uncertainty.toml``, fitted by ``benchmarks/fit_uncertainty.py`` to published runs to which no
+constant was fitted. The constants' priors were chosen with these runs in sight, so the scales are somewhat small for
+code of which nobody has seen a run (`docs/predictions.md`).
 """
 
 from __future__ import annotations

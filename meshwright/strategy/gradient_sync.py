@@ -9,6 +9,7 @@ Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callbac
 from __future__ import annotations
 
 import enum
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -331,11 +332,18 @@ class GradientSync:
 class _ArrivalHooks:
     """Hooks of one parameter: a submodule that is called alone, or a penalty, opens a pass too.
 
-    They are methods, since Dynamo traces no other hooks that run after accumulation.
+    They are methods, since Dynamo traces no other hooks that run after accumulation, and hold nothing, as
+    `parallel.weak_hook` has it: the module's own hooks hold the sync.
     """
 
     def __init__(self, sync: GradientSync, name: str, mean: int) -> None:
-        self._sync, self._name, self._mean = sync, name, mean
+        self._weak_sync, self._name, self._mean = weakref.ref(sync), name, mean
+
+    @property
+    def _sync(self) -> GradientSync:
+        sync = self._weak_sync()
+        assert sync is not None
+        return sync
 
     def attach(self, parameter: nn.Parameter) -> None:
         """Registers the hooks on a parameter."""

@@ -14,8 +14,8 @@ from torch import nn
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.triton_kernels import load_kernels
-from meshwright.parallel.weights import Weight
-from meshwright.torch_compat.tensors import foreach_copy_, foreach_mul_
+from meshwright.parallel.weights import Weight, refresh_compute
+from meshwright.torch_compat.tensors import foreach_mul_
 from meshwright.train.config import OptimizerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -145,10 +145,7 @@ class LocalAdamW:
             for weight, parameter in zip(self._local_weights, self._parameters):
                 # Back to the device on the current stream, ahead of the next forward.
                 weight.local.copy_(parameter, non_blocking=True)
-        copies = [(weight.compute, weight.local) for weight in self._local_weights if weight.compute is not None]
-        if copies:
-            with torch.no_grad():
-                foreach_copy_(*zip(*copies))
+        refresh_compute(self._local_weights)
 
     def _run_own_kernel(self, lr: float, factor: torch.Tensor) -> None:
         """Runs the update by one kernel, which reads gradients in either type and writes the copies that compute."""

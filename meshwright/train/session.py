@@ -244,10 +244,9 @@ def _peak_flops(job: TrainJob, stepper: Stepper, device: torch.device, local_bes
 
 def _agree_on_kernels(stepper: Stepper, optimizer: LocalAdamW, device: torch.device) -> None:
     """Has one kernel run the updates of all ranks: copies of a weight would else drift apart by their last bits."""
-    if device.type == "cuda":
-        lacking = stepper.world_sum(torch.tensor([optimizer.lacks_kernels], dtype=torch.float64, device=device))
-        if float(lacking):
-            optimizer.leave_kernels()
+    lacking = stepper.world_sum(torch.tensor([optimizer.lacks_kernels], dtype=torch.float64, device=device))
+    if float(lacking):
+        optimizer.leave_kernels()
 
 
 def _data_sheet_flops(layout: Layout, stepper: Stepper, device: torch.device) -> float | None:

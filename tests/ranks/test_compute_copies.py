@@ -97,6 +97,7 @@ def trained(name: str, text: str, rank: int) -> dict[str, Any]:
     state = [*(weight.local.clone() for weight in program.weights), *optimizer.moments()]
     return {
         "losses": losses, "norms": norms, "types": types, "state": state, "evaluated": evaluated, "halved": halved,
+        "parameters": [weakref.ref(parameter) for parameter in program.module.parameters()],
         "sharded": isinstance(program.module, FSDPModule), "held": program.state_meter.read(optimizer.bytes()),  # type: ignore[union-attr]
     }  # fmt: skip
 
@@ -104,7 +105,12 @@ def trained(name: str, text: str, rank: int) -> dict[str, Any]:
 def of_both(name: str, text: str, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
     with mock.patch.object(Layout, "has_compute_copies", property(lambda _: False)):
         sharded = trained(name, text, rank)
-    return trained(name, text, rank), sharded
+    own = trained(name, text, rank)
+    gc.collect()
+    # As where ranks are rebuilt: a program that is dropped leaves no weights behind, whatever hooks they have.
+    parameters = [*own.pop("parameters"), *sharded.pop("parameters")]
+    assert parameters and not [parameter for parameter in parameters if parameter() is not None]
+    return own, sharded
 
 
 @pytest.mark.parametrize(("world", "texts"), [(1, ALONE), (2, SPLIT)])

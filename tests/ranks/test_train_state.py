@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,7 +28,7 @@ from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
-from meshwright.train.session import build_program
+from meshwright.train.session import _agree_on_kernels, build_program
 from meshwright.train.step import Stepper
 from tests.ranks.group import run_ranks
 
@@ -89,13 +91,33 @@ def trained(text: str, rank: int, steps: int = 2) -> dict[str, Any]:
     return {"held": held, "sent": sent, "first": first}
 
 
+KERNELS = list(itertools.product((True, False), repeat=2))
+"""Which of two ranks can run the updates by our own kernel."""
+
+
+def kernels_of(rank: int) -> dict[tuple[bool, ...], bool]:
+    """Returns whether this rank runs our own kernel where some ranks can, by whether each can."""
+    layout, built, found = Layout.parse("replicate=2"), model(), {}
+    program = program_of(built, layout, analyse_model(built, layout, trial()))
+    for can in KERNELS:
+        with (
+            mock.patch.object(LocalAdamW, "_fits_kernels", lambda _: True),
+            mock.patch("meshwright.train.optimizer.load_kernels", lambda _, can=can: object() if can[rank] else None),
+        ):
+            optimizer = LocalAdamW(program.weights, OptimizerConfig())
+            stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
+            _agree_on_kernels(stepper, optimizer, torch.device("cpu"))
+        found[can] = optimizer._kernels is not None
+    return found
+
+
 @functools.cache
 def of_two() -> list[dict[str, dict]]:
     """Every layout of two ranks, by rank and text; one group of ranks runs them all."""
 
     def work(rank: int) -> dict[str, dict]:
         torch.set_num_threads(1)
-        return {text: trained(text, rank) for text in PAIRS}
+        return {text: trained(text, rank) for text in PAIRS} | {"kernels": kernels_of(rank)}
 
     trial()
     return run_ranks(2, work, timeout=250)
@@ -109,6 +131,11 @@ def of_four() -> list[dict[str, dict]]:
 
     trial()
     return run_ranks(4, work, timeout=250)
+
+
+def test_one_kernel_runs_the_updates_of_all_ranks() -> None:
+    """Copies of a weight would drift apart by the last bits in which kernels differ."""
+    assert [results["kernels"] for results in of_two()] == [{can: all(can) for can in KERNELS}] * 2
 
 
 @pytest.mark.parametrize("text", [*PAIRS, *FOURS])
