@@ -37,7 +37,7 @@ VERBS = {
 """Each verb is a file of this folder with ``run(argv) -> int``."""
 
 INTERRUPTED = 130
-"""Exit status after a second Ctrl-C. Source: POSIX shells, 128 + SIGINT."""
+"""Exit status after a Ctrl-C that no ranks take, or a second one. Source: POSIX shells, 128 + SIGINT."""
 
 
 def usage() -> str:
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
         argv: words after the program's name.
 
     Returns:
-        0 only for success; 1 for a failure, 2 for a refusal of what was asked, 130 after a second Ctrl-C.
+        0 only for success; 1 for a failure, 2 for a refusal of what was asked, 130 after a Ctrl-C that ended it.
     """
     args = list(argv)
     if args and args[0] == "--":

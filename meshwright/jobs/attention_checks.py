@@ -111,23 +111,31 @@ def needs_mask(built: BuiltModel, tokens: int, has_documents: bool) -> bool:
 
 
 def attention_to_prove(
-    build: Callable[[], BuiltModel], clone: ModelConfig, precisions: Iterable[str], tokens: int, has_documents: bool
+    build: Callable[[], BuiltModel],
+    clone: ModelConfig,
+    precisions: Iterable[str],
+    tokens: int,
+    has_documents: bool,
+    float64_for: str = "float64",
 ) -> ModelConfig:
     """Returns a proof's model with the attention that a run of the user's model would take on this machine's devices.
 
     Args:
         build: builds the user's model, on meta; not called without GPUs.
         clone: what is proven of it.
-        precisions: of the runs for which the proof stands.
+        precisions: of the layouts, as they were named.
         tokens: of a row.
         has_documents: whether rows have several documents.
+        float64_for: precision of the runs for which float64 stands: a run's own layout that names it trains in it, and
+            a layout that a proof takes in it by default is of runs in bf16, as those on GPUs are.
     """
     if found_devices(None).kind != "cuda":
         return clone
     built = build()
     if not needs_mask(built, tokens, has_documents):
         return clone
-    computed = {Layout(precision=precision).compute_precision for precision in precisions}
+    run_precisions = {float64_for if precision == "float64" else precision for precision in precisions}
+    computed = {Layout(precision=precision).compute_precision for precision in run_precisions}
     if any(_kernel_refusal(built, precision) for precision in computed) or varlen_refusal(built):
         return clone
     return dataclasses.replace(clone, attention=VARLEN)

@@ -111,13 +111,9 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> tup
     max_split = max(layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) for layout in layouts)
     model = _model_to_prove(config, min_layers(layouts), max_split)
     batches, vocab = _make_batches(config, layouts, model, say)
-    # float64 stands for bf16, in which a run on GPUs computes unless it is told otherwise.
-    precisions = {"bf16" if layout.precision == "float64" else layout.precision for layout in layouts}
-    build_unshrunk, has_documents = (
-        partial(_build_for_proof, config.model, config.sequence),
-        batches[0].positions is not None,
-    )
-    model = attention_to_prove(build_unshrunk, model, precisions, config.sequence, has_documents)
+    build_unshrunk = partial(_build_for_proof, config.model, config.sequence)
+    precisions, has_documents = {layout.precision for layout in layouts}, batches[0].positions is not None
+    model = attention_to_prove(build_unshrunk, model, precisions, config.sequence, has_documents, float64_for="bf16")
 
     def build() -> BuiltModel:
         return build_meta(model, vocab=vocab, context=config.sequence)

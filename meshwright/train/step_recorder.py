@@ -90,23 +90,22 @@ class StepRecorder:
             outer=joined,
         )
         # What a skipped step measured is no noise of training, as its gradient is none.
-        if launched.part is not None and not skipped:
-            record = self._with_noise(record, launched.part, values["targets"])
-        if self._rates.follows_noise:
-            record = dataclasses.replace(record, last_step=self._rates.last_step(record.step))
-        return record
+        return self._with_noise(record, None if skipped else launched.part, values["targets"])
 
-    def _with_noise(self, record: StepRecord, small: tuple[float, float], targets: float) -> StepRecord:
-        """Takes in a measurement; returns the record with its scalars.
+    def _with_noise(self, record: StepRecord, small: tuple[float, float] | None, targets: float) -> StepRecord:
+        """Takes in a measurement; returns the record with its scalars, and with the run's end as it looks now.
 
         Args:
             record: of the step.
-            small: gradient norm and targets of the small batch.
+            small: gradient norm and targets of the small batch; None where the step measured none.
             targets: of the whole batch.
         """
-        scalars = self._noise.observe(small, (record.grad_norm, targets))
-        scalars |= self._rates.take_measurement(record.step, self._noise.means)
-        return dataclasses.replace(record, scalars=scalars)
+        if small is not None:
+            scalars = self._noise.observe(small, (record.grad_norm, targets))
+            scalars |= self._rates.take_measurement(record.step, self._noise.means)
+            record = dataclasses.replace(record, scalars=scalars)
+        last_step = self._rates.last_step(record.step) if self._rates.follows_noise else None
+        return dataclasses.replace(record, last_step=last_step)
 
     def _measure_state(self, step: int) -> None:
         """Measures the bytes of the state, in the first steps of this rank's process alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
 from meshwright.jobs import attention_checks
 from meshwright.jobs.model_reading import ReadModel
 from meshwright.jobs.verify import verify
+from meshwright.jobs.verify_job import case_of
 from meshwright.launch.devices import Devices
 from meshwright.models.analysis.clone import realise_model, shrink_config
 from meshwright.models.analysis.document_masks import varlen_refusal
@@ -29,6 +32,8 @@ from meshwright.models.forward import model_output
 from meshwright.parallel import document_attention as documents
 from meshwright.planner.memory import StateSizes
 from meshwright.spec.layout import Layout
+from meshwright.train.run_config import RunConfig
+from tests.runs import write_corpus
 
 POSITIONS = torch.stack(
     [
@@ -301,6 +306,30 @@ def test_a_proof_takes_what_a_run_there_would(
     assert attention_checks.attention_to_prove(build, clone, precisions, 64, True).attention == proven
     whole_rows = attention_checks.attention_to_prove(build, clone, precisions, 64, False)
     assert whole_rows == clone, "the causal kernel reads no mask"
+
+
+def test_float64_of_a_proof_stands_for_bf16_and_that_of_a_run_for_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    on_devices(monkeypatch, "cuda")
+    config, clone = ModelConfig(name="llama"), shrink_config(ModelConfig(name="llama"))
+
+    def proven(*precisions: str) -> str:
+        def build() -> Any:
+            return build_meta(config, 128, 64)
+
+        return attention_checks.attention_to_prove(build, clone, precisions, 64, True, float64_for="bf16").attention
+
+    assert [proven("float64"), proven("float64", "fp16"), proven("float64", "float32")] == ["varlen", "varlen", "auto"]
+    paths = tuple(str(write_corpus(tmp_path / f"{number}.txt", seed=number)) for number in range(4))
+    data = DataConfig(paths=paths, cache=str(tmp_path / "prepared"), tokenizer="chars", sequence=32)
+    job = RunConfig(model=config, data=data)
+    subjects = {
+        precision: case_of(job, [Layout(precision=precision)], False, 2, 60.0)[1]
+        for precision in ("float64", "float32", "bf16")
+    }
+    by_documents = {precision for precision, subject in subjects.items() if "attending by documents" in subject}
+    assert by_documents == {"bf16"}
 
 
 def on_devices(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:

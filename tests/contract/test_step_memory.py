@@ -155,6 +155,45 @@ def test_one_recomputed_layer_has_as_much_at_once_as_all() -> None:
     assert more[0] > 0 and more == pytest.approx([more[2]] * 3)
 
 
+@pytest.mark.parametrize("times", [None, 3.0])
+def test_a_stage_keeps_what_its_own_layers_keep(times: float | None) -> None:
+    """Of 8 layers 0, 1, 3, 4 and 6 are five that recompute: the first of four stages has both of its own among them."""
+    shape = shape_from_sizes(TableSizes(name="some", layers=8, width=1024, heads=8, vocab=1000))
+    job = PricedJob(shape=shape, sequence=256, rows=64)
+    if times is not None:  # modules that keep three times what is priced where a layer recomputes
+        saved, working = (MeasuredBytes(real=(1.0, 1.0, some), closed=(1.0, 1.0, 1.0)) for some in (times, 1.0))
+        job = dataclasses.replace(job, activations=ActivationBytes(saved=saved, working=working))
+    for schedule in ("1f1b", "gpipe"):
+        text = f"pp=4,replicate=2,microbatches=8,precision=bf16,schedule={schedule},recompute="
+        four, five, full = (
+            [stage.most["activations"] for stage in price(job, Layout.parse(text + how), CLUSTER).stages]
+            for how in ("full:4", "full:5", "full")
+        )
+        assert five == pytest.approx([full[0], *four[1:]]) and four[0] != pytest.approx(full[0])
+
+
+def test_which_kind_of_layer_recomputes_is_known() -> None:
+    """Dense layers and mixtures in turn: every second of four is of one kind, and which one is known."""
+    sizes = TableSizes(name="m", layers=4, width=512, heads=8, vocab=512, ffn=2048)
+    dense, mixture = (
+        shape_from_sizes(dataclasses.replace(sizes, experts=experts, active_experts=min(experts, 2), expert_ffn=2048))
+        for experts in (0, 8)
+    )
+    beyond = []
+    for first, second in ((dense, mixture), (mixture, dense)):
+        blocks = (first.blocks[0], second.blocks[0]) * 2
+        job = PricedJob(shape=dataclasses.replace(dense, blocks=blocks), sequence=256, rows=64)
+        one, two, full = (
+            price(job, Layout.parse(f"replicate=8,recompute={how},precision=bf16"), CLUSTER).most["activations"]
+            for how in ("full:1", "full:2", "full")
+        )
+        beyond.append((one - full, two - full))
+    (one, mixtures), (_, denses) = beyond
+    # Two of each kind beside what all that recompute keep; with one that recomputes, a dense layer, all but that.
+    assert mixtures > 1.2 * denses > 0
+    assert one == pytest.approx(mixtures + denses / 2)
+
+
 def measured_rows() -> dict[str, dict[str, Any]]:
     """By case, the rows that say how much was allocated; of each the last."""
     rows = (json.loads(line) for line in ROWS.read_text(encoding="utf-8").splitlines())

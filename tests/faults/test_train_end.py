@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.jobs import train
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
@@ -88,6 +89,22 @@ def test_an_interrupt_while_ranks_start_is_not_lost(number: int, expected: int, 
     (ended,) = events(run, "interrupted")
     assert ended["step"] == last_step(run) < 24
     assert [event["step"] for event in events(run, "checkpoint_saved")] == [ended["step"]]
+
+
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_a_signal_before_ranks_begin_ends_the_command_at_once(number: int, expected: int, root: Path) -> None:
+    run = root / f"planning-{number}"
+
+    def plant() -> None:
+        def interrupted(*_: Any) -> None:
+            os.kill(os.getpid(), number)
+            time.sleep(600)
+
+        train.make_plans = interrupted  # type: ignore[attr-defined]
+
+    status, text = call(words(root, run.name), root / "planning.log", before=plant)
+    assert status == expected and "Traceback" not in text and not events(run, "rank_started")
+    assert text.endswith("interrupted\n") == (number == signal.SIGINT), text
 
 
 def test_a_second_interrupt_ends_at_once(root: Path) -> None:

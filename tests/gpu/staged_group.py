@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -442,8 +443,16 @@ def install() -> None:
     dist.Backend.register_backend("staged", _create_for_cpu, devices=["cpu"])
 
 
-def share_device(on_cpu: bool) -> None:
-    """Puts all ranks on the first GPU with the staged group; on the CPU the ranks' collectives are staged too."""
+def share_device(on_cpu: bool, delay_s: float = DELAY_S) -> None:
+    """Puts all ranks of a forked process on the first GPU with the staged group.
+
+    Args:
+        on_cpu: use the CPU, where the ranks' collectives are staged too.
+        delay_s: by which reads and results are late.
+    """
+    global DELAY_S
+    DELAY_S = delay_s
+    warnings.simplefilter("ignore")
     install()
     devices.count_gpus = lambda: 0 if on_cpu else 16
     devices.Devices.slot = lambda self, local_rank: 0

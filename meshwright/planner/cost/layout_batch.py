@@ -58,11 +58,11 @@ class MeasuredBytes:
     """By the closed form."""
 
     def ratio(self, recompute: Array, share: Array) -> Array:
-        """Returns `real` over `closed`, (N,).
+        """Returns `real` over `closed`, (N, P).
 
         Args:
-            recompute: index into `RECOMPUTES`, (N,).
-            share: of the layers that recompute, (N,).
+            recompute: index into `RECOMPUTES`, (N, 1).
+            share: of the layers of each rank that recompute, (N, P).
         """
         mode = np.minimum(np.asarray(recompute, dtype=int), len(self.real) - 1)
         recomputed_share = np.where(mode > 0, share, 0.0)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from functools import reduce as fold
 from operator import attrgetter
 from typing import Any
@@ -29,6 +29,7 @@ from meshwright.planner.cost.state_bytes import StateElements, owned_parameters,
 from meshwright.planner.cost.step_memory import ActivationParts, StateRules, UnitElements, peak_parts
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.schedules.spec import ScheduleSpec
+from meshwright.spec.layout_choices import Recompute
 
 PASS_PARTS = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
 """Parts of a layer's pass that are parts of a step too."""
@@ -40,6 +41,12 @@ def slowest_of(parts: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the parts, (N, P) each, of the rank that takes longest, (N,) each: the others wait for it."""
     slowest_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
     return {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
+
+
+@lru_cache(maxsize=4096)
+def _recomputed_layers(number: int, layers: int) -> Array:
+    """Returns which of a model's layers recompute where a number of them does, (number,) int64."""
+    return np.array(sorted(Recompute("full", number).layers(layers)))
 
 
 def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -463,19 +470,49 @@ class RankTimes(LayerSums):
         """Bytes of activations of each rank, (N, P) each."""
         layers = self.sum_layers(lambda cost: cost.saved)
         saved = self.sum_layers_and_ends(lambda cost: cost.saved)
-        measured = self.job.activations_of(self.engine.saved.compiled)
-        ratios = [np.ones(1)] * 2
+        mode, share = self.layouts.recompute[:, None], np.repeat(self.layouts.recompute_share[:, None], self.ranks, 1)
+        is_partial = share[:, 0] < 1.0
+        if is_partial.any() and (self.ranks > 1 or len(self.counts) > 1):
+            # Costs are those of the mean layer; a rank has whole ones.
+            beyond = self._recomputed_beyond_share(is_partial)
+            for cost, more in zip(self.costs.layers, beyond):
+                spared = np.broadcast_to(cost.spared, self.count)[is_partial, None] * more
+                layers[is_partial] -= spared
+                saved[is_partial] -= spared
+            share[is_partial] += sum(beyond) / np.maximum(np.broadcast_to(self.layers, share.shape)[is_partial], 1.0)
+        measured, ratios = self.job.activations_of(self.engine.saved.compiled), [np.ones((1, 1))] * 2
         if measured is not None:
             # The modules' own bytes over the closed form's, read once on one device, hold for every layout. What exists
             # at once is the most of any layer, so that one recomputed layer has as much as all.
-            mode, share = self.layouts.recompute, self.layouts.recompute_share
-            ratios = [measured.saved.ratio(mode, share), measured.working.ratio(mode, np.ceil(share))]
+            recomputes = np.ceil(self.layouts.recompute_share)[:, None]
+            ratios = [measured.saved.ratio(mode, share), measured.working.ratio(mode, recomputes)]
         return ActivationParts(
-            saved=saved * self.in_flight * ratios[0][:, None],
-            layer=self._largest_layer(lambda cost: cost.saved) * ratios[0][:, None],
-            ends=(saved - layers) * self.in_flight * ratios[0][:, None],
-            working=self._largest_layer(lambda cost: cost.working) * ratios[1][:, None],
+            saved=saved * self.in_flight * ratios[0],
+            layer=self._largest_layer(lambda cost: cost.saved) * ratios[0],
+            ends=(saved - layers) * self.in_flight * ratios[0],
+            working=self._largest_layer(lambda cost: cost.working) * ratios[1],
         )
+
+    def _recomputed_beyond_share(self, index: Array) -> list[Array]:
+        """Returns layers of each kind that recompute on each rank beyond the model's share of these, (n, P) each.
+
+        Args:
+            index: mask of n layouts, (N,) bool.
+        """
+        kinds, layers = np.array(block_kinds(self.job.shape)[0]), len(self.job.shape.blocks)
+        numbers = np.rint(self.layouts.recompute_share[index] * layers).astype(int)
+        keys, key_index = np.unique(numbers * len(self.cuts) + self.cut_index[index], return_inverse=True)
+        beyond = np.empty((len(keys), len(self.counts), self.ranks))
+        kinds_and_ranks = [
+            kinds * self.ranks + np.repeat(cut.owners, [stop - start for start, stop in cut.bounds])
+            for cut in self.cuts
+        ]
+        for row, key in zip(beyond, keys.tolist()):
+            number, cut = divmod(key, len(self.cuts))
+            places = kinds_and_ranks[cut][_recomputed_layers(number, layers)]
+            row[:] = np.bincount(places, minlength=row.size).reshape(row.shape)
+            row -= number / layers * self.cuts[cut].counts
+        return list(beyond[key_index].transpose(1, 0, 2))
 
     def _largest_layer(self, figure: Callable[[LayerCost], Any]) -> Array:
         """Returns a figure of the largest of each rank's layers, (N, P), 0 where a rank has but an end."""

@@ -31,6 +31,21 @@ def process_age_s() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
+def part_parser(limit_s: float) -> argparse.ArgumentParser:
+    """Returns what reads the arguments that every part has: ``--out FOLDER --limit-s N``."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--limit-s", type=float, default=limit_s)
+    return parser
+
+
+def sharing_parser(limit_s: float) -> argparse.ArgumentParser:
+    """Returns that of a part whose ranks share the device (`staged_group.share_device`)."""
+    parser = part_parser(limit_s)
+    parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU: the same class on CPU tensors")
+    return parser
+
+
 class Cases:
     """Runs cases within a time limit.
 
@@ -48,9 +63,7 @@ class Cases:
     @classmethod
     def from_arguments(cls, limit_s: float) -> Cases:
         """Reads ``--out FOLDER --limit-s N --only NAME NAME`` from the command line."""
-        parser = argparse.ArgumentParser()
-        parser.add_argument("--out", type=Path, required=True)
-        parser.add_argument("--limit-s", type=float, default=limit_s)
+        parser = part_parser(limit_s)
         parser.add_argument("--only", nargs="*", default=())
         arguments = parser.parse_args()
         arguments.out.mkdir(parents=True, exist_ok=True)

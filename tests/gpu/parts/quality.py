@@ -19,7 +19,6 @@ import shlex
 import sys
 import tempfile
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,8 +27,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from tests.gpu import staged_group
-from tests.gpu.parts.cases import Cases, process_age_s
+from tests.gpu.parts.cases import Cases, process_age_s, sharing_parser
+from tests.gpu.staged_group import share_device
 from tests.runs import Running, warm
 
 EXACT, COPIES = "exact", "replicate=2"
@@ -160,7 +159,9 @@ class Comparison:
             *("--train.steps", str(steps), "--train.seed", seed, "--evaluation.every", str(every)),
             *("--data.cache", str(self._root / "prepared"), *more, *shlex.split(self._options.words)),
         ]
-        running = Running(argv, self._cases.out / f"{run_dir.name}.log", partial(share_device, self._options.on_cpu))
+        running = Running(
+            argv, self._cases.out / f"{run_dir.name}.log", partial(share_device, self._options.on_cpu, 0.0)
+        )
         tails = Tail(run_dir / "metrics.jsonl"), Tail(run_dir / "events.jsonl")
         self.runs.append(Run(name, way, seed, ranks, warmup, running, *tails))
 
@@ -259,22 +260,12 @@ def distance(loss: float, exact_loss: float) -> float:
     return loss / exact_loss - 1.0 if exact_loss else loss
 
 
-def share_device(on_cpu: bool) -> None:
-    """Prepares a forked process for ranks that share the device."""
-    warnings.simplefilter("ignore")
-    staged_group.DELAY_S = 0.0
-    staged_group.share_device(on_cpu)
-
-
 def main() -> int:
     """Trains every way side by side, and compares."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=230.0)
+    parser = sharing_parser(230.0)
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--words", default="", help="further words of `meshwright train` for every run")
-    parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     cases = Cases(options.out.resolve(), options.limit_s - process_age_s())

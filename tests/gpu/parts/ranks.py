@@ -9,7 +9,6 @@ a planted fault, a wait on a stream that computes nothing, and must fail.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -38,7 +37,7 @@ from meshwright.proof.difference import Difference
 from meshwright.proof.one_device import References
 from meshwright.spec.layout import Layout
 from tests.gpu import staged_group
-from tests.gpu.parts.cases import process_age_s
+from tests.gpu.parts.cases import process_age_s, sharing_parser
 from tests.runs import call, curve, warm, words, write_corpus
 
 SIZES: dict[str, Any] = {"width": 64, "heads": 4, "layers": 4, "ffn": 128}
@@ -310,9 +309,7 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
         for file in (results, stdout):
             os.write(file, text)
 
-    warnings.simplefilter("ignore")
-    staged_group.DELAY_S = group.delay_s
-    staged_group.share_device(on_cpu)
+    staged_group.share_device(on_cpu, group.delay_s)
     try:
         if group.trained or group.beside_cpu:
             with tempfile.TemporaryDirectory() as root:
@@ -331,13 +328,10 @@ def run_group(group: Group, out: Path, on_cpu: bool, cpu_references: bool) -> No
 
 def main() -> int:
     """Runs the groups side by side and returns 1 where something didn't hold."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--limit-s", type=float, default=100.0)
+    parser = sharing_parser(100.0)
     parser.add_argument("--jobs", type=int, default=6)
     parser.add_argument("--only", default="")
     parser.add_argument("--cpu-references", action="store_true", help="one device is the CPU: without a real GPU")
-    parser.add_argument("--on-cpu", action="store_true", help="try it without a GPU: the same class on CPU tensors")
     options = parser.parse_args()
     end = time.monotonic() + options.limit_s - process_age_s()
     # Before CUDA is there: products of matrices that are the same to the bit each time.
