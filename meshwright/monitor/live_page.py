@@ -27,8 +27,8 @@ MOST_STEPS = 24_000
 """Steps of a run that are kept in memory, some 5 KB each; of a longer run older ones are thinned."""
 LEAST_PAUSE_S = 2.0
 """Least time between two renderings, however little they cost."""
-CPU_SHARE = 0.005
-"""Share of the machine's cores that renderings may take while somebody looks."""
+CPU_SHARE = 0.004
+"""Share of the machine's cores that renderings may take while somebody looks; answers take some more."""
 WINDOW = 500
 """Newest steps of which times, memory and traffic are."""
 _FIRST_RENDERINGS = 2
