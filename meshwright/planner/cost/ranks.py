@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cached_property, lru_cache
+from functools import cached_property
 from functools import reduce as fold
 from operator import attrgetter
 from typing import Any
@@ -24,12 +24,11 @@ from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import PARAMETERS, move_state_to_host, price_offload
 from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts, sends_of_cut
 from meshwright.planner.cost.prices import LAYER_TRAFFIC, MEMORY
-from meshwright.planner.cost.stages import StageCut, block_kinds, cut_stages
+from meshwright.planner.cost.stages import StageCut, block_kinds, cut_stages, recomputed_layers
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
 from meshwright.planner.cost.step_memory import ActivationParts, StateRules, UnitElements, peak_parts
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
 from meshwright.schedules.spec import ScheduleSpec
-from meshwright.spec.layout_choices import Recompute
 
 PASS_PARTS = ("matmul", "attention", "elementwise", "recompute", *LAYER_TRAFFIC)
 """Parts of a layer's pass that are parts of a step too."""
@@ -41,12 +40,6 @@ def slowest_of(parts: Mapping[str, Array]) -> dict[str, Array]:
     """Returns the parts, (N, P) each, of the rank that takes longest, (N,) each: the others wait for it."""
     slowest_rank = np.argmax(fold(np.add, parts.values()), axis=1)[:, None]
     return {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
-
-
-@lru_cache(maxsize=4096)
-def _recomputed_layers(number: int, layers: int) -> Array:
-    """Returns which of a model's layers recompute where a number of them does, (number,) int64."""
-    return np.array(sorted(Recompute("full", number).layers(layers)))
 
 
 def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -499,18 +492,15 @@ class RankTimes(LayerSums):
         Args:
             index: mask of n layouts, (N,) bool.
         """
-        kinds, layers = np.array(block_kinds(self.job.shape)[0]), len(self.job.shape.blocks)
+        kinds, layers = block_kinds(self.job.shape)[0], len(self.job.shape.blocks)
         numbers = np.rint(self.layouts.recompute_share[index] * layers).astype(int)
         keys, key_index = np.unique(numbers * len(self.cuts) + self.cut_index[index], return_inverse=True)
         beyond = np.empty((len(keys), len(self.counts), self.ranks))
-        kinds_and_ranks = [
-            kinds * self.ranks + np.repeat(cut.owners, [stop - start for start, stop in cut.bounds])
-            for cut in self.cuts
-        ]
+        places = [cut.places_in_counts(kinds) for cut in self.cuts]
         for row, key in zip(beyond, keys.tolist()):
             number, cut = divmod(key, len(self.cuts))
-            places = kinds_and_ranks[cut][_recomputed_layers(number, layers)]
-            row[:] = np.bincount(places, minlength=row.size).reshape(row.shape)
+            recomputed = places[cut][recomputed_layers(number, layers)]
+            row[:] = np.bincount(recomputed, minlength=row.size).reshape(row.shape)
             row -= number / layers * self.cuts[cut].counts
         return list(beyond[key_index].transpose(1, 0, 2))
 

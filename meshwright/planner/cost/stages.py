@@ -13,6 +13,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.spec.balanced_cuts import Cuts
 from meshwright.spec.layer_graph import END_STAGES, bounds_of_single_layers
+from meshwright.spec.layout_choices import Recompute
 from meshwright.spec.model_shape import LayerShape, ModelShape
 
 
@@ -38,6 +39,12 @@ class _IdentityKey:
 def block_kinds(shape: ModelShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Returns (kind of each block, index of the first block of each kind); equal blocks are one kind."""
     return _kinds(_IdentityKey(shape))
+
+
+@lru_cache(maxsize=4096)
+def recomputed_layers(number: int, layers: int) -> Array:
+    """Returns which of a model's layers recompute where a number of them does, (number,) int64."""
+    return np.array(sorted(Recompute("full", number).layers(layers)), dtype=int)
 
 
 @lru_cache(maxsize=8)
@@ -158,6 +165,15 @@ class StageCut:
     """Layers of each kind of the lowest stage of each rank, (kinds, P) float64, read-only."""
     last_counts: Array
     """Layers of each kind of the last stage, (kinds,) float64, read-only."""
+
+    def places_in_counts(self, kinds_of_blocks: tuple[int, ...]) -> Array:
+        """Returns where each layer counts in ``counts``, as an index into its values in a row, (layers,) int64.
+
+        Args:
+            kinds_of_blocks: of `block_kinds`.
+        """
+        ranks = np.repeat(self.owners, [stop - start for start, stop in self.bounds])
+        return np.asarray(np.array(kinds_of_blocks) * self.counts.shape[1] + ranks)
 
     def of_stages(self, kinds_of_blocks: tuple[int, ...]) -> StageCut:
         """Returns the same cut with every stage alone on a rank of its own.
