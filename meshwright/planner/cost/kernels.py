@@ -57,8 +57,9 @@ rows): `benchmarks/h100.jsonl`."""
 CORE_START_S = 4.4e-5
 """Seconds that a product on a processor core takes more than its work does. An estimate that no core gave: the ramp
 that Ampere GPUs were fitted with, 2.2 billion multiply-adds at 100 TFLOP/s, as a time. On one core of an AMD EPYC
-products of 8 to 128 rows and columns in float32 took 1e-6 more, 2026-11-27, so that small ones are priced too slow
-where no calibration has measured them."""
+a product of 8 x 8 in float32 took 1e-6 (``python -m timeit -s "import torch; torch.set_num_threads(1); a =
+torch.randn(8, 8)" "a @ a"``, 2026-11-27), so that small ones are priced too slow where no calibration has measured
+them."""
 RATES = {
     "volta": Rates(quantum=0.46, flash_forward=0.4, flash_backward=0.35, batched=0.4),
     "ampere": Rates(quantum=0.46, flash_forward=0.6, flash_backward=0.5, batched=0.41),
