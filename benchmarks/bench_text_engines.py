@@ -341,7 +341,7 @@ class Killed:
 
 def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
     """Prepares by an engine, with two kills of the command and one of a node; returns what came of it."""
-    for earlier in folder.glob(f"set-{name}*"):
+    for earlier in (folder / name, *folder.glob(f"set-{name}*")):
         shutil.rmtree(earlier, ignore_errors=True)
     ground: AbstractContextManager[Any] = ENGINES[name][0](folder / name)
     with ground as cluster, ExitStack() as cleanup:
