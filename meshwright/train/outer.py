@@ -117,8 +117,9 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
-        present = [weight for weight in self._weights if weight.gradient is not None and weight.gradient.numel()]
-        gradients = [weight.gradient for weight in present]
+        gradients_or_none = ((weight.name, weight.gradient) for weight in self._weights)
+        present = [(name, gradient) for name, gradient in gradients_or_none if gradient is not None and gradient.numel()]
+        names, gradients = [name for name, _ in present], [gradient for _, gradient in present]
         sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
         # Gradients are all there, so room for a copy of them may not be: of a few at a time, and of a large one none.
         for positions in assign_buckets(sizes, dtypes):
@@ -129,8 +130,7 @@ class OuterOptimizer:
                 self._group.all_reduce(values, _FIRST_STEPS).wait()
                 views = values.split([part.numel() for part in flat])
             else:
-                names = [present[position].name for position in positions]
-                blocks = WeightBlocks(names, [part.numel() for part in flat])
+                blocks = WeightBlocks([names[position] for position in positions], [part.numel() for part in flat])
                 self._compressor.all_reduce(blocks, flat, _FIRST_STEPS).wait()
             for position, view in zip(positions, views):
                 gradient = gradients[position]

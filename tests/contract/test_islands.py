@@ -326,7 +326,7 @@ def rounded_sums(rank: int, built: Callable[[], Any]) -> list[tuple[str, torch.T
 
 
 def test_first_steps_are_summed_in_rounded_numbers_that_are_the_same_on_all_ranks() -> None:
-    """Within one distance of each term's and of the sum's numbers, up or down by chance, and by other draws next step."""
+    """Within one distance of each term's numbers and of the sum's, up or down by chance, otherwise in the next step."""
     ranks = run_ranks(4, rounded_sums, models.case("llama").build)
     biases = []
     for copies in zip(*ranks):
@@ -456,7 +456,7 @@ def test_gradients_of_first_steps_are_summed_without_a_copy_of_all() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     outer = OuterOptimizer.__new__(OuterOptimizer)
-    outer._weights = [*(SimpleNamespace(gradient=item) for item in gradients), SimpleNamespace(gradient=None)]  # type: ignore[list-item]
+    outer._weights = [SimpleNamespace(name="w", gradient=item) for item in (*gradients, None)]  # type: ignore[list-item]
     outer._device, outer._group = torch.device("cpu"), SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
     outer._compressor = None
     outer.sum_gradients()
