@@ -12,8 +12,9 @@ seconds of a step in which these wait for each other are the link's own, and hid
 own work: the outer step, rounding its movement and decoding those of all islands, and on processor cores what these do
 for the wire, as far as they don't stand still anyway. The steps of a round share all of these.
 
-First steps that all islands take as one (`outer.warmup`) wait for the sum of all gradients, an all-reduce of B, each;
-a step's price is the mean over the run, where its length is known.
+First steps that all islands take as one (`outer.warmup`) wait for the sum of all gradients each: an all-reduce of B, or
+with `outer.compress` an all-to-all and an all-gather of b, and the work of rounding both times; a step's price is the
+mean over the run, where its length is known.
 Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025), section 2.3.
 """
 
@@ -71,7 +72,7 @@ class JoinPrice:
     joint_share: float
     """Share of the run's steps that all islands take as one."""
     joint_s: float
-    """Seconds for which a rank waits in each of these for the sum of all islands' gradients."""
+    """Seconds that the sum of all islands' gradients takes a rank in each of these."""
 
     @property
     def step_s(self) -> float:
@@ -212,7 +213,7 @@ class ExchangePrice:
     update_s: Array
     """Seconds of the outer step, and of what leads up to it."""
     joint_s: float
-    """Seconds for which a rank waits for the sum of all gradients, in a step that all islands take as one."""
+    """Seconds that the sum of all gradients takes a rank, in a step that all islands take as one."""
 
     def join(self, rounds: Rounds, hiding_s: float) -> JoinPrice:
         """Returns what the exchanges cost a rank.
@@ -251,6 +252,7 @@ def price_exchange(question: Question, layout: Layout) -> ExchangePrice:
     inside, nodes, sharing = traffic.span(layout.world // islands, islands, fabric.devices, layout.world)
     elements = _rank_elements(question, layout) * fragment_shares(question.job.shape, rounds.fragments)
     size, rounding_s = master_bytes(layout.precision) * elements, np.zeros_like(elements)
+    joint_s = traffic.all_reduce_s(size.sum(), inside, nodes, fabric, sharing)
     if rounds.direct_peers:
         sent_bytes = min(rounds.direct_peers, islands - 1) * size
         # Every rank sends at once, whatever the number of its island's peers in its node.
@@ -262,6 +264,10 @@ def price_exchange(question: Question, layout: Layout) -> ExchangePrice:
         times = question.machine.rounding or RoundingTimes.of(question.machine.device, None)
         code = np.array([COMPRESSIONS.index(rounds.compress)])
         rounding_s = times.gather_s(code, elements[None], islands * elements[None])[0]
+        joint_bytes, joint_elements = rounds.rounded_bytes * elements.sum(), elements.sum().reshape(1, 1)
+        joint_s = times.sum_s(code, joint_elements, np.array([islands])).item()
+        for exchange_s in (traffic.all_to_all_s, traffic.all_gather_s):
+            joint_s += exchange_s(joint_bytes, inside, nodes, fabric, sharing)
     else:
         sent_bytes = 2 * (islands - 1) / islands * size
         wire_s = traffic.all_reduce_s(size, inside, nodes, fabric, sharing)
@@ -277,7 +283,7 @@ def price_exchange(question: Question, layout: Layout) -> ExchangePrice:
         core_s=core_s,
         rounding_s=rounding_s,
         update_s=_update_s(question, size),
-        joint_s=float(traffic.all_reduce_s(size.sum(), inside, nodes, fabric, sharing)),
+        joint_s=float(joint_s),
     )
 
 

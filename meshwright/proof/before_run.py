@@ -264,7 +264,7 @@ def _with_short_rounds(stand_in: _StandIn, outer: OuterConfig) -> _StandIn:
     if outer.topology != ALL_REDUCE.name:
         differences.append(f"joins by {ALL_REDUCE.name}, not {outer.topology}")
     if outer.number_format != "none":
-        differences.append(f"joins without rounding to {outer.number_format}")
+        differences.append(f"no rounding to {outer.number_format} between islands")
     fragments, delay = min(outer.fragment_count, steps), min(outer.delay_steps, steps - 1)
     if fragments < outer.fragment_count:
         differences.append(f"{fragments} of {outer.fragment_count} fragments")

@@ -165,8 +165,8 @@ class OuterConfig(Config):
     nesterov: bool = True
     """Nesterov's form of the momentum."""
     compress: Literal["none", "bf16", "int8", "fp8"] | None = None
-    """What the islands' movements travel as: the weights' own type, two bytes, or one with a scale for 256 values; None
-    for ``none``, and the planner rounds with ``allow = islands lossy`` alone."""
+    """What the islands' movements travel as, and gradients in `warmup`: the weights' own type, two bytes, or one with a
+    scale for 256 values; None for ``none``, and the planner rounds with ``allow = islands lossy`` alone."""
     topology: str = "all_reduce"
     """Whom an island exchanges with: ``all_reduce``, all others; ``ring``, both neighbours; ``exponential``, one."""
     fragments: int | None = None
@@ -174,7 +174,7 @@ class OuterConfig(Config):
     delay: int | None = None
     """Steps of training between the start of an exchange and the outer step that takes its result; None for 0."""
     warmup: int = 0
-    """First steps, in which all islands train as one, by the exact gradient of the whole batch; then they part."""
+    """First steps, in which all islands train as one, by the gradient of the whole batch; then they part."""
     mix: float | None = None
     """Share of an island's own weights that stays when a result arrives; None for 0.5, and 0 without a delay."""
     meet: str = ""

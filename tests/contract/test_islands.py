@@ -282,6 +282,9 @@ def test_islands_take_first_steps_as_one(root: Path) -> None:
     assert [loss for loss, _ in whole[:5]] == pytest.approx([loss for loss, _ in copies[:5]], rel=1e-5)
     assert [norm for _, norm in whole[:5]] == pytest.approx([norm for _, norm in copies[:5]], rel=1e-4)
     assert abs(whole[5][0] - copies[5][0]) > 1e-5, "island 0's own loss"
+    rounded = train(root, "rounded", "islands=2", 6, 2, *more, "--outer.compress", "int8")
+    assert [loss for loss, _ in rounded[:5]] == pytest.approx([loss for loss, _ in whole[:5]], rel=2e-3)
+    assert rounded[0][0] == whole[0][0] and rounded[1][0] != whole[1][0]
     steps = rows(root / "whole")
     assert [row["step"] for row in steps if row["outer"]] == [9, 10]
     by_axis = [{entry["axis"]: entry["bytes"] for entry in row["comm"]} for row in steps]
@@ -289,9 +292,58 @@ def test_islands_take_first_steps_as_one(root: Path) -> None:
     # A join sends as much, its weights' number, and the summary.
     assert all(axes["islands"] == exact for axes in by_axis[:5]) and exact < joined < 1.01 * exact
     assert all("islands" not in axes for axes in by_axis[5:8])
+    sums = [entry for entry in rows(root / "rounded")[0]["comm"] if entry["axis"] == "islands"]
+    assert 0.25 * exact < sum(entry["bytes"] for entry in sums) < 0.3 * exact
+    assert max(entry["rounding_error"] for entry in sums) > 0 and not events(root, "rounded", "damaged")
     losses = {event["step"]: event["loss"] for event in events(root, "whole", "evaluated")}
     exact_losses = {event["step"]: event["loss"] for event in events(root, "copies", "evaluated")}
     assert losses[3] == pytest.approx(exact_losses[3], rel=1e-5), "evaluated at the weights of the step"
+
+
+def rounded_sums(rank: int, built: Callable[[], Any]) -> list[tuple[str, torch.Tensor, list[torch.Tensor]]]:
+    """For each weight of this rank its own gradient, and its sums over islands: of step 1, of step 2, of 1 again."""
+    torch.set_num_threads(1)
+    layout = Layout.parse("islands=2,replicate=2,precision=float64")
+    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=4, reason="test")
+    program = build_program(built(), plan, torch.device("cpu"))
+    outer = OuterOptimizer(program, OuterConfig(compress="int8"), lambda: None)
+    draw, found = torch.Generator().manual_seed(outer.island), dict[str, tuple[torch.Tensor, list[torch.Tensor]]]()
+    for weight in program.weights:
+        own = torch.randn(weight.local.shape, generator=draw, dtype=torch.float64)
+        found[weight.name] = (own * torch.logspace(-3, 0, own.shape[-1], dtype=torch.float64), [])
+    for step in (1, 2, 1):
+        program.rounding_key.step = step
+        for index, weight in enumerate(program.weights):
+            # Not all lie in memory row by row.
+            gradient = found[weight.name][0]
+            transposed = gradient.t().clone(memory_format=torch.contiguous_format).t()
+            weight.parameter.grad = transposed if index % 2 else gradient.clone()
+        outer.sum_gradients()
+        for weight in program.weights:
+            assert weight.gradient is not None
+            found[weight.name][1].append(weight.gradient.clone())
+    return [(name, own, sums) for name, (own, sums) in found.items()]
+
+
+def test_first_steps_are_summed_in_rounded_numbers_that_are_the_same_on_all_ranks() -> None:
+    """Within one distance of each term's numbers and of the sum's, up or down by chance, otherwise in the next step."""
+    ranks = run_ranks(4, rounded_sums, models.case("llama").build)
+    biases = []
+    for copies in zip(*ranks):
+        name, own, (first, second, again) = copies[0]
+        for _, _, sums in copies[1:]:
+            assert all(torch.equal(*pair) for pair in zip(sums, (first, second, again))), name
+        assert torch.equal(first, again) and not torch.equal(first, second), name
+        terms = [own, copies[2][1]]
+        assert not torch.equal(*terms), "two islands"
+        flat = [torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % 256)) for values in (*terms, first)]
+        one, other, total = (values.view(-1, 256) for values in flat)
+        distance = sum(values.abs().amax(1, keepdim=True) / 126 for values in (one, other, total))
+        error = total - one - other
+        assert (error.abs() <= distance).all(), name
+        biases.append(error / distance)
+    bias = torch.cat(biases)
+    assert 0.1 < bias.std() < 0.4 and bias.mean().abs() < 4 * bias.std() / bias.numel() ** 0.5
 
 
 @pytest.mark.slow
@@ -404,8 +456,9 @@ def test_gradients_of_first_steps_are_summed_without_a_copy_of_all() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     outer = OuterOptimizer.__new__(OuterOptimizer)
-    outer._weights = [*(SimpleNamespace(gradient=item) for item in gradients), SimpleNamespace(gradient=None)]  # type: ignore[list-item]
+    outer._weights = [SimpleNamespace(name="w", gradient=item) for item in (*gradients, None)]  # type: ignore[list-item]
     outer._device, outer._group = torch.device("cpu"), SimpleNamespace(all_reduce=all_reduce)  # type: ignore[assignment]
+    outer._compressor = None
     outer.sum_gradients()
     assert all(torch.equal(gradient, 2.0 * old) for gradient, old in zip(gradients, before))
     assert 0 < max(copied) < 0.2 * sum(gradient.nbytes for gradient in gradients)

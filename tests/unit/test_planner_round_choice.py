@@ -22,7 +22,7 @@ from meshwright.planner import state_rule
 from meshwright.planner.choose import Question, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.islands import ExchangePrice, fragment_shares, price_join
+from meshwright.planner.islands import ExchangePrice, fragment_shares, price_exchange, price_join
 from meshwright.planner.measured_price import price_layout
 from meshwright.planner.predict import chosen_plan
 from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK, _paces
@@ -36,10 +36,11 @@ from tests.unit.test_planner_memory import model
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
 SLOW = PlanConfig(sizes=SIZES, cluster="4x1xa100-80@ethernet-1g", batch=256, sequence=1024)
+MODEL = model_of_sizes(SIZES)
 
 
 def planned(config: PlanConfig, **fields: object) -> PlanResult:
-    return plan_model(dataclasses.replace(config, **fields), model_of_sizes(SIZES))  # type: ignore[arg-type]
+    return plan_model(dataclasses.replace(config, **fields), MODEL)  # type: ignore[arg-type]
 
 
 def simulated_step_s(rounds: Rounds, wire_s: list[float], core_s: list[float], step_s: float) -> float:
@@ -98,6 +99,21 @@ def test_a_step_is_the_mean_of_a_run_with_first_steps_as_one() -> None:
     assert make_rounds(OuterConfig(warmup=20)).joint_share == 0.0
 
 
+@pytest.mark.parametrize("islands", [2, 4])
+def test_the_sum_of_a_first_step_sends_the_bytes_that_its_numbers_take(islands: int) -> None:
+    """By the wire alone: what goes through a link of 1 Gbit/s in each step, counted by hand."""
+    layout = Layout.parse(f"islands={islands}")
+    config = dataclasses.replace(SLOW, cluster=f"{islands}x1xa100-80@ethernet-1g")
+    seconds = {}
+    for compress in ("none", "bf16", "int8"):
+        outer = OuterConfig(compress=compress, warmup=5)  # type: ignore[arg-type]
+        seconds[compress] = price_exchange(question_of(dataclasses.replace(config, outer=outer), MODEL), layout).joint_s
+    passes_s = 2 * (islands - 1) / islands * MODEL.shape.parameters / (1e9 / 8)
+    assert seconds["none"] == pytest.approx(4 * passes_s, rel=0.1)
+    assert seconds["bf16"] / seconds["none"] == pytest.approx(2 / 4, rel=0.03)
+    assert seconds["int8"] / seconds["none"] == pytest.approx((1 + 4 / 256) / 4, rel=0.03)
+
+
 def test_fragments_share_parameters_as_the_runtime_deals_them() -> None:
     shape = shape_from_sizes(TableSizes(name="gpt2", layers=5, width=256, heads=4, vocab=2048))
     layer, rest = shape.layer_parameters[0], shape.parameters - sum(shape.layer_parameters)
@@ -116,7 +132,7 @@ def test_the_plan_is_the_mildest_of_all_settings_that_are_about_as_fast() -> Non
     for every, fragments, delay in itertools.product(ROUND_STEPS, FRAGMENTS, DELAYS):
         if fragments <= every and 6 * delay <= every:
             outer = OuterConfig(every=every, fragments=fragments, delay=delay, compress="none")
-            question = question_of(dataclasses.replace(SLOW, outer=outer), model_of_sizes(SIZES))
+            question = question_of(dataclasses.replace(SLOW, outer=outer), MODEL)
             times[every, fragments, delay] = price_layout(question, plan.layout, None).price.step_s
     fast = [key for key, step_s in times.items() if step_s <= min(times.values()) * (1 + SLACK)]
     every, fragments, delay = min(fast, key=lambda key: (key[0] + key[2], key[1], key[2]))
