@@ -115,39 +115,73 @@ def kill_descendants() -> None:
         time.sleep(0.05)
 
 
-class CpuWatch(threading.Thread):
-    """Reads off the CPU time of a run's ranks when its metrics reach given steps, from outside."""
+class RankWatch(threading.Thread):
+    """Reads off what a run's ranks take, from outside: CPU time at given steps, and memory at every one."""
 
     def __init__(self, run: Path, steps: tuple[int, int]) -> None:
         super().__init__(daemon=True)
         self._run, self._steps = run, steps
-        self._seen: list[float] = []
+        self._cpu_s: dict[int, float] = {}
         self._ended = threading.Event()
+        self.peak_bytes: dict[int, int] = {}
+        """Most resident memory but for snapshots, by process: before the first one, and since."""
 
     def run(self) -> None:
-        """Looks at the file 20 times a second."""
-        for step in self._steps:
-            while not self._ended.wait(0.05):
-                metrics = self._run / "metrics.jsonl"
-                if metrics.exists() and metrics.read_bytes().count(b"\n") >= step:
-                    self._seen.append(self._cpu_s())
-                    break
+        """Looks at the metrics 20 times a second."""
+        seen = 0
+        while not self._ended.wait(0.05):
+            metrics = self._run / "metrics.jsonl"
+            steps = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+            if steps == seen:
+                continue
+            with contextlib.suppress(OSError):  # a rank has ended
+                self._look(range(seen + 1, steps + 1))
+            seen = steps
 
-    def _cpu_s(self) -> float:
-        """Returns user and system seconds of all ranks so far."""
+    def _look(self, steps: range) -> None:
         events = map(json.loads, (self._run / "events.jsonl").read_text().splitlines())
+        pids = [event["pid"] for event in events if event["kind"] == "rank_started"]
+        for step in steps:
+            self._cpu_s[step] = self._used_s(pids)
+        for pid in pids:
+            # Snapshots are read after the peak: one that was mapped in between must not count as the rank's own.
+            peak = resident_bytes(Path(f"/proc/{pid}/status"), "VmHWM:")
+            own = peak - resident_bytes(Path(f"/proc/{pid}/smaps"), "Rss:", "meshwright-snapshot")
+            self.peak_bytes[pid] = max(self.peak_bytes.get(pid, 0), own)
+
+    def _used_s(self, pids: Sequence[int]) -> float:
+        """Returns user and system seconds of all ranks so far."""
         total = 0
-        for pid in [event["pid"] for event in events if event["kind"] == "rank_started"]:
+        for pid in pids:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             total += int(fields[11]) + int(fields[12])
         return total / os.sysconf("SC_CLK_TCK")
 
-    def a_step(self) -> float:
+    def end(self) -> float:
         """Ends watching; returns CPU seconds of all ranks a step between the two, 0.0 when it came too late."""
         self._ended.set()
         self.join()
         first, last = self._steps
-        return (self._seen[1] - self._seen[0]) / (last - first) if len(self._seen) == 2 else 0.0
+        seen = first in self._cpu_s and last in self._cpu_s
+        return (self._cpu_s[last] - self._cpu_s[first]) / (last - first) if seen else 0.0
+
+
+def resident_bytes(file: Path, field: str, mapping: str = "") -> int:
+    """Returns the sum of a field, of kB, in a status or smaps file of /proc.
+
+    Args:
+        file: of a process.
+        field: the first word of its lines.
+        mapping: part of the names of the mappings that count.
+    """
+    total, counts = 0, not mapping
+    for line in file.read_text().splitlines():
+        first, *rest = line.split()
+        if mapping and not first.endswith(":"):
+            counts = mapping in line
+        elif counts and first == field:
+            total += int(rest[0]) * 1024
+    return total
 
 
 class CoreShare:

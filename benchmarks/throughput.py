@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders import CONTENDERS, Contender, select
-from processes import CpuWatch, ForeignLoad, become_subreaper, run_limited, wait_until_quiet
+from processes import ForeignLoad, RankWatch, become_subreaper, run_limited, wait_until_quiet
 from reference import STEPS, model_words, write_reference
 
 HERE = Path(__file__).parent
@@ -63,12 +63,14 @@ class Sample:
     first_step_s: float
     """From the start of the first process to the end of the first step."""
     peak_bytes: list[int]
-    """Most resident memory, by rank."""
+    """Most resident memory, by rank, but for snapshots."""
     loss: list[float]
     cpu_s: float
     """CPU seconds of all ranks a timed step: what contention for the cores disturbs least."""
     parameter_bytes: int
     """Parameters that rank 0 holds between steps."""
+    snapshot_bytes: int = 0
+    """Copies of the state for recovery that the rank had mapped beside that; scripts have none."""
     parts: dict[str, float] = field(default_factory=dict)
     """meshwright's own account: median seconds by part."""
     foreign: float = 0.0
@@ -200,13 +202,13 @@ def _run_meshwright(one: Contender, rows: int, sequence: int, steps: int) -> Sam
         words += GPT2 if one.model == "gpt2" else model_words()
         command = [sys.executable, "-m", "meshwright", "train", *words, "--data.no-mask-documents", "--train.no-prove"]
         started = time.time()
-        watch = CpuWatch(run, (WARM_UP, steps))
+        watch = RankWatch(run, (WARM_UP, steps))
         watch.start()
         try:
             run_limited([*command, "--monitor.no-report", *one.extra], {}, LIMIT_S, ROOT)
         finally:
-            cpu_s = watch.a_step()
-        return dataclasses.replace(_read_run(run, started), cpu_s=cpu_s)
+            cpu_s = watch.end()
+        return dataclasses.replace(_read_run(run, started), cpu_s=cpu_s, peak_bytes=list(watch.peak_bytes.values()))
 
 
 def _read_run(run: Path, started: float) -> Sample:
@@ -220,7 +222,9 @@ def _read_run(run: Path, started: float) -> Sample:
     return Sample(
         step_s=[line["step_s"] + between for line in timed],
         first_step_s=begun + lines[0]["step_s"] - started,
-        peak_bytes=[lines[-1]["memory"]["peak"]],
+        peak_bytes=[],
+        # How soon the first snapshot is taken goes by the planned step time, so a short run may have none.
+        snapshot_bytes=lines[-1]["memory"].get("snapshots", 0),
         loss=[line["loss"] for line in lines],
         cpu_s=0.0,
         parameter_bytes=lines[-1]["memory"].get("parameters", 0),
@@ -241,12 +245,16 @@ def unlike(samples: dict[str, list[Sample]]) -> list[str]:
 
 
 def table(title: str, setting: tuple[int, int], chosen: Sequence[Contender], samples: dict[str, list[Sample]]) -> str:
-    """Formats medians, and ratios of speed (above 1 is faster than the script) and of memory (below 1 is less)."""
+    """Formats medians, and ratios of speed (above 1 is faster than the script) and of memory (below 1 is less).
+
+    A peak counts no snapshots: scripts have none. They stand in a column of their own, in MiB.
+    """
     rows, sequence = setting
     lines = [
         f"{title}: {rows} rows x {sequence} tokens a step, {chosen[0].ranks} ranks",
         f"{'contender':<26}{'step ms':>9}{'tokens/s':>10}{'of ddp (least-most)':>22}{'of its own script':>22}"
-        f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'of script':>11}{'first step s':>14}{'foreign cores':>15}",
+        f"{'CPU s':>8}{'of ddp':>8}{'peak MiB':>10}{'of script':>11}"
+        f"{'snapshots':>11}{'first step s':>14}{'foreign cores':>15}",
     ]
     ddp_cpu_s = statistics.median([sample.cpu_s for sample in samples.get("ddp", [])] or [0.0])
     for one in chosen:
@@ -258,13 +266,14 @@ def table(title: str, setting: tuple[int, int], chosen: Sequence[Contender], sam
         peak, others = peak_bytes(many), samples.get(one.rival, [])
         cpu_s = statistics.median(sample.cpu_s for sample in many)
         first = statistics.median(sample.first_step_s for sample in many)
+        snapshots = max(sample.snapshot_bytes for sample in many)
         rival = "" if one.rival == "ddp" else spread(many, others)
         of_script = f"{peak / peak_bytes(others):.2f}" if others and one.rival != one.name else ""
         lines.append(
             f"{one.name:<26}{step_s * 1e3:>9.0f}{rows * sequence / step_s:>10.0f}"
             f"{spread(many, samples.get('ddp', [])):>22}{rival:>22}"
-            f"{cpu_s:>8.2f}{ddp_cpu_s / max(cpu_s, 1e-9):>8.2f}{peak / MIB:>10.0f}{of_script:>11}{first:>14.1f}"
-            f"{max(sample.foreign for sample in many):>15.2f}"
+            f"{cpu_s:>8.2f}{ddp_cpu_s / max(cpu_s, 1e-9):>8.2f}{peak / MIB:>10.0f}{of_script:>11}"
+            f"{snapshots / MIB:>11.0f}{first:>14.1f}{max(sample.foreign for sample in many):>15.2f}"
         )
     return "\n".join(lines) + "\n"
 

@@ -18,6 +18,7 @@ from meshwright.calibrate.pace import Pace
 from meshwright.cluster.calibration import Calibration
 from meshwright.json_types import JsonObject
 from meshwright.launch.contract import RankContext
+from meshwright.launch.devices import allowed_core_time
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.parallel.wire import WireOptions
@@ -204,7 +205,7 @@ def _measure_traffic(
     # Collectives vary more than computations: twice the window.
     long_timer = dataclasses.replace(clock, window_s=2 * clock.window_s)
     rows, placement = [], None
-    wire = WireOptions(node="" if context.node is None else str(context.node))
+    wire = WireOptions(node="" if context.node is None else str(context.node), cores=allowed_core_time())
     for row in collectives.collectives(sizes.messages, context.local_world, long_timer, wire):
         # Announce each placement once, not each size.
         if placement != row[1:4]:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from meshwright.calibrate.pace import Pace
 from meshwright.launch.contract import RankContext
+from meshwright.launch.devices import allowed_core_time
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -110,7 +111,7 @@ def _run_steps(
     """Yields each timed step; the process group is there."""
     config, layout, facts = run
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be measured")
-    wire = WireOptions(timeout_s=limit_s)
+    wire = WireOptions(timeout_s=limit_s, cores=allowed_core_time())
     program: Any = build_program(build_meta(config), plan, torch.device(context.device), facts, wire=wire)
     optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)

@@ -71,6 +71,8 @@ class SnapshotWriter:
         self._thread: threading.Thread | None = None
         self.size_bytes = size
         """Bytes of one snapshot of this rank."""
+        self.mapped_bytes = sum(map(len, self._memories))
+        """Bytes of all its segments, resident in this process from now on."""
 
     def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
         """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""

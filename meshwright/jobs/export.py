@@ -11,6 +11,7 @@ import torch
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import read_text
 from meshwright.jobs.trained_model import newest_weights, run_model
+from meshwright.launch.signals import interrupted_by_signals
 from meshwright.models.export import export_hf
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "as-trained": None}
@@ -56,6 +57,6 @@ def export(
     run_dir = Path(run)
     step, values = newest_weights(run_dir, trust, say)
     built, folder = run_model(run_dir, trust), read_text(run_dir).folder
-    return ExportResult(
-        step=step, run=run_dir, to=export_hf(built, values, Path(to), tokenizer=folder, dtype=_DTYPES[dtype])
-    )
+    with interrupted_by_signals():
+        exported = export_hf(built, values, Path(to), tokenizer=folder, dtype=_DTYPES[dtype])
+    return ExportResult(step=step, run=run_dir, to=exported)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from meshwright.data.config import DataConfig
-from meshwright.data.prepare import MakeEngine, prepared_path
 from meshwright.data.prepare import prepare as prepare_folder
+from meshwright.data.prepare import prepared_path
 from meshwright.data.stages import Progress, Report
 from meshwright.data.tokenizer import has_tokenizer, same_tokenizer
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
 from meshwright.jobs.prepare_engines import PrepareConfig, engine_of
 from meshwright.jobs.progress import Say, to_stderr
-from meshwright.launch.signals import handle_interrupts
+from meshwright.launch.signals import interrupted_by_signals
 from meshwright.models.config import ModelConfig
 from meshwright.units import format_bytes, format_count, format_seconds
 
@@ -46,24 +43,14 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
     began, progress = time.monotonic(), _progress_report(say) if say is not None else None
     folder = Path(out) if out is not None else prepared_path(config, CACHE, progress)
     engine = engine_of(config) if isinstance(config, PrepareConfig) else None
-    with _ended_in_order(engine):
+    # So that an engine's jobs are cancelled with the command.
+    with interrupted_by_signals() if engine is not None else contextlib.nullcontext():
         token_set = prepare_folder(config, folder, progress=progress, engine=engine)
     if say is not None:
         training, held_out = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
         size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
         say(f"text: {folder}: {training} + {held_out} held out tokens, vocabulary {size} ({spent})")
     return token_set
-
-
-@contextlib.contextmanager
-def _ended_in_order(engine: MakeEngine | None) -> Iterator[None]:
-    """Turns SIGTERM and SIGHUP into an interrupt, so that an engine's jobs are cancelled with the command."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    with handle_interrupts(interrupt) if engine is not None else contextlib.nullcontext():
-        yield
 
 
 def text_config(model: ModelConfig, data: DataConfig) -> DataConfig:

@@ -93,8 +93,13 @@ def count_cores(quota: float | None = None) -> int:
     Args:
         quota: as `read_quota` returned it; None to read it.
     """
+    return math.ceil(allowed_core_time(quota))
+
+
+def allowed_core_time(quota: float | None = None) -> float:
+    """Returns the cores' worth of time that this process may use, of which a quota may leave parts."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return math.ceil(min(cores, read_quota() if quota is None else quota))
+    return min(cores, read_quota() if quota is None else quota)
 
 
 def read_quota(system: Path = Path("/")) -> float:

@@ -67,6 +67,17 @@ def handle_interrupts(handler: Callable[[int, FrameType | None], None]) -> Itera
             signal.signal(number, previous_handler)
 
 
+@contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Turns SIGTERM and SIGHUP into a KeyboardInterrupt within a block, so that what it made is cleared away."""
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(signal.Signals(number).name)
+
+    with handle_interrupts(interrupt):
+        yield
+
+
 class InterruptCounter:
     """Counts how often a user or a scheduler asked the run to end, over all generations of its ranks."""
 

@@ -63,8 +63,10 @@ def export_hf(
             out.rmdir()
         temporary_folder.rename(out)
     except OSError as error:
-        shutil.rmtree(temporary_folder, ignore_errors=True)
         raise CheckpointError(f"can't export to {out}: {error}") from error
+    finally:
+        # Whatever ended it, Ctrl-C too; after a rename nothing is there. What a kill leaves, the next export removes.
+        shutil.rmtree(temporary_folder, ignore_errors=True)
     return out
 
 

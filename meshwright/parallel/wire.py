@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -35,6 +36,8 @@ class WireOptions:
     """This rank's node, where the launcher knows it: ranks of two nodes of one machine share no memory."""
     timeout_s: float = 600.0
     """Limit of one collective."""
+    cores: float = math.inf
+    """Cores' worth of processor time that a quota leaves this node's ranks; those they may run on are known here."""
 
 
 AUTO = WireOptions()
@@ -67,7 +70,7 @@ def open_axis_group(axis: str, group: dist.ProcessGroup, log: TrafficLog, option
         return AxisGroup(axis, group, log, gloo_reason=obstacle)
     ranks = dist.get_process_group_ranks(group)
     # Of all ranks those on other nodes don't use these cores; taking them for neighbours only shortens the polling.
-    is_crowded = dist.get_world_size() > len(os.sched_getaffinity(0))
+    is_crowded = dist.get_world_size() > min(len(os.sched_getaffinity(0)), options.cores)
     wire = SharedWire(segment, group.rank(), ranks, axis, options.timeout_s, is_crowded)
     return AxisGroup(axis, group, log, wire)
 

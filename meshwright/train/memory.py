@@ -179,6 +179,11 @@ class StateSnapshots:
         if self._writer is not None:
             self._writer.wait()
 
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the segments that this process has mapped; 0 before the first snapshot."""
+        return self._writer.mapped_bytes if self._writer is not None else 0
+
 
 class RankMemory:
     """One rank's use of the shared memory; all ranks call every method together.
@@ -217,6 +222,11 @@ class RankMemory:
     def lost_at(self) -> float | None:
         """time.monotonic() at which the failure of the previous ranks was noticed."""
         return self._memory.lost_at
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Host bytes of this rank's snapshots and of its copy for checkpoints, as far as any were taken."""
+        return sum(writer.mapped_bytes for writer in (self._writer, self._disk) if writer is not None)
 
     def check_fence(self) -> None:
         """Stops a rank whose generation was superseded.

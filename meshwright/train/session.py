@@ -23,6 +23,7 @@ from meshwright.data.tokens import TokenSet
 from meshwright.errors import ClusterError, ConfigError, RankError
 from meshwright.events import Event
 from meshwright.launch.contract import RankContext
+from meshwright.launch.devices import allowed_core_time
 from meshwright.launch.rendezvous import init_group
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.objective_trial import ForwardTrial
@@ -355,7 +356,8 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
 def _wire_options(context: RankContext, config: RunConfig) -> WireOptions:
     """Returns how this rank's collectives travel."""
     node = "" if context.node is None else str(context.node)
-    return WireOptions(choice=config.launch.wire, node=node, timeout_s=config.launch.collective_s)
+    limit_s, cores = config.launch.collective_s, allowed_core_time()
+    return WireOptions(choice=config.launch.wire, node=node, timeout_s=limit_s, cores=cores)
 
 
 def _started_facts(trainer: Trainer, program: Program, layout: Layout, device: torch.device) -> dict[str, object]:

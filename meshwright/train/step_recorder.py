@@ -66,6 +66,8 @@ class StepRecorder:
         flops_per_s = deps.flops_per_token * rate
         mfu_of_measured = flops_per_s / deps.peak_flops if deps.peak_flops else None
         outer_bytes = {"outer": deps.outer.bytes()} if deps.outer is not None else {}
+        snapshot_bytes = deps.memory.snapshot_bytes if deps.memory is not None else 0
+        snapshots = {"snapshots": snapshot_bytes} if snapshot_bytes else {}
         record = StepRecord(
             step=launched.step + 1,
             loss=values["loss"],
@@ -76,7 +78,7 @@ class StepRecorder:
             tokens_per_s=rate,
             step_s=spent.wall,
             parts=times | {"other": max(0.0, spent.wall - sum(times.values()))},
-            memory={"peak": peak_bytes()} | self.state_bytes | outer_bytes,
+            memory={"peak": peak_bytes()} | self.state_bytes | outer_bytes | snapshots,
             layout=str(deps.layout),
             accuracy=values["accuracy"],
             mfu=flops_per_s / deps.data_sheet_flops if deps.data_sheet_flops else mfu_of_measured,

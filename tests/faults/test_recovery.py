@@ -72,6 +72,10 @@ def test_killed_in_every_phase_of_a_step(root: Path) -> None:
     assert all(row["tier"] == "memory" for row in events(run, "restored"))
     lost = [3 + 3 * at - step for at, step in enumerate(restored)]
     assert set(lost) <= {0, 1}, f"a copy counts once its checksums are made, moments after the step: {lost}"
+    first, *_, last = (row["memory"] for row in rows(run))
+    state_bytes = last["optimizer"]
+    assert "snapshots" not in first and 0 <= last["snapshots"] - 2 * state_bytes < 2**19, "two of a rank's own part"
+    assert last["peak"] > last["snapshots"] + state_bytes
     assert curve(run) == undisturbed(root, "shard=2,zero=3", 2)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
 from meshwright.checkpoint.config import CheckpointConfig
 from meshwright.checkpoint.manifest import Origin
@@ -18,6 +21,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.models.forward import model_forward
 from meshwright.parallel.program import Program
+from meshwright.parallel.stage_module import Stamp
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
@@ -169,3 +173,29 @@ def test_receives_are_posted_before_a_step_computes(layout: str) -> None:
     for kinds in run_ranks(2, work)[0]:
         count = sum(kind.startswith("RECV") for kind in kinds)
         assert count and all(kind.startswith("RECV") for kind in kinds[:count])
+
+
+@pytest.mark.parametrize("layout", ["pp=2,schedule=1f1b,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"])
+def test_a_rank_that_stands_still_makes_no_other_hold_more(layout: str) -> None:
+    """Of a step's most bytes, as torch's allocator counts them: what is early waits where it was to arrive anyway."""
+
+    def most_bytes(program: Program, rank: int, late: tuple[int, str, int] | None) -> int:
+        def stand_still(phase: str, microbatch: int) -> None:
+            if (rank, phase, microbatch) == late:
+                time.sleep(0.2)
+
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as measured:
+            program.forward_backward(batches(4, rows=8), 1.0, (0, 0), Stamp(phase=stand_still))
+        program.clear_gradients()
+        events = measured.profiler.kineto_results.events()  # type: ignore[union-attr]
+        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+        return max(itertools.accumulate(change for _, change in changes))
+
+    def work(rank: int) -> list[int]:
+        program = program_of(layout)
+        most_bytes(program, rank, None)  # the first step finds its shapes
+        places = [(place, phase, number) for place in (0, 1) for phase, number in (("forward", 1), ("backward", 2))]
+        return [most_bytes(program, rank, late) for late in (None, *places)]
+
+    for undisturbed, *disturbed in run_ranks(2, work):
+        assert undisturbed > 100_000 and disturbed == [undisturbed] * 4

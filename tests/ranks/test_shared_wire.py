@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,14 +16,18 @@ import torch
 import torch.distributed as dist
 
 from meshwright.errors import ConfigError, LaunchError
+from meshwright.launch import devices
 from meshwright.launch.contract import RankContext
 from meshwright.launch.failure import describe_exception
 from meshwright.launch.rendezvous import init_group
 from meshwright.parallel import shared_segment
+from meshwright.parallel import wire as wire_choice
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.shared_segment import RING_BYTES, SharedSegment
-from meshwright.parallel.shared_wire import SharedWireError
+from meshwright.parallel.shared_wire import SharedWire, SharedWireError
 from meshwright.parallel.wire import WireOptions, open_axis_group
+from meshwright.train import session
+from meshwright.train.run_config import RunConfig
 from tests.ranks.group import run_contexts, run_ranks
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -240,6 +246,32 @@ def _refused(rank: int, node: str) -> tuple[bool, str, str]:
     except ConfigError as error:
         return group.wire is not None, group.gloo_reason, str(error)
     return group.wire is not None, group.gloo_reason, ""
+
+
+def _crowded(_rank: int) -> list[bool]:
+    """Returns for each quota whether the wire was told that ranks outnumber the cores."""
+    told: list[bool] = []
+
+    def wire(*args: Any) -> SharedWire:
+        told.append(args[-1])
+        return SharedWire(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire_choice, "SharedWire", wire)
+        patch.setattr(wire_choice.os, "sched_getaffinity", lambda _pid: range(8))
+        for quota in (math.inf, 8.0, 2.0, 1.5):
+            open_axis_group("tp", dist.group.WORLD, TrafficLog(), WireOptions(cores=quota))
+        patch.setattr(wire_choice.os, "sched_getaffinity", lambda _pid: range(1))
+        open_axis_group("tp", dist.group.WORLD, TrafficLog(), WireOptions(cores=2.0))
+    return told
+
+
+def test_ranks_of_a_quota_below_their_number_give_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a rank polls away is taken from the quota, so from the rank that it waits for."""
+    assert run_ranks(2, _crowded) == [[False, False, False, True, True]] * 2
+    monkeypatch.setattr(devices, "read_quota", lambda: 0.5)
+    context = RankContext(rank=0, local_rank=0, world=2, local_world=2, device="cpu")
+    assert session._wire_options(context, RunConfig()).cores == 0.5
 
 
 def _no_memory(ranks: int) -> SharedSegment:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +140,35 @@ def test_a_snapshot_counts_only_once_its_copy_is_done(monkeypatch: pytest.Monkey
     writer.save(1, held(((0, 7), (0, 5))), {})
     writer.wait()
     assert counted == [0] and len(read_snapshots([segment])) == 1
+
+
+def resident_bytes() -> int:
+    """Returns what the kernel counts of this process's snapshots, in memory or not."""
+    sizes, counts = Path("/proc/self/smaps").read_text().splitlines(), False
+    total = 0
+    for line in sizes:
+        if "-" in line.split()[0]:
+            counts = "meshwright-snapshot" in line
+        elif counts and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads what Linux tells of a process")
+def test_all_segments_are_resident_from_the_first_snapshot_on() -> None:
+    """So a rank's peak holds as many bytes more with snapshots as without; a record tells them apart."""
+    before, state = resident_bytes(), {"w": torch.ones(300_000)}
+    shards = [shard for shard, _ in collect_local_shards(state)]
+    segments = [Segment() for _ in range(3)]
+    writer = SnapshotWriter(
+        segments, rank=0, generation=0, tensors=digest(shards), local_shards=shards,
+        saved_shards=assign_saved_shards([shards])[0],
+    )  # fmt: skip
+    assert writer.mapped_bytes > 3 * 4 * 300_000
+    for _ in range(2):
+        assert 0 <= resident_bytes() - before - writer.mapped_bytes < 3 * mmap.PAGESIZE
+        writer.save(1, state, {})
+        writer.wait()
 
 
 def test_no_flipped_bit_is_loaded() -> None:

@@ -2,9 +2,13 @@
 
 import dataclasses
 import functools
+import importlib
+import os
+import signal
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -219,6 +223,44 @@ def test_a_users_module_is_exported_as_safetensors(own, tmp_path):
     weights.pop("head.weight")
     with pytest.raises(CheckpointError, match=r"missing \['head.weight'\]"):
         export_hf(built, weights.items(), tmp_path / "other")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, RuntimeError])
+def test_an_export_that_is_cut_short_leaves_nothing(
+    error: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what it had written nor what a killed one before it left; and the next one succeeds."""
+    built = build_meta(ModelConfig(name="llama", layers=1, width=32), 20, 16)
+    weights = [(name, built.tensor(name)) for name, _ in built.module.named_parameters()]
+    out = tmp_path / "models" / "out"
+    left = out.with_name(".out.part")
+    left.mkdir(parents=True)
+    (left / "half.safetensors").write_bytes(b"half")
+    saved = built.hf_config.save_pretrained
+
+    def cut_short(folder: Path, **more: object) -> None:
+        saved(folder, **more)
+        assert {path.name for path in left.iterdir()} == {"config.json"}
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(built.hf_config), "save_pretrained", lambda _self, *args, **more: cut_short(*args, **more))
+        with pytest.raises(error):
+            export_hf(built, weights, out)
+    assert not list(out.parent.iterdir())
+    assert (export_hf(built, weights, out) / "model.safetensors").is_file()
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+def test_an_export_that_a_scheduler_ends_is_interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM would end the process on the spot; so it gets to clear away what it had written."""
+    job = importlib.import_module("meshwright.jobs.export")
+    monkeypatch.setattr(job, "newest_weights", lambda *_: (1, []))
+    monkeypatch.setattr(job, "run_model", lambda *_: None)
+    monkeypatch.setattr(job, "read_text", lambda _: SimpleNamespace(folder=None))
+    monkeypatch.setattr(job, "export_hf", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(KeyboardInterrupt, match="SIGTERM"):
+        job.export(tmp_path / "run", tmp_path / "out", trust=True)
 
 
 @pytest.fixture
