@@ -34,6 +34,7 @@ from meshwright.spec.end_units import EndUnits
 from meshwright.torch_compat.fsdp2 import (
     accumulate_unsharded_gradients,
     clear_unsharded_gradients,
+    complete_gradients,
     set_async_unshard,
     shard_sizes,
 )
@@ -117,6 +118,9 @@ class FsdpSync:
         self._deferred, self._on_cpu = deferred, on_cpu
         self._no_accumulated_grad = False
         self._announced: tuple[bool, bool] | None = None
+        self.reached: dict[torch.Tensor, bool] = {}
+        """Whether this rank's backwards of a step reached a shard's weight, for which it else sent zeros."""
+        complete_gradients(module, self.reached)
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch of the step; ``no_gradients`` where no shard holds a gradient yet."""
@@ -143,11 +147,13 @@ class FsdpSync:
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""
         self._deferred.finish()
+        self.reached.clear()
 
     def discard_accumulated(self) -> None:
         """Drops sums over micro-batches that no gradient shows yet, as zero_grad() has dropped those that do."""
         for replica_all_reduce in self._replica_all_reduces:
             replica_all_reduce.discard_accumulated()
+        self.reached.clear()
         # ZeRO 1 keeps them in the gathered weights, which FSDP2 has no public way to clear.
         clear_unsharded_gradients(self._module)
 
@@ -200,7 +206,7 @@ class ReplicaAllReduce:
             return self._axis_group.all_reduce(grad_shard, self._unit_name)
         sizes = self._shard_sizes
         if sum(sizes.values()) != grad_shard.numel():
-            # Some weight has no gradient in this step, on no copy: the rest is rounded as one weight.
+            # Some weight wasn't gathered in this step, on no copy: the rest is rounded as one weight.
             sizes = {self._unit_name: grad_shard.numel()}
         weights = WeightBlocks(list(sizes), list(sizes.values()))
         return self._compressor.all_reduce(weights, grad_shard.split(list(sizes.values())), self._unit_name)

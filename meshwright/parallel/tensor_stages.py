@@ -110,7 +110,8 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
     for name, rows in table.layers.items():
         unsplit_rows = [group.row_linear for group in rows.groups if group.heads and group.shares(degree) is None]
         if unsplit_rows or not rows.sequence:
-            reason = f"{unsplit_rows[0]} isn't split over {degree}" if unsplit_rows else rows.sequence_refused
+            why_whole = rows.sequence_refused or rows.refused.get("", "")
+            reason = f"{unsplit_rows[0]} isn't split over {degree}" if unsplit_rows else why_whole
             raise PlanError(
                 f"sequence=true splits the tokens between the parts that tp={degree} splits, but layer {name} needs "
                 f"all of them elsewhere: {reason}; leave sequence out"

@@ -92,7 +92,7 @@ class CompressedSums:
             for stage, stage_names in self._stages.items()
             if stage_names.issuperset(names) and (stage, names, ranks) not in self._summed
         ]
-        # FSDP sums what is left of a unit under the unit's name, where some weight has no gradient.
+        # FSDP sums what is left of a unit under the unit's name, where some weight wasn't gathered.
         stages = stages or [stage for stage in self._stages if (stage, names, ranks) not in self._summed]
         if not stages:
             self.method = Deviation(error=math.inf, bound=EXACT)  # summed twice

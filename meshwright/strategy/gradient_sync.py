@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.fsdp import FsdpSync
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight, view_box
 from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
@@ -223,12 +224,14 @@ class GradientSync:
         self._publish()
 
     def _reached_weights(self) -> list[bool]:
-        """Returns for each weight whether some rank's backward reached it; the others get no gradient.
-
-        Shards get theirs from collectives that all ranks run, so that each rank knows by itself.
-        """
-        reached_locally = [weight.parameter.grad is not None for weight in self._program.weights]
-        if self._readers == 1 or isinstance(self._program.weights[0].parameter, DTensor):
+        """Returns for each weight whether some rank's backward reached it; the others get no gradient."""
+        syncs = [sync for sync in self._program.stages[0].gradient_syncs if isinstance(sync, FsdpSync)]
+        # a shard has a gradient even where no rank reached its weight
+        reached_shards = {shard: is_reached for sync in syncs for shard, is_reached in sync.reached.items()}
+        reached_locally = [
+            reached_shards.get(weight.parameter, weight.parameter.grad is not None) for weight in self._program.weights
+        ]
+        if self._readers == 1:
             return reached_locally
         flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights_device)
         self._world.all_reduce(flags).wait()

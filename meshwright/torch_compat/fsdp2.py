@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ __all__ = [
     "ReduceScatter",
     "accumulate_unsharded_gradients",
     "clear_unsharded_gradients",
+    "complete_gradients",
     "fsdp_groups",
     "fsdp_parameters",
     "gathered_tensors",
@@ -75,6 +77,16 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params",
         "the same",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
+        "it leaves weights without a gradient out of a rank's message, whatever the other ranks send; torch 2.11 and "
+        "2.12 have no set_reduce_scatter_unused_params, and that doesn't tell which weights were reached",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_grads",
+        "the same: whether a backward sends",
         of_instances=True,
     ),
     PrivateName(
@@ -169,6 +181,46 @@ def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:
     """Returns the gathered parameter, of its full shape; None before the first gather, which sets the attribute."""
     parameter: nn.Parameter | None = vars(fsdp_param).get("_unsharded_param")
     return parameter
+
+
+class _CompletePostBackward:
+    """Replaces `FSDPParamGroup.post_backward` of one group: fills in zeros for weights that backward didn't reach.
+
+    Args:
+        group: FSDP2's own; held weakly, since it holds this.
+        reached: gets by shard whether its weight has a gradient of this rank.
+    """
+
+    def __init__(self, group: Any, reached: dict[torch.Tensor, bool]) -> None:
+        self._group, self._reached = weakref.ref(group), reached
+
+    def __call__(self, *unused: Any) -> None:
+        group = self._group()
+        assert group is not None
+        for fsdp_param in group.fsdp_params if group.reduce_grads else ():
+            parameter = _unsharded_parameter(fsdp_param)
+            if parameter is None or not parameter.requires_grad:
+                continue
+            is_reached = parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
+            self._reached[fsdp_param.sharded_param] = self._reached.get(fsdp_param.sharded_param, False) or is_reached
+            if not is_reached:
+                parameter.grad = torch.zeros_like(parameter)
+        type(group).post_backward(group, *unused)
+
+
+def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> None:
+    """Makes every unit send the gradients of all its trained weights, so that ranks whose graphs differ still agree.
+
+    FSDP2 sends those that are there. Ranks that reach other weights, as by experts that a rank has no tokens for, would
+    add one weight's gradient to another's, or wait for bytes that never come.
+
+    Args:
+        module: sharded.
+        reached: gets by shard whether a backward of this rank reached the weight, until its owner clears it.
+    """
+    for submodule in module.modules():
+        for group in fsdp_groups(submodule) if isinstance(submodule, FSDPModule) else ():
+            group.post_backward = _CompletePostBackward(group, reached)
 
 
 def set_async_unshard(unit: nn.Module) -> None:

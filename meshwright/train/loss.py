@@ -17,7 +17,10 @@ Scale: TypeAlias = float | torch.Tensor
 IGNORED = -100
 """Target that counts for nothing."""
 
-_IN_PLACE = {"UnsafeViewBackward0", "ViewBackward0", "MmBackward0", "AddmmBackward0", "ToCopyBackward0"}
+_IN_PLACE = {
+    *("UnsafeViewBackward0", "MmBackward0", "AddmmBackward0", "ToCopyBackward0"),
+    *("MulBackward0", "DivBackward0", "AddBackward0", "SubBackward0"),
+}
 """Autograd nodes that produce logits and don't read them in backward, so that their memory may be reused."""
 
 
@@ -225,9 +228,13 @@ def cross_entropy_sums(
         The loss to differentiate, () float32 (float64 for float64 logits); and a detached (3,) float64 vector: loss sum
         in nats, target tokens, and hits, the targets whose logit was the largest. Equal on the ranks of ``vocab``.
     """
-    producer = type(logits.grad_fn).__name__ if logits.grad_fn is not None else ""
+    node: Any = logits.grad_fn
+    # A view's memory is that of the node below: a log-softmax, say, reads its own output in backward.
+    while type(node).__name__ == "ViewBackward0":
+        node = node.next_functions[0][0]
     flat = logits.reshape(-1, logits.shape[-1])
     # In place only if backward of the producer doesn't read the logits, and they are no view of other memory.
-    reuse = spare and producer in _IN_PLACE and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
+    may_reuse = spare and type(node).__name__ in _IN_PLACE
+    reuse = may_reuse and flat.is_contiguous() and flat.data_ptr() == logits.data_ptr()
     loss, sums = _CrossEntropy.apply(flat, targets.reshape(-1), scale, reuse, vocab)
     return loss, sums

@@ -609,6 +609,30 @@ def heads_in_turn(strategy: Any) -> Losses:
     )
 
 
+class SomeTokens(nn.Module):
+    """Calls a linear for the tokens it is for, where there are any, as experts in a list are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.experts = PlainModel(VOCAB, 12, 2), nn.ModuleList(nn.Linear(VOCAB, VOCAB) for _ in range(9))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = self.body(tokens)
+        for number, expert in enumerate(self.experts):
+            chosen = tokens == 3 * number
+            if chosen.any():
+                logits = logits.index_put((chosen,), logits[chosen] + expert(logits[chosen]))
+        return logits
+
+
+@careless()
+def experts_that_a_rank_has_no_tokens_for(strategy: Any) -> Losses:
+    torch.manual_seed(0)
+    module = strategy.shard(SomeTokens().double())
+    optimizer = AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+    return updates(shares(strategy), lambda x, y: mean_loss(module(x), y), step_and_clear(optimizer))
+
+
 @careless()
 def checkpoint_around_the_model(strategy: Any) -> Losses:
     module, optimizer = sharded(strategy)

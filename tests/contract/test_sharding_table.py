@@ -22,6 +22,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, CuttingKind, ShardingTable
 from meshwright.strategy.shared_analysis import CODEC
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+from tests.generated.oddities import VOCAB
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -99,6 +100,16 @@ def test_most_of_each_layer_is_split_and_no_weight_twice(name):
     assert math.fsum(known[key] for key in split) >= SHARES[name] * sum(inside.values())
     assert table.vocabulary
     assert CODEC.loads(CODEC.dumps(table)) == table
+
+
+def test_a_frozen_model_below_trained_adapters_is_split_as_a_trained_one():
+    config = ModelConfig(name="tests.generated.oddities:adapters")
+    groups = sharding_table(build_meta(config, VOCAB, 32)).layers["blocks.0"].groups
+    columns = {"q.base", "q.b", "k", "v.base", "v.b"}
+    assert {group.row_linear: (set(group.column_linears), group.units) for group in groups} == {
+        "attention.out": ({f"attention.{name}" for name in columns}, 4),
+        "feed.down": ({"feed.up"}, 24),
+    }
 
 
 def test_fewer_key_heads_than_ranks_are_held_by_several():

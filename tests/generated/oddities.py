@@ -278,5 +278,24 @@ def exits() -> nn.Module:
     return Exits()
 
 
+class Adapted(nn.Module):
+    """A frozen linear and a trained product of rank two beside it (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base, self.a = base, nn.Linear(base.in_features, 2, bias=False)
+        self.b = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def adapters() -> nn.Module:
+    model = Odd([Plain() for _ in range(4)]).requires_grad_(False)
+    for block in model.blocks:
+        block.attention.q, block.attention.v = Adapted(block.attention.q), Adapted(block.attention.v)
+    return model
+
+
 ALL = (rwkv, mixture_of_depths, hyper_connections, memory_tokens, shared_keys, parallel_fused, widths)
-ALL += (table_in_each_layer, mapping, skips, exits)
+ALL += (table_in_each_layer, mapping, skips, exits, adapters)

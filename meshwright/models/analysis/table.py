@@ -16,7 +16,7 @@ from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
-from meshwright.models.analysis.clone import ROWS, Clone, make_clone, with_objective
+from meshwright.models.analysis.clone import ROWS, Clone, make_clone, train_frozen_layers, with_objective
 from meshwright.models.analysis.evidence import GroupEvidence, LayerEvidence, ModelTrial, ShardingEvidence, SplitTrial
 from meshwright.models.analysis.groups import find_groups, matrix_names
 from meshwright.models.analysis.objective import Objective
@@ -74,6 +74,7 @@ def analyse_sharding(
         ConfigError: when the model doesn't run on a small clone.
     """
     clone = with_objective(make_clone(built, narrow=narrow), objective)
+    train_frozen_layers(clone)
     names = clone.structure.layers
     modules = {name: clone.module.get_submodule(name) for name in names}
 

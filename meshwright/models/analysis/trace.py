@@ -311,7 +311,8 @@ def mixes_tokens(target: torch.Tensor, sources: Sequence[torch.Tensor], rows: in
     """
     if not target.requires_grad:
         return False
-    output_grad = torch.zeros_like(target)
+    # in plain memory, whatever the target's strides
+    output_grad = torch.zeros(target.shape, dtype=target.dtype)
     grad_by_row = output_grad.view(rows, -1, target.shape[-1])
     # only the last token has an output gradient; a nonzero gradient before it crossed tokens
     grad_by_row[:, -1] = torch.randn(
