@@ -27,15 +27,9 @@ from meshwright.planner.cost.stages import StageCut, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes
 from meshwright.planner.cost.step_memory import StateRules, StepMoments, UnitElements, single_moment, step_moments
 from meshwright.planner.cost.timing import in_flight_microbatches
-from meshwright.schedules.spec import ScheduleSpec
 
 OFFLOADABLE = ("parameters", "gradients", "optimizer")
 """Parts of a rank's memory that may lie in host memory."""
-
-
-def _stage_owners(spec: ScheduleSpec, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """Returns the rank along pp of each stage."""
-    return tuple(spec.rank_of(stage, ranks) for stage in range(ranks * stages_per_rank))
 
 
 def _distinct_cuts(model: PricedModel) -> tuple[list[StageCut], Array]:
@@ -57,7 +51,7 @@ def _distinct_cuts(model: PricedModel) -> tuple[list[StageCut], Array]:
     rule = model.engine.split
     # A layout's own split of its layers goes before the framework's rule.
     return [
-        cut_stages(model.job.shape, ranks, stages, _stage_owners(spec, ranks, stages), rule, split)
+        cut_stages(model.job.shape, ranks, stages, spec.owners or spec.placement, rule, split)
         for stages, spec, split in stages_specs_splits
     ], cut_index
 
