@@ -62,7 +62,7 @@ def _closed_bytes(model: PricedModel) -> tuple[Array, Array]:
     blocks, count = model.job.shape.blocks, model.layouts.count
     kinds, first_blocks = block_kinds(model.job.shape)
     costs = [model.price_bytes(blocks[block]) for block in first_blocks]
-    layers = sum(number * cost.saved for number, cost in zip(np.bincount(kinds), costs))
+    layers = sum(number * (cost.saved - cost.spared) for number, cost in zip(np.bincount(kinds), costs))
     ends = price_embedding(model, False).saved + price_head(model, False).saved
     working = fold(np.maximum, [np.asarray(cost.working) for cost in costs])
     return np.broadcast_to(layers + ends, count), np.broadcast_to(working, count)

@@ -25,8 +25,9 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob, array_fields, splits_backward
 from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
-from meshwright.planner.cost.price import bound_step_s, price_many
+from meshwright.planner.cost.price import bound_step_s, memory_by_recompute, price_many
 from meshwright.planner.cost.prices import Prices
+from meshwright.planner.cost.rank_memory import MemoryByRecompute
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants_of_cores
 
 FEASIBILITY_BATCH = 4000
@@ -266,22 +267,32 @@ class _SearchPass:
             none_bytes: their peaks without recompute, which don't fit, (N,).
             whole_bytes: their own peaks, (N,).
         """
+        fewest = np.empty(whole.count, int)
+        for index, memory in memory_by_recompute(self._job, whole, self._machine, self._engine):
+            fewest[index] = self._fewest_of_run(memory, none_bytes[index], whole_bytes[index])
+        return fewest
+
+    def _fewest_of_run(self, memory: MemoryByRecompute, none_bytes: Array, whole_bytes: Array) -> Array:
+        """Returns `_fewest_recomputed` of layouts with equally many pipeline ranks, whose ``memory`` is priced."""
         layers, limit = len(self._job.shape.blocks), self._memory_bytes
         # Numbers of layers: too few, and enough; the peaks of both.
-        bounds = np.stack([np.zeros(whole.count, int), np.full(whole.count, layers)])
+        bounds = np.stack([np.zeros(len(none_bytes), int), np.full(len(none_bytes), layers)])
         peaks = np.stack([none_bytes, whole_bytes])
-        attempts = 0
-        while len(between := np.flatnonzero(bounds[1] - bounds[0] > 1)):
+        between, attempts = np.arange(len(none_bytes)), 0
+        while True:
+            is_open = bounds[1, between] - bounds[0, between] > 1
+            if not is_open.all():
+                between, memory = between[is_open], memory.take(is_open)
+            if not len(between):
+                return bounds[1]
             (low, high), (above, below) = bounds[:, between], peaks[:, between]
             # The second attempt on the line is one layer below the first.
             on_line = low + np.ceil((above - limit) / (above - below) * (high - low)).astype(int)
             tried = np.clip(on_line, low + 1, high - 1) if attempts < 2 else (low + high) // 2
-            partial = dataclasses.replace(whole.take(between), recompute_share=tried / layers)
-            tried_bytes = self._price_memory(partial).peak
+            tried_bytes = memory.at(tried / layers)["peak"].max(axis=1)
             side = (tried_bytes <= limit).astype(int)
             bounds[side, between], peaks[side, between] = tried, tried_bytes
             attempts += 1
-        return bounds[1]
 
 
 def _fits_nowhere(batch: LayoutBatch, _memory: Mapping[str, Array]) -> Array:

@@ -50,8 +50,8 @@ def walked_peak(job: PricedJob, layout: Layout) -> float:
     saved, working, logits, ends, first, *sizes = (
         float(np.broadcast_to(value, 1)[0])
         for value in (
-            *(layer.saved, layer.working, head.working, embedding.saved + head.saved, layer.first_gradient),
-            *(head.parameters, layer.parameters, embedding.parameters),
+            *(layer.saved - layer.spared, layer.working, head.working, embedding.saved + head.saved),
+            *(layer.first_gradient, head.parameters, layer.parameters, embedding.parameters),
         )
     )
     count, shards = len(job.shape.blocks), layout.state_shards

@@ -43,9 +43,9 @@ class LayerCost:
     forward: PassTime = field(default_factory=PassTime)
     backward: PassTime = field(default_factory=PassTime)
     saved: Values = 0.0
-    """Bytes saved from forward to backward, in the mean of the layers where some of them recompute."""
+    """Bytes saved from forward to backward where nothing is recomputed."""
     spared: Values = 0.0
-    """Of what is saved without recompute, the bytes that a layer which recomputes doesn't save."""
+    """Of these, the bytes that a layer which recomputes doesn't save."""
     working: Values = 0.0
     """Bytes allocated only while the layer runs or recomputes."""
     parameters: Values = 0.0

@@ -86,7 +86,7 @@ def _take_layouts(cost: Any, index: Index, count: int) -> Any:
 
 def _take_values(value: Any, index: Index, count: int) -> Any:
     """Returns the values of some of ``count`` layouts; a scalar stays as it is."""
-    return value[index] if np.shape(value) == (count,) else value
+    return value[index] if isinstance(value, np.ndarray) and value.shape == (count,) else value
 
 
 class LayerSums:

@@ -384,7 +384,7 @@ class PricedModel:
         is_mode = [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)]
         recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
         cost.spared = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0)
-        cost.saved, cost.working = all_bytes - cost.spared * layouts.recompute_share, cost.spared
+        cost.saved, cost.working = all_bytes, cost.spared
         ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) / layouts.tp
         again = np.where(layouts.recompute > 0, saved.fused_again_ffn * saved.compiled, 0.0)
         ffn = ffn * (saved.working_ffn + again + (saved.cast_ffn if self.job.products in ("fp8", "fp4") else 0.0))

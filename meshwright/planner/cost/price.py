@@ -16,6 +16,7 @@ from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
+from meshwright.planner.cost.rank_memory import MemoryByRecompute
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout
@@ -127,6 +128,23 @@ def price_many(
             ranks = RankTimes(ranks.costs.take(near))
         columns.put(columns.parts, feasible_indices[run][near], ranks.parts())
     return columns.prices(np.argsort(order))
+
+
+def memory_by_recompute(
+    job: PricedJob, layouts: LayoutBatch, machine: Machine, engine: FrameworkProfile
+) -> Iterator[tuple[Array, MemoryByRecompute]]:
+    """Yields (indices, memory) of layouts with equally many pipeline ranks, for any number of recomputed layers.
+
+    Args:
+        job: model and batch.
+        layouts: N layouts, whose own share of recomputed layers doesn't matter.
+        machine: the hardware.
+        engine: the runtime's profile.
+    """
+    order = np.argsort(layouts.pp, kind="stable")
+    costs = LayerCosts.of(job, layouts.take(order), machine, engine, timed=False)
+    for run, ranks in _by_pipeline_length(costs):
+        yield order[run], ranks.by_recompute
 
 
 def bound_step_s(

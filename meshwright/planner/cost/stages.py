@@ -11,6 +11,7 @@ import numpy as np
 
 from meshwright.errors import PlanError
 from meshwright.planner.cost.layout_batch import Array
+from meshwright.schedules.spec import Placement
 from meshwright.spec.balanced_cuts import Cuts
 from meshwright.spec.layer_graph import END_STAGES, bounds_of_single_layers
 from meshwright.spec.layout_choices import Recompute
@@ -189,7 +190,7 @@ def cut_stages(
     shape: ModelShape,
     ranks: int,
     stages_per_rank: int,
-    owners: tuple[int, ...],
+    placement: Placement | tuple[int, ...],
     rule: str,
     split: Sequence[float] | None,
 ) -> StageCut:
@@ -199,34 +200,32 @@ def cut_stages(
         shape: the model.
         ranks: degree of the pipeline, P.
         stages_per_rank: stages of a rank.
-        owners: the rank of each stage.
+        placement: of the stages on the ranks: a rule, or the rank of each.
         rule: one of `engine.SPLITS`.
         split: layers of each stage where they are named.
 
     Raises:
         PlanError: more stages than blocks where each must have one.
     """
-    kinds_of_blocks, kind_blocks = block_kinds(shape)
-    if rule == "balanced" and not split and ranks * stages_per_rank > 1:
-        end_parameters = shape.vocab * shape.width + shape.other_parameters
-        costs = tuple(block.parameters for block in shape.blocks)
-        return _balanced_cut(costs, end_parameters, kinds_of_blocks, len(kind_blocks), ranks, owners)
-    return _count_layers(
-        divide_blocks(shape, ranks * stages_per_rank, rule, split), kinds_of_blocks, len(kind_blocks), ranks, owners
-    )
+    named_sizes = tuple(split) if split else None
+    return _cut_stages(_IdentityKey(shape), ranks, stages_per_rank, placement, rule, named_sizes)
 
 
 @lru_cache(maxsize=1024)
-def _balanced_cut(
-    costs: tuple[int, ...],
-    end_parameters: int,
-    kinds_of_blocks: tuple[int, ...],
-    kind_count: int,
+def _cut_stages(
+    key: _IdentityKey,
     ranks: int,
-    owners: tuple[int, ...],
+    stages_per_rank: int,
+    placement: Placement | tuple[int, ...],
+    rule: str,
+    split: tuple[float, ...] | None,
 ) -> StageCut:
-    """Returns `cut_stages` of the balanced rule, cached: a search repeats the same cuts."""
-    return _count_layers(_balanced(costs, end_parameters, len(owners)), kinds_of_blocks, kind_count, ranks, owners)
+    """Returns `cut_stages`, cached: a search repeats the same cuts hundreds of times."""
+    kinds_of_blocks, kind_blocks = block_kinds(key.shape)
+    stages = ranks * stages_per_rank
+    owners = placement if isinstance(placement, tuple) else tuple(placement.rank_of(i, ranks) for i in range(stages))
+    bounds = divide_blocks(key.shape, stages, rule, split)
+    return _count_layers(bounds, kinds_of_blocks, len(kind_blocks), ranks, owners)
 
 
 def _count_layers(

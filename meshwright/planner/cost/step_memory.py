@@ -23,6 +23,7 @@ from functools import reduce as fold
 
 import numpy as np
 
+from meshwright.array_types import Index
 from meshwright.planner.cost.layout_batch import Array
 
 
@@ -82,59 +83,134 @@ class StateRules:
     """Bytes an element of a gathered weight that is freed behind its last backward."""
 
 
-def peak_parts(
-    parameters: Array,
-    gradients: Array,
-    logits: Array,
-    units: UnitElements,
-    activations: ActivationParts,
-    rules: StateRules,
-) -> dict[str, Array]:
-    """Returns bytes by part at the fullest moment, (N, P) each.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepMoments:
+    """Bytes of a rank at M moments of a step, but for the activations: the same however many layers recompute."""
+
+    held: tuple[str, ...]
+    """What of the activations there is at each moment: names of `_held_activations`."""
+    parameters: Array
+    """Of weights that compute, (M, N, P)."""
+    gradients: Array
+    """Of gradients, (M, N, P)."""
+    logits: Array
+    """Of logits and of what the loss computes of them, at the first moment alone, (N, P)."""
+    has_others: Array
+    """Whether the rank has layers beside its largest one, (N, P) bool."""
+
+    def take(self, index: Index) -> StepMoments:
+        """Returns the moments of some of the layouts."""
+        return StepMoments(
+            held=self.held,
+            parameters=self.parameters[:, index],
+            gradients=self.gradients[:, index],
+            logits=self.logits[index],
+            has_others=self.has_others[index],
+        )
+
+    def fullest(self, activations: ActivationParts) -> dict[str, Array]:
+        """Returns bytes by part at the fullest moment, (N, P) each.
+
+        Args:
+            activations: of the rank.
+        """
+        held = _held_activations(activations, self.has_others)
+        first = self.parameters[0], self.gradients[0], held[self.held[0]]
+        peak = [part.copy() for part in first]
+        most_bytes = fold(np.add, peak) + self.logits
+        at_first = np.ones(most_bytes.shape, dtype=bool)
+        for parameters, gradients, name in zip(self.parameters[1:], self.gradients[1:], self.held[1:]):
+            total = parameters + gradients + held[name]
+            is_fuller = total > most_bytes
+            if not is_fuller.any():
+                continue
+            np.maximum(most_bytes, total, out=most_bytes)
+            at_first &= ~is_fuller
+            for kept, here in zip(peak, (parameters, gradients, held[name])):
+                np.copyto(kept, here, where=is_fuller)
+        return dict(zip(("parameters", "gradients", "activations"), peak)) | {"logits": self.logits * at_first}
+
+
+def single_moment(parameters: Array, gradients: Array, logits: Array) -> StepMoments:
+    """Returns the one moment of an engine whose gradients, activations and logits are all counted together."""
+    return StepMoments(
+        held=("all and work",),
+        parameters=parameters[None],
+        gradients=gradients[None],
+        logits=logits,
+        has_others=np.zeros(parameters.shape, dtype=bool),
+    )
+
+
+def step_moments(
+    parameters: Array, gradients: Array, logits: Array, units: UnitElements, rules: StateRules
+) -> StepMoments:
+    """Returns the moments of a step.
 
     Args:
         parameters: bytes of weights that compute, at their most, (N, P).
         gradients: bytes of gradients that wait for the update, at their most, (N, P).
         logits: bytes of logits and of what the loss computes of them, (N, P).
         units: of the rank.
-        activations: of the rank.
         rules: of the rank.
     """
+    others = np.maximum(units.layers - units.layer, 0.0)
+    loss = parameters, np.where(rules.comes_late, 0.0, gradients), "all"
+    all_and_work, *later = _backward_moments(parameters, gradients, others, units, rules)
+    # No moment has more activations than this one, so that those without more state are never the fullest.
+    most_state = all_and_work[0] + all_and_work[1]
+    moments = [loss, all_and_work, *(moment for moment in later if (moment[0] + moment[1] > most_state).any())]
     shape = np.shape(parameters)
-    peak = [parameters.copy(), np.where(rules.comes_late, 0.0, gradients), activations.saved + np.zeros(shape)]
-    most_bytes = fold(np.add, peak) + logits
-    in_loss = np.ones(shape, dtype=bool)
-    for moment in _backward_moments(parameters, gradients, units, activations, rules):
-        total = moment[0] + moment[1] + moment[2]
-        is_fuller = total > most_bytes
-        np.maximum(most_bytes, total, out=most_bytes)
-        in_loss &= ~is_fuller
-        for kept, here in zip(peak, moment):
-            np.copyto(kept, here, where=is_fuller)
-    return dict(zip(("parameters", "gradients", "activations"), peak)) | {"logits": logits * in_loss}
+    return StepMoments(
+        held=tuple(name for _, _, name in moments),
+        parameters=np.stack([np.broadcast_to(left, shape) for left, _, _ in moments]),
+        gradients=np.stack([np.broadcast_to(waiting, shape) for _, waiting, _ in moments]),
+        logits=logits,
+        has_others=others > 0,
+    )
 
 
-Moment = tuple[Array, Array, Array]
-"""Bytes of parameters, gradients and activations."""
+def _held_activations(activations: ActivationParts, has_others: Array) -> dict[str, Array]:
+    """Returns the bytes of activations that there are at once, (N, P) each, by what they are of.
+
+    Args:
+        activations: of the rank.
+        has_others: whether the rank has layers beside its largest one, (N, P) bool.
+    """
+    saved, working, ends = activations.saved, activations.working, activations.ends
+    without_last = np.maximum(saved - activations.layer, ends)
+    return {
+        "all": saved,
+        "all and work": saved + working,
+        "without the last layer": without_last,
+        "without the last layer, and work": np.where(has_others, without_last, saved) + working,
+        "the first layer, and work": np.minimum(ends + activations.layer, saved) + working,
+        "ends": ends,
+        "nothing": np.zeros_like(saved),
+    }
+
+
+Moment = tuple[Array, Array, str]
+"""Bytes of parameters and gradients, and what there is of the activations."""
 
 
 def _backward_moments(
-    parameters: Array, gradients: Array, units: UnitElements, activations: ActivationParts, rules: StateRules
+    parameters: Array, gradients: Array, others: Array, units: UnitElements, rules: StateRules
 ) -> list[Moment]:
-    """Returns the bytes at each moment behind the loss, in order; see `peak_parts`."""
+    """Returns the bytes at each moment behind the loss, in order; ``others`` are the layers but the largest, (N, P)."""
     none = np.zeros_like(parameters)
     before = np.where(rules.comes_late, 0.0, gradients)
     # A gradient that was added up whole gives way to the rank's own part of it.
     added_up = np.where(rules.comes_whole, rules.reduced, 0.0)
     gained = np.where(rules.comes_late, rules.stays, np.where(rules.comes_whole, rules.stays - added_up, 0.0))
 
-    def backward(done: Array, read: Array, kept: Array, further: Array) -> Moment:
+    def backward(done: Array, read: Array, kept: str, further: Array) -> Moment:
         """Once ``done`` elements are reduced, while what was copied of the last ``read`` of them is still in use."""
         waiting = before + gained * done
         left = np.maximum(parameters - rules.freed * done, 0.0)
         return left, waiting + rules.reduced * read + further, kept
 
-    def reduction(done: Array, unit: Array, weight: Array, kept: Array) -> Moment:
+    def reduction(done: Array, unit: Array, weight: Array, kept: str) -> Moment:
         """While a unit is reduced, whose weights are free: its gradients are copied, then the copy is reduced.
 
         Without units each ``weight`` of as many elements is on its own.
@@ -150,27 +226,22 @@ def _backward_moments(
     tied = rules.computed * embedding if units.is_tied else none
     widened = np.where(in_units | ~rules.comes_late, 0.0, rules.stays)
     layer_gradient = np.maximum(rules.computed, widened) * units.first + tied
-    saved, working = activations.saved, activations.working
-    others = np.maximum(units.layers - layer, 0.0)
     # The unit before, where there is another layer.
     earlier = np.where(others > 0, layer, head)
     second = np.minimum(layer, others)
-    without_one = np.maximum(saved - activations.layer, activations.ends)
-    without_second = np.where(others > 0, without_one, saved)
-    first_alone = np.minimum(activations.ends + activations.layer, saved)
     everything = head + units.layers + embedding
     later = np.maximum(rules.own * (1.0 + rules.copies), rules.reduced_later)
     later_unit = np.where(rules.reduced_later > 0, np.maximum(np.maximum(head, layer), embedding), 0.0)
     return [
         # A layer's backward before the last micro-batch.
-        (parameters, before + layer_gradient, saved + working),
-        reduction(none, head, head, saved),
-        backward(head, head, saved + working, layer_gradient),
-        reduction(head, layer, units.first, without_one),
-        backward(head + second, earlier, without_second + working, layer_gradient),
-        backward(head + others, earlier, first_alone + working, layer_gradient),
-        reduction(head + others, layer, units.first, activations.ends),
-        reduction(head + units.layers, embedding, embedding, none),
+        (parameters, before + layer_gradient, "all and work"),
+        reduction(none, head, head, "all"),
+        backward(head, head, "all and work", layer_gradient),
+        reduction(head, layer, units.first, "without the last layer"),
+        backward(head + second, earlier, "without the last layer, and work", layer_gradient),
+        backward(head + others, earlier, "the first layer, and work", layer_gradient),
+        reduction(head + others, layer, units.first, "ends"),
+        reduction(head + units.layers, embedding, embedding, "nothing"),
         # What follows the last backward, and the update.
-        (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, none),
+        (np.maximum(parameters - rules.freed * everything, 0.0), gradients + later * later_unit, "nothing"),
     ]
