@@ -117,8 +117,8 @@ class OuterOptimizer:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
-        gradients_or_none = ((weight.name, weight.gradient) for weight in self._weights)
-        present = [(name, gradient) for name, gradient in gradients_or_none if gradient is not None and gradient.numel()]
+        pairs = [(weight.name, weight.gradient) for weight in self._weights]
+        present = [(name, gradient) for name, gradient in pairs if gradient is not None and gradient.numel()]
         names, gradients = [name for name, _ in present], [gradient for _, gradient in present]
         sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
         # Gradients are all there, so room for a copy of them may not be: of a few at a time, and of a large one none.
