@@ -35,7 +35,6 @@ PRIORS: dict[str, float] = {
     "attention": 0.8,
     "matmul": 0.9,
     "host_layer_s": 1e-3,
-    "host_piped_s": 1e-3,
     "host_step_s": 0.01,
     "tp_start_s": 2e-5,
     "host_microbatch_s": 1e-3,
@@ -116,7 +115,6 @@ SPREADS: dict[str, float] = {
     "batched": 0.3,
     "logits": 0.3,
     "host_layer_s": 1.0,
-    "host_piped_s": 1.0,
     "host_step_s": 1.0,
     "host_microbatch_s": 1.0,
     "action_s": 1.0,
@@ -158,7 +156,7 @@ RATES = {
 """Of a generation, those of products among them that all share."""
 NANOTRON = _named(
     "nanotron/runtime",
-    "pass_width pass_ffn loss_passes:0 accumulate_bytes host_layer_s host_piped_s host_step_s dp_overlap scatter_share",
+    "pass_width pass_ffn loss_passes:0 accumulate_bytes host_layer_s host_step_s dp_overlap scatter_share",
 )
 DEEPSPEED = _named("megatron-deepspeed/runtime", "host_layer_s score_passes pass_width host_step_s loss_passes:0")
 COMPOSER = _named("fsdp-composer/runtime", "attention pass_width interference") + _named(

@@ -47,6 +47,7 @@ from benchmarks.published.folds import (
 )
 from benchmarks.published.predict import Predicted, predict, with_engines
 from benchmarks.published.rows import Case
+from benchmarks.published.stats import layout_of
 from meshwright.planner.cost import kernels
 
 ROUNDS, MOST_ROWS = 3, 40
@@ -94,6 +95,10 @@ FRAMEWORK_CONSTANTS = tuple(
 """Constants of time of all frameworks."""
 
 
+TEXTS = ("population", "framework", "device", "generation", "products", "job", "mesh", "layout")
+"""Columns of a row that aren't numbers."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeldOut:
     """A row that the constants haven't seen, and how far off its prediction was."""
@@ -115,6 +120,10 @@ class HeldOut:
     """Checksum of what rows share that differ in layout alone."""
     mesh: str
     """The degrees of its axes."""
+    layout: str
+    """Checksum of its layout."""
+    time_s: float | None
+    """Measured seconds of the step; None where they aren't compared."""
     time_error: float | None
     """ln(measured / predicted) of the step's seconds; None where they aren't compared."""
     memory_error: float | None
@@ -132,9 +141,10 @@ class HeldOut:
             return float(row[key]) if row[key] else None
 
         return cls(
-            **{key: row[key] for key in ("population", "framework", "device", "generation", "products", "job", "mesh")},
+            **{key: row[key] for key in TEXTS},
             devices=int(row["devices"]),
             experts=row["experts"] == "1",
+            time_s=number("time_s"),
             time_error=number("time_error"),
             memory_error=number("memory_error"),
             room=number("room"),
@@ -199,6 +209,8 @@ def _held_out(population: str, item: Predicted, what: str) -> HeldOut:
         products=case.job.products or case.job.precision,
         job=f"{zlib.crc32('/'.join((case.file, *case.group)).encode()):08x}",
         mesh=",".join(f"{axis}{case.columns[axis]}" for axis in ("pp", "tp", "cp", "ep", "replicate", "shard")),
+        layout=f"{zlib.crc32(repr(layout_of(item)).encode()):08x}",
+        time_s=case.time_s if timed else None,
         time_error=math.log(case.time_s / item.step_s) if timed and case.time_s else None,
         memory_error=math.log(case.memory_bytes / item.memory_bytes) if sized and case.memory_bytes else None,
         room=math.log(room_bytes / item.peak_bytes) if fits is not None else None,

@@ -122,10 +122,6 @@ class OtherRuntime(RuntimeModel):
     host_softmax_s: float = 0.0
     """Host seconds of a layer's forward more where the fused softmax refuses a batch: rows x heads of a rank that are
     no multiple of 4. Source: Megatron-LM, megatron/model/fused_softmax.py, is_kernel_available."""
-    host_piped_s: float = 0.0
-    """Host seconds of a layer's forward in a pipeline, for one rank of tp; the larger of it and `host_layer_s`."""
-    host_piped_power: float = 0.0
-    """How it grows with the ranks of tp, which wait for the slowest host among them: as tp to this power."""
     tp_overlap: float = 0.0
     """Share of tp's traffic that hides under products."""
     tp_start_s: float = 0.0
@@ -159,8 +155,7 @@ class OtherRuntime(RuntimeModel):
     def launch_s(self, layouts: LayoutBatch, rows: Array, layer: LayerShape, is_backward: bool) -> Values:
         """Returns seconds in which the host launches a layer: ranks of tp wait for the slowest host among them."""
         tp = layouts.tp
-        pipeline_launch_s = self.host_piped_s * tp**self.host_piped_power * (layouts.pp > 1)
-        launch_s = np.maximum(self.host_layer_s * tp**self.host_tp_power, pipeline_launch_s)
+        launch_s = self.host_layer_s * tp**self.host_tp_power
         if self.host_softmax_s and layer.heads:
             launch_s = launch_s + self.host_softmax_s * (np.mod(rows * layer.heads / tp, 4.0) > 0)
         return self.with_draws_s(launch_s, layer, is_backward)

@@ -22,10 +22,18 @@ from meshwright.planner.device_kinds import DeviceKinds
 
 MOST_STAGES = 1024
 """Most stages of a pipeline that is priced."""
+NODE_GB_S = 250.0
+"""GB/s of an all-gather among the devices of a node below which a run's time isn't compared. Runs of the sweep measured
+252 to 266, or 246 and less, and nothing between. In the latter a layer that the host holds up takes 11, 16 and 26 ms
+with tp of 2, 4 and 8, with a pipeline or without; in the former 4.4 to 5.5 ms, whatever tp or pp."""
 FAST_DOMAIN = 8
 """Most ranks of tp whose time is compared: beyond, the published sweep ran on a network known to be sick."""
-ALIKE = ("model", "gpus", "gpu_type", "gbs", "seq_len", "framework", "precision", "vocab", "tie_embeddings")
-"""Columns that rows share which differ in layout alone."""
+ALIKE = (
+    *("model", "layers", "hidden", "heads", "ffn_hidden", "vocab", "tie_embeddings", "gpus", "gpu_type"),
+    *("gbs", "seq_len", "framework", "date", "precision"),
+)
+"""Columns that rows share which differ in layout alone: models of one name may have other sizes (BLOOM's trials), and a
+framework's next version may run the same layout at 0.56 of the time (Megatron-Bridge 26.02 and 26.02.01)."""
 
 
 UNREADABLE = (MeshwrightError, ArithmeticError, ValueError, LookupError, TypeError)
@@ -197,9 +205,12 @@ def _split(row: Row) -> tuple[float, ...] | None:
         raise Unpriced("layers_per_stage isn't a list of numbers") from None
     if len(sizes) != whole(row, "pp", 1) * whole(row, "vpp", 1):
         raise Unpriced("layers_per_stage doesn't name every stage")
-    if round(sum(sizes)) == whole(row, "layers") + 2:
+    layers = whole(row, "layers")
+    if round(sum(sizes)) == layers + 2:
         sizes[0] -= 1
         sizes[-1] -= 1
+    elif round(sum(sizes)) != layers:
+        raise Unpriced("layers_per_stage has the layers of another model")
     return tuple(sizes)
 
 
@@ -223,6 +234,8 @@ def _time(row: Row, kinds: bool) -> tuple[float | None, str]:
         return None, "time: unequal devices, and which isn't said"
     if row.get("network_healthy") == "0":
         return None, "time: the network was sick"
+    if row.get("allgather_intra_gbs") and number(row, "allgather_intra_gbs") < NODE_GB_S:
+        return None, "time: links or hosts of the nodes were sick"
     if "after_pp_fix" in row:
         if whole(row, "tp", 1) > FAST_DOMAIN:
             return None, "time: tp over more than a node"

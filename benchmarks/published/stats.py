@@ -74,11 +74,11 @@ def regret(found: Sequence[Predicted], rank: Callable[[Predicted], float]) -> di
             groups.setdefault((item.case.file, *item.case.group), []).append(item)
     lost, three = [], []
     for items in groups.values():
-        if len({_layout(item) for item in items}) < 2:
+        if len({layout_of(item) for item in items}) < 2:
             continue
         best = min(item.case.time_s or np.inf for item in items)
         # Ties by what has nothing to do with the time: files may list their rows from the fastest on.
-        order = sorted(items, key=lambda item: (rank(item), zlib.crc32(repr(_layout(item)).encode())))
+        order = sorted(items, key=lambda item: (rank(item), zlib.crc32(repr(layout_of(item)).encode())))
         lost.append((order[0].case.time_s or 0) / best - 1)
         three.append(min(item.case.time_s or np.inf for item in order[:3]) / best - 1)
     if not lost:
@@ -92,7 +92,8 @@ def regret(found: Sequence[Predicted], rank: Callable[[Predicted], float]) -> di
     }
 
 
-def _layout(item: Predicted) -> tuple[object, ...]:
+def layout_of(item: Predicted) -> tuple[object, ...]:
+    """Returns what tells a layout from others of its group."""
     columns = item.case.columns
     names = ("pp", "tp", "cp", "ep", "replicate", "shard", "zero", "microbatches", "recompute", "sequence", "stages")
     return tuple(columns.get(name) for name in names)

@@ -60,6 +60,33 @@ def test_the_sweep_is_predicted_within_its_bars(stats):
     assert found["skill"] > 0.5
 
 
+def of_the_sweep(chosen):
+    rows = read_file(TRUTH / "hf_ultrascale_nanotron.csv")
+    held_up = [row for row in rows if row["mbs"] == "1" and row["tp"] in ("4", "8") and row["step_time_s"]]
+    cases = [read_case(row, "file") for row in held_up if row["status"] == "ok" and chosen(row)]
+    return [case for case in cases if case.time_s]
+
+
+def test_a_pipeline_does_not_slow_the_host_that_holds_its_layers_up():
+    """Held to the seconds that rows state: constants of the host come from runs without pipelines as well."""
+    cases = of_the_sweep(lambda row: int(row["pp"]) > 1)
+    errors = [found.step_s / float(case.row["step_time_s"]) - 1 for found, case in zip(predict(cases), cases)]
+    assert len(errors) == 4 and max(map(abs, errors)) < 0.15
+
+
+def test_runs_on_nodes_whose_own_probe_is_slow_are_not_compared():
+    """Among them a layer takes two to six times as long as the same elsewhere, with a pipeline and without."""
+    for piped in (False, True):
+        layer_ms = {True: [], False: []}
+        for row in read_file(TRUTH / "hf_ultrascale_nanotron.csv"):
+            alike = {"model": "Llama-like 1.34G", "mbs": "1", "tp": "8", "status": "ok"}
+            if row["step_time_s"] and alike.items() <= row.items() and (int(row["pp"]) > 1) is piped:
+                layers = float(row["layers"]) / int(row["pp"]) * float(row["grad_acc"])
+                layer_ms[float(row["allgather_intra_gbs"]) < 250].append(1e3 * float(row["step_time_s"]) / layers)
+        assert min(layer_ms[True]) > 2 * max(layer_ms[False])
+    assert all(float(case.row["allgather_intra_gbs"]) > 250 for case in of_the_sweep(lambda row: True))
+
+
 def test_tables_are_predicted_within_their_bars(stats):
     assert stats["files"]["simumax_b200"]["memory"]["median"] < 0.01
     assert stats["files"]["megatron_sc21_table1"]["time"]["median"] < 0.05
@@ -100,6 +127,7 @@ def test_the_json_has_its_form(tmp_path, capsys):
         ({"seq_len": "0"}, "at least 1"),
         ({"layers_per_stage": "[1,"}, "layers_per_stage"),
         ({"layers_per_stage": "[4,4,8]"}, "doesn't name every stage"),
+        ({"layers_per_stage": "[6,6]"}, "another model"),
         ({"gbs": ""}, "no gbs"),
         ({"step_time_s": ""}, ""),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fit_uncertainty import ERRORS, fit_memory, fit_time
+from benchmarks.fit_uncertainty import ERRORS, fit_memory, fit_time, regrets
 from benchmarks.published.held_out import HeldOut
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
@@ -32,8 +32,8 @@ def held_out(**fields: object) -> HeldOut:
     """Returns a row of which nothing but some fields is known."""
     known: dict[str, object] = {
         "population": "framework", "framework": "f", "device": "h100", "generation": "hopper", "devices": 8,
-        "experts": False, "products": "bf16", "job": "j", "mesh": "m", "time_error": None, "memory_error": None,
-        "room": None, "fits": None,
+        "experts": False, "products": "bf16", "job": "j", "mesh": "m", "layout": "l", "time_s": None,
+        "time_error": None, "memory_error": None, "room": None, "fits": None,
     }  # fmt: skip
     return HeldOut(**(known | fields))  # type: ignore[arg-type]
 
@@ -96,6 +96,22 @@ def test_the_scale_of_memory_is_found_again_from_what_ran_out() -> None:
     assert found.job == pytest.approx(0.1, rel=0.25) and found.counted == pytest.approx(0.01, rel=0.3)
     assert found.missing == pytest.approx(0.06, abs=0.01) and abs(found.job_missing) < 0.02
     assert found.framework == pytest.approx(np.std(middles, ddof=1), abs=0.01)
+
+
+def test_regret_is_that_of_the_layout_that_is_predicted_first() -> None:
+    def run(job: str, layout: str, measured_s: float, predicted_s: float, **fields: object) -> HeldOut:
+        error = math.log(measured_s / predicted_s)
+        return held_out(job=job, layout=layout, time_s=measured_s, time_error=error, **fields)
+
+    rows = [
+        run("a", "x", 1.0, 2.0), run("a", "y", 1.5, 1.0),  # y is said to be the fastest, and takes 1.5 of x
+        run("b", "x", 2.0, 1.0), run("b", "y", 3.0, 2.0),  # both too fast, in the right order
+        run("c", "x", 1.0, 1.0), run("c", "x", 3.0, 1.0), run("c", "y", 1.6, 2.0),  # two runs of x take 2 in the mean
+        run("d", "x", 5.0, 1.0), run("d", "x", 9.0, 1.0),  # one layout alone
+        run("e", "x", 5.0, 1.0, population="model"), run("e", "y", 4.0, 2.0, population="model"),
+    ]  # fmt: skip
+    assert regrets(rows, "framework") == {"f": [pytest.approx(0.5), 0.0, pytest.approx(0.25)]}
+    assert regrets(rows, "model") == {"f": [pytest.approx(0.25)]}
 
 
 def raw_rows(population: str) -> list[dict[str, str]]:
