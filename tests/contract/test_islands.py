@@ -282,8 +282,8 @@ def test_islands_take_first_steps_as_one(root: Path) -> None:
     assert [loss for loss, _ in whole[:5]] == pytest.approx([loss for loss, _ in copies[:5]], rel=1e-5)
     assert [norm for _, norm in whole[:5]] == pytest.approx([norm for _, norm in copies[:5]], rel=1e-4)
     assert abs(whole[5][0] - copies[5][0]) > 1e-5, "island 0's own loss"
-    rounded = train(root, "rounded", "islands=2", 6, 2, *more, "--outer.compress", "int8")
-    assert [loss for loss, _ in rounded[:5]] == pytest.approx([loss for loss, _ in whole[:5]], rel=2e-3)
+    rounded = train(root, "rounded", "islands=2", 10, 2, *more, "--outer.compress", "int8")
+    assert [loss for loss, _ in rounded[:5]] == pytest.approx([loss for loss, _ in whole[:5]], rel=1e-3)
     assert rounded[0][0] == whole[0][0] and rounded[1][0] != whole[1][0]
     steps = rows(root / "whole")
     assert [row["step"] for row in steps if row["outer"]] == [9, 10]
