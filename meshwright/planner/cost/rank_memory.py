@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.array_types import Index
+from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.layer_cost import LayerCost
@@ -109,6 +110,7 @@ class RankMemory(LayerSums):
     def __init__(self, costs: LayerCosts) -> None:
         super().__init__(costs, *_distinct_cuts(costs.model))
         self.in_flight = in_flight_microbatches(self.layouts, self.ranks)
+        self.communication = CommunicationTimes(self.model)
 
     @cached_property
     def parameters(self) -> tuple[Array, Array]:
@@ -142,15 +144,15 @@ class RankMemory(LayerSums):
         Also ``allocated``, ``reserved`` and ``peak``; if any layout offloads, ``host``, the bytes in host memory, and
         ``unoffloaded_peak``, as if all stayed.
         """
-        layouts, engine, most_bytes = self.layouts, self.engine, self.most_bytes
+        layouts, engine, resting = self.layouts, self.engine, self._resting_bytes
         memory = self.by_recompute.at(layouts.recompute_share)
-        memory |= {name: most_bytes[name] for name in ("optimizer", "buffers", "host") if name in most_bytes}
+        memory |= {name: resting[name] for name in ("optimizer", "buffers", "host") if name in resting}
         # Where memory is short the allocator waits for what is freed late, so that only what is reserved counts it.
         elements = self.model.tokens * self.job.shape.width
         late_bytes = engine.saved.late_bytes(layouts, elements, self.job.shape.width, self.layers, self.in_flight)
         memory["reserved"] = memory["reserved"] + engine.allocator * late_bytes
-        if "moved" in most_bytes:
-            memory["unoffloaded_peak"] = memory["peak"] + most_bytes["moved"]
+        if "moved" in resting:
+            memory["unoffloaded_peak"] = memory["peak"] + resting["moved"]
         return memory
 
     @cached_property

@@ -13,11 +13,10 @@ import numpy as np
 
 from meshwright.cluster.host import HostShare
 from meshwright.errors import PlanError
-from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.groups import WireTime
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
+from meshwright.planner.cost.layer_sums import LayerSums
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import price_offload
 from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts, sends_of_cut
@@ -42,10 +41,6 @@ class RankTimes(RankMemory):
     Args:
         costs: of the layers on these layouts.
     """
-
-    def __init__(self, costs: LayerCosts) -> None:
-        super().__init__(costs)
-        self.communication = CommunicationTimes(self.model)
 
     @cached_property
     def regathered(self) -> tuple[Array, Array]:
