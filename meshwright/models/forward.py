@@ -268,8 +268,8 @@ def _check_order(candidates: list[torch.Tensor], vocab: int | None) -> None:
     if widths and vocab in widths and widths[0] != vocab:
         shapes = ", ".join(str(tuple(candidate.shape)) for candidate in candidates)
         raise ConfigError(
-            f"the model's forward gives {shapes}, of which the first would be its logits, and a later one is as wide as "
-            f"the vocabulary of {vocab}; return the logits first, or a dict or an object that calls them logits"
+            f"the model's forward gives {shapes}; the first is taken for its logits, and a later one is as wide as the "
+            f"vocabulary of {vocab}; return the logits first, or a dict or an object that calls them logits"
         )
 
 
