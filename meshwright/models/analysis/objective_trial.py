@@ -87,8 +87,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if f"Target {IGNORED} is out of bounds" in reason:
             reason = (
-                f"targets of {IGNORED} stand for none, and its loss takes them for a class; write cross_entropy(..., "
-                f"ignore_index={IGNORED}), which is torch's default"
+                f"{IGNORED} stands for no target, and its loss takes them for a class; write ignore_index={IGNORED}"
             )
         raise ConfigError(
             f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {reason}"
