@@ -117,7 +117,7 @@ def test_logits_of_a_forward_that_insists_on_targets() -> None:
 
 
 def test_a_loss_that_counts_what_has_no_target_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"takes them for a class; write ignore_index=-100"):
+    with pytest.raises(ConfigError, match=r"takes it for a class; write ignore_index=-100"):
         try_forward(build(own("other_ignored")))
 
 

@@ -234,7 +234,7 @@ def _narrow_all_layers(built: BuiltModel, elements: int) -> BuiltModel:
 
 
 def train_frozen_layers(clone: Clone) -> Clone:
-    """Trains a clone's embedding and layers where the model freezes them and returns it, so that gradients show who reads what.
+    """Trains a clone's frozen embedding and layers, so that gradients show who reads what; returns the clone.
 
     How a matrix can be split doesn't depend on whether it is trained: the weights below adapters are split too.
     """
