@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -38,6 +40,34 @@ class Plain(Backbone):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor | None = None):  # type: ignore[no-untyped-def]
         logits = self.head(self.hidden(tokens))
         return logits, None if targets is None else entropy(logits, targets)
+
+
+class OtherIgnored(Backbone):
+    """Its loss leaves out targets of -1."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class HiddenFirst(Backbone):
+    """Returns its hidden state in front of its logits."""
+
+    def forward(self, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
+        x = self.hidden(tokens)
+        return x, self.head(x)
+
+
+class NamedLogits(NamedTuple):
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class HiddenNamed(HiddenFirst):
+    """Returns the same by name."""
+
+    def forward(self, tokens: torch.Tensor):  # type: ignore[no-untyped-def]
+        return NamedLogits(*super().forward(tokens))
 
 
 class LogitPenalty(Backbone):
@@ -205,6 +235,18 @@ def shifted_alone(vocab: int = VOCAB) -> nn.Module:
 
 def loose(vocab: int = VOCAB) -> nn.Module:
     return Loose(vocab)
+
+
+def other_ignored(vocab: int = VOCAB) -> nn.Module:
+    return OtherIgnored(vocab)
+
+
+def hidden_first(vocab: int = VOCAB) -> nn.Module:
+    return HiddenFirst(vocab)
+
+
+def hidden_named(vocab: int = VOCAB) -> nn.Module:
+    return HiddenNamed(vocab)
 
 
 def running_norm(vocab: int = VOCAB) -> nn.Module:

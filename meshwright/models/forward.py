@@ -105,7 +105,9 @@ def model_output(
         ConfigError: for an output that is neither logits nor a loss, or masked documents without position ids.
     """
     result = call_model(module, structure, tokens, targets, positions, mask_documents, bounds)
-    return ModelOutput(result.logits, None) if structure.transformers else _read_output(result, tokens, token_parts)
+    if structure.transformers:
+        return ModelOutput(result.logits, None)
+    return _read_output(result, tokens, token_parts, structure.vocab)
 
 
 def call_model(
@@ -171,7 +173,7 @@ def author_output(
             # the model shifts: hand it the tokens so that its shift restores the targets
             labels_by_argument[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
     result = _call_module(module, structure, tokens, labels_by_argument, positions, mask_documents, bounds)
-    return _read_loss(result, tokens)
+    return _read_loss(result, tokens, structure.vocab)
 
 
 def _call_module(
@@ -221,7 +223,7 @@ def _is_library_model(module: nn.Module) -> bool:
     return own_class.__module__.startswith("transformers.")
 
 
-def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
+def _read_loss(result: Any, tokens: torch.Tensor, vocab: int | None) -> ModelOutput:
     """Finds logits, loss and named scalars in a module's output of any type."""
     if isinstance(result, torch.Tensor):
         named: dict[str, Any] = {"": result}
@@ -238,6 +240,8 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
     # a tensor that is called logits wins over others of that shape
     if isinstance(tensors.get("logits"), torch.Tensor) and tensors["logits"].ndim == 3:
         logits.insert(0, tensors["logits"])
+    elif isinstance(result, (tuple, list)) and not hasattr(result, "logits"):
+        _check_order(logits, vocab)
     scalars = {key: item.reshape(()) for key, item in tensors.items() if item.numel() == 1 and item.is_floating_point()}
     # a single unnamed scalar is the loss; among several none can be chosen
     loss = scalars.pop("loss", None)
@@ -250,24 +254,43 @@ def _read_loss(result: Any, tokens: torch.Tensor) -> ModelOutput:
         loss = scalars.pop(next(iter(scalars)))
     if not logits and loss is None:
         # raises, naming the shapes
-        _read_output(result, tokens, 1)
+        _read_output(result, tokens, 1, vocab)
     return ModelOutput(logits[0] if logits else None, loss, scalars)
 
 
-def _read_output(result: Any, tokens: torch.Tensor, token_parts: int) -> ModelOutput:
+def _check_order(candidates: list[torch.Tensor], vocab: int | None) -> None:
+    """Refuses a tuple whose first (B, S, ...) tensor isn't as wide as the vocabulary, while another one is.
+
+    Raises:
+        ConfigError: with the shapes.
+    """
+    widths = [candidate.shape[-1] for candidate in candidates]
+    if widths and vocab in widths and widths[0] != vocab:
+        shapes = ", ".join(str(tuple(candidate.shape)) for candidate in candidates)
+        raise ConfigError(
+            f"the model's forward gives {shapes}; the first is taken for its logits, and a later one is as wide as the "
+            f"vocabulary of {vocab}; return the logits first, or a dict or an object that calls them logits"
+        )
+
+
+def _read_output(result: Any, tokens: torch.Tensor, token_parts: int, vocab: int | None) -> ModelOutput:
     """Finds logits (B, S / token_parts, V) or a scalar loss in a module's output of any type."""
     if isinstance(result, torch.Tensor):
         candidates = [result]
     elif isinstance(result, dict):
         candidates = [result.get("logits"), result.get("loss")]
     elif isinstance(result, (tuple, list)):
-        candidates = list(result)
+        named = [result.logits] if hasattr(result, "logits") else []
+        candidates = [*named, *result]
     else:
         candidates = [getattr(result, "logits", None), getattr(result, "loss", None)]
     tensors = [candidate for candidate in candidates if isinstance(candidate, torch.Tensor)]
-    for candidate in tensors:
-        if candidate.ndim == 3 and candidate.shape[:2] == (tokens.shape[0], tokens.shape[1] // token_parts):
-            return ModelOutput(candidate, None)
+    shape = (tokens.shape[0], tokens.shape[1] // token_parts)
+    of_tokens = [candidate for candidate in tensors if candidate.ndim == 3 and candidate.shape[:2] == shape]
+    if of_tokens:
+        if isinstance(result, (tuple, list)) and not hasattr(result, "logits"):
+            _check_order(of_tokens, vocab)
+        return ModelOutput(of_tokens[0], None)
     for candidate in tensors:
         if candidate.numel() == 1 and candidate.is_floating_point():
             return ModelOutput(None, candidate.reshape(()))

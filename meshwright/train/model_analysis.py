@@ -128,6 +128,27 @@ def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
             )
 
 
+def _check_shared_weights(model: BuiltModel, layout: Layout) -> None:
+    """Refuses shards of a weight that several layers share: FSDP2 shards a layer's weights with that layer alone.
+
+    Raises:
+        PlanError: with the weight, its layers, and the nearest that works.
+    """
+    has_units = layout.zero or layout.offload == "parameters"
+    if not has_units and (not layout.is_mixed_precision or layout.has_compute_copies):
+        return
+    owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
+    for layer in model.structure.layers:
+        module = model.module.get_submodule(layer)
+        for name, parameter in module.named_parameters():
+            owner, owner_module = owners.setdefault(parameter, (layer, module))
+            if owner_module is not module:
+                raise PlanError(
+                    f"'{layer}.{name}' is a weight of layer '{owner}' too, and {layout} gathers and shards each layer "
+                    "by itself; nearest that works: replicate, pp or cp in float32, or own weights in each layer"
+                )
+
+
 def analyse_model(
     model: BuiltModel, layout: Layout, earlier: ModelAnalysis | None = None, tokens: int = 0
 ) -> ModelAnalysis:
@@ -148,6 +169,7 @@ def analyse_model(
     trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
     _check_embeddings(model, layout)
+    _check_shared_weights(model, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:

@@ -257,6 +257,16 @@ def test_lookups_that_depend_on_the_rows_of_a_call_are_refused(
             analyse_model(frozen, Layout.parse("replicate=2"))
 
 
+def test_shards_of_a_weight_that_two_layers_share_are_refused() -> None:
+    shared = build("plain")
+    first, second = (shared.module.get_submodule(name) for name in shared.structure.layers)
+    second[0].weight = first[0].weight  # type: ignore[index]
+    for text in ("shard=2,zero=1", "shard=2,zero=3"):
+        with pytest.raises(PlanError, match=r"'layers.1.0.weight' is a weight of layer 'layers.0' too.*nearest"):
+            analyse_model(shared, Layout.parse(text))
+    analyse_model(shared, Layout.parse("replicate=2"))
+
+
 @pytest.mark.slow
 def test_lookups_that_are_allowed_equal_one_device() -> None:
     for name, text in (("shortened", "microbatches=2"), ("divided", "recompute=full")):

@@ -116,6 +116,23 @@ def test_logits_of_a_forward_that_insists_on_targets() -> None:
     assert model_forward(module, built.structure, torch.zeros(2, 5, dtype=torch.int64)).shape == (2, 5, VOCAB)
 
 
+def test_a_loss_that_counts_what_has_no_target_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"takes it for a class; write ignore_index=-100"):
+        try_forward(build(own("other_ignored")))
+
+
+def test_logits_behind_another_tensor_need_a_name() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    for name in ("hidden_first", "hidden_named"):
+        built = build(own(name))
+        module = materialise(built.module, built.recipe, built.config.seed)
+        if name == "hidden_first":
+            with pytest.raises(ConfigError, match="return the logits first"):
+                model_forward(module, built.structure, tokens)
+        else:
+            assert model_forward(module, built.structure, tokens).shape == (2, 5, VOCAB)
+
+
 def test_a_scalar_that_nothing_weighs_is_refused() -> None:
     with pytest.raises(ConfigError, match="nothing says how the scalar enters the loss"):
         try_forward(build(own("loose")))

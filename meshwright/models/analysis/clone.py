@@ -233,14 +233,15 @@ def _narrow_all_layers(built: BuiltModel, elements: int) -> BuiltModel:
     return small_model
 
 
-def train_frozen_layers(clone: Clone) -> None:
-    """Trains a clone's embedding and layers where the model freezes them, so that gradients show who reads what.
+def train_frozen_layers(clone: Clone) -> Clone:
+    """Trains a clone's frozen embedding and layers, so that gradients show who reads what; returns the clone.
 
     How a matrix can be split doesn't depend on whether it is trained: the weights below adapters are split too.
     """
     for name in filter(None, (clone.structure.embedding, *clone.structure.layers)):
         for parameter in clone.module.get_submodule(name).parameters():
             parameter.requires_grad_(parameter.requires_grad or parameter.is_floating_point())
+    return clone
 
 
 def with_objective(clone: Clone, objective: Objective | None) -> Clone:

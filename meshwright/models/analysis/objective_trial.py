@@ -63,8 +63,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
 
     Raises:
         PlanError: for random numbers that can't be placed, in training mode.
-        ConfigError: for a loss that can't be distinguished from scalars that the model reports, or that no clone
-            returns.
+        ConfigError: for a loss that can't be told from reported scalars, or that no clone returns.
     """
     elements = sum(parameter.numel() for parameter in built.module.parameters())
     if built.config.kind == "function" and elements > LARGEST_FUNCTION:
@@ -85,6 +84,8 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        if f"Target {IGNORED} is out of" in reason:
+            reason = f"{IGNORED} is no target, and its loss takes it for a class; write ignore_index={IGNORED}"
         raise ConfigError(
             f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {reason}"
         ) from error

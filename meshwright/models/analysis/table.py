@@ -73,8 +73,7 @@ def analyse_sharding(
     Raises:
         ConfigError: when the model doesn't run on a small clone.
     """
-    clone = with_objective(make_clone(built, narrow=narrow), objective)
-    train_frozen_layers(clone)
+    clone = with_objective(train_frozen_layers(make_clone(built, narrow=narrow)), objective)
     names = clone.structure.layers
     modules = {name: clone.module.get_submodule(name) for name in names}
 
