@@ -257,10 +257,9 @@ class _SearchPass:
     def _fewest_recomputed(self, whole: LayoutBatch, none_bytes: Array, whole_bytes: Array) -> Array:
         """Returns the fewest recomputed layers with which layouts fit that do so with all, (N,) int64.
 
-        A peak is that of the fullest of several moments and ranks, so it falls with each further layer, but not in
-        proportion. Most are found as if it did, the others by bisection. Of a pipeline's evenly spaced layers a stage
-        may have one less when there is one more in all: then it is a number that fits where one less doesn't, since
-        still fewer would give other stages more than their share.
+        A peak is that of the fullest of several moments and ranks, so it falls with each further layer, not in
+        proportion. Most are found as if it did, others by bisection. Of a pipeline's evenly spaced layers a stage may
+        have one less when there is one more in all: then it is a number that fits where one less doesn't.
 
         Args:
             whole: N layouts that recompute all layers and fit.
