@@ -22,6 +22,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -86,7 +87,7 @@ def main() -> int:
     parser.add_argument("--kept", type=float, default=0.2, help="share of the documents in the language that stays")
     parser.add_argument("--pairs", type=int, default=2000)
     parser.add_argument("--against", type=int, default=0, metavar="ROUNDS", help="rounds beside datatrove's own")
-    parser.add_argument("--folder", type=Path, help="where the files go, and stay")
+    parser.add_argument("--folder", type=Path, help="where the files go, and stay; a next call finds them")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if unknown := set(options.engines) - ENGINES.keys():
@@ -169,11 +170,14 @@ class Corpus:
 
     def _train_model(self, draw: random.Random) -> None:
         lines = [f"__label__{name} {' '.join(draw.choices(self._words[name], k=30))}" for name in LETTERS] * 200
-        labelled = self.model.with_suffix(".txt")
+        labelled, trained = self.model.with_suffix(".txt"), self.model.with_suffix(".part")
+        if self.model.exists():
+            return  # no two trainings by threads are equal, and the set of an earlier call was made by this one
         labelled.write_text("\n".join(lines))
         # Ten threads fill all first weights in fastText 0.9.2, one leaves them as the memory was.
         model = fasttext.train_supervised(str(labelled), epoch=40, dim=8, minn=1, maxn=2, thread=10, verbose=0)
-        model.save_model(str(self.model))
+        model.save_model(str(trained))
+        trained.rename(self.model)
 
     def _write(self, draw: random.Random, size: float, kept: float, pairs: int) -> None:
         """Writes files until the text is long enough; the copies of a pair lie at random places behind it."""
@@ -337,6 +341,8 @@ class Killed:
 
 def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
     """Prepares by an engine, with two kills of the command and one of a node; returns what came of it."""
+    for earlier in (folder / name, *folder.glob(f"set-{name}*")):
+        shutil.rmtree(earlier, ignore_errors=True)
     ground: AbstractContextManager[Any] = ENGINES[name][0](folder / name)
     with ground as cluster, ExitStack() as cleanup:
         if name == "slurm":

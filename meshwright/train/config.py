@@ -160,7 +160,7 @@ class OuterConfig(Config):
     lr: float | None = None
     """Rate of the outer step; None for 0.7, and 1 with ``local_sgd``."""
     momentum: float | None = None
-    """Momentum of the outer step; None for 0.5, and 0 with ``local_sgd``. DiLoCo has 0.9, for rounds of 500 steps;
+    """Momentum of the outer step; None for 0.6, and 0 with ``local_sgd``. DiLoCo has 0.9, for rounds of 500 steps;
     in rounds of 30 that costs loss (docs/slow-networks.md)."""
     nesterov: bool = True
     """Nesterov's form of the momentum."""
@@ -245,7 +245,7 @@ class OuterConfig(Config):
     @property
     def decay(self) -> float:
         """Momentum of the outer step."""
-        return (0.0 if self.kind == "local_sgd" else 0.5) if self.momentum is None else self.momentum
+        return (0.0 if self.kind == "local_sgd" else 0.6) if self.momentum is None else self.momentum
 
     @property
     def own_share(self) -> float:

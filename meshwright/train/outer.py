@@ -31,29 +31,26 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 
 from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
-from meshwright.parallel.block_codec import WeightBlocks
-from meshwright.parallel.compression import CopyGroups, GradientCompressor
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.parallel.sync import find_exchange
 from meshwright.parallel.sync.all_reduce import EXCHANGE as ALL_REDUCE
-from meshwright.spec.compression import Compression, assign_buckets
 from meshwright.spec.groups import round_axes
 from meshwright.train.config import OuterConfig
 from meshwright.train.fragments import Fragment, Transfer, make_fragments
 from meshwright.train.join_report import VOTES, JoinReport, merge_reports
+from meshwright.train.joint_gradients import JointGradients
 from meshwright.train.state import COUNTERS, OUTER_MOMENTUM, OUTER_TRANSFER, TRANSFER_SUMMARIES, WEIGHTS, island_prefix
 from meshwright.train.step import squared_norm
 
 _COUNTER_BYTES = 16384
 """Bytes of an island's plain values: the losses and norms of its last steps above all."""
-_FIRST_STEPS = "gradients before islands part"
 
 
 class OuterOptimizer:
@@ -76,12 +73,7 @@ class OuterOptimizer:
         # A stage may hold frozen weights alone.
         first = (program.weights or program.frozen)[0].local
         self._device = torch.device("cuda", torch.cuda.current_device()) if mesh.world.on_cuda else first.device
-        self._compressor: GradientCompressor | None = None
-        if config.number_format != "none":
-            # One name of the draws: replicas of an island, and stages that share a weight, must round alike.
-            groups = CopyGroups(self._group, None, self._group)
-            format_chosen = Compression(config.number_format)
-            self._compressor = GradientCompressor(format_chosen, groups, program.rounding_key, "islands")
+        self._joint_gradients = JointGradients(self._group, self._device, config.number_format, program.rounding_key)
         self._fragments = make_fragments(program.weights, config.fragment_count, config.round_steps)
         # In the order of fragments, so that each is a run of the flat tensors.
         self._weights = [weight for fragment in self._fragments for weight in fragment.weights]
@@ -114,28 +106,9 @@ class OuterOptimizer:
         """Returns whether all islands take the step after so many steps as one."""
         return step < self._config.warmup
 
-    @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sums the gradients of this rank's weights over the islands, for a step that these take as one."""
-        gradients_or_none = ((weight.name, weight.gradient) for weight in self._weights)
-        present = [(name, gradient) for name, gradient in gradients_or_none if gradient is not None and gradient.numel()]
-        names, gradients = [name for name, _ in present], [gradient for _, gradient in present]
-        sizes, dtypes = [gradient.nbytes for gradient in gradients], [gradient.dtype for gradient in gradients]
-        # Gradients are all there, so room for a copy of them may not be: of a few at a time, and of a large one none.
-        for positions in assign_buckets(sizes, dtypes):
-            flat = [gradients[position].reshape(-1).to(self._device) for position in positions]
-            views: Sequence[torch.Tensor] = flat
-            if self._compressor is None:
-                values = flat[0] if len(flat) == 1 else torch.cat(flat)
-                self._group.all_reduce(values, _FIRST_STEPS).wait()
-                views = values.split([part.numel() for part in flat])
-            else:
-                blocks = WeightBlocks([names[position] for position in positions], [part.numel() for part in flat])
-                self._compressor.all_reduce(blocks, flat, _FIRST_STEPS).wait()
-            for position, view in zip(positions, views):
-                gradient = gradients[position]
-                if view.data_ptr() != gradient.data_ptr():
-                    gradient.copy_(view.view_as(gradient))
+        self._joint_gradients.sum(self._weights)
 
     def request_stop(self, count: float) -> None:
         """Asks all islands to end after the next join; a saved state doesn't hold this, since it asks these processes.
