@@ -31,7 +31,7 @@ class OuterRecipe:
     every: int = 2
     """Steps of a round."""
     lr: float = 0.7
-    momentum: float = 0.5
+    momentum: float = 0.6
     nesterov: bool = True
     fragments: int = 1
     """Fragments of the weights, each of which joins once in ``every`` steps."""
