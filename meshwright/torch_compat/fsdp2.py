@@ -183,7 +183,7 @@ def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:
     return parameter
 
 
-class _CompletePostBackward:
+class CompletePostBackward:
     """Replaces `FSDPParamGroup.post_backward` of one group: fills in zeros for weights that backward didn't reach.
 
     Args:
@@ -193,22 +193,35 @@ class _CompletePostBackward:
 
     def __init__(self, group: Any, reached: dict[torch.Tensor, bool]) -> None:
         self._group, self._reached = weakref.ref(group), reached
+        self.has_sent = False
+        """Whether the group has sent gradients of this micro-batch; whoever announces one clears it."""
 
     def __call__(self, *unused: Any) -> None:
         group = self._group()
         assert group is not None
-        for fsdp_param in group.fsdp_params if group.reduce_grads else ():
-            parameter = _unsharded_parameter(fsdp_param)
-            if parameter is None or not parameter.requires_grad:
-                continue
-            is_reached = parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
+        if group.reduce_grads:
+            self._fill(group)
+        type(group).post_backward(group, *unused)
+
+    def _fill(self, group: Any) -> None:
+        """Gives zeros to those weights of a group that have no gradient."""
+        parameters = [(fsdp_param, _unsharded_parameter(fsdp_param)) for fsdp_param in group.fsdp_params]
+        trained = [(fsdp_param, item) for fsdp_param, item in parameters if item is not None and item.requires_grad]
+        present = [
+            parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
+            for fsdp_param, parameter in trained
+        ]
+        # A backward in several pieces ends with a call for every group, also for one whose gradients have left.
+        if self.has_sent and not any(present):
+            return
+        self.has_sent = True
+        for (fsdp_param, parameter), is_reached in zip(trained, present):
             self._reached[fsdp_param.sharded_param] = self._reached.get(fsdp_param.sharded_param, False) or is_reached
             if not is_reached:
                 parameter.grad = torch.zeros_like(parameter)
-        type(group).post_backward(group, *unused)
 
 
-def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> None:
+def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> list[CompletePostBackward]:
     """Makes every unit send the gradients of all its trained weights, so that ranks whose graphs differ still agree.
 
     FSDP2 sends those that are there. Ranks that reach other weights, as by experts that a rank has no tokens for, would
@@ -217,10 +230,16 @@ def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> 
     Args:
         module: sharded.
         reached: gets by shard whether a backward of this rank reached the weight, until its owner clears it.
+
+    Returns:
+        What does so, for each of FSDP2's groups.
     """
+    completions = []
     for submodule in module.modules():
         for group in fsdp_groups(submodule) if isinstance(submodule, FSDPModule) else ():
-            group.post_backward = _CompletePostBackward(group, reached)
+            completions.append(completion := CompletePostBackward(group, reached))
+            group.post_backward = completion
+    return completions
 
 
 def set_async_unshard(unit: nn.Module) -> None:
