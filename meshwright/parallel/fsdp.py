@@ -120,13 +120,11 @@ class FsdpSync:
         self._announced: tuple[bool, bool] | None = None
         self.reached: dict[torch.Tensor, bool] = {}
         """Whether this rank's backwards of a step reached a shard's weight, for which it else sent zeros."""
-        self._completions = complete_gradients(module, self.reached)
+        complete_gradients(module, self.reached)
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch of the step; ``no_gradients`` where no shard holds a gradient yet."""
         self._deferred.finish()
-        for completion in self._completions:
-            completion.has_sent = False
         reduces = is_last or self._zero >= 2
         self._no_accumulated_grad = self._no_accumulated_grad or no_gradients
         # A sum that is added to gradients of earlier micro-batches is read where it starts.

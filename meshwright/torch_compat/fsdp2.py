@@ -183,8 +183,11 @@ def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:
     return parameter
 
 
-class CompletePostBackward:
+class _CompletePostBackward:
     """Replaces `FSDPParamGroup.post_backward` of one group: fills in zeros for weights that backward didn't reach.
+
+    Only beside others that it reached: FSDP2 also calls for a group whose gradients have left or are yet to come, as
+    of a layer that several calls share, and sends nothing then.
 
     Args:
         group: FSDP2's own; held weakly, since it holds this.
@@ -193,53 +196,38 @@ class CompletePostBackward:
 
     def __init__(self, group: Any, reached: dict[torch.Tensor, bool]) -> None:
         self._group, self._reached = weakref.ref(group), reached
-        self.has_sent = False
-        """Whether the group has sent gradients of this micro-batch; whoever announces one clears it."""
 
     def __call__(self, *unused: Any) -> None:
         group = self._group()
         assert group is not None
-        if group.reduce_grads:
-            self._fill(group)
-        type(group).post_backward(group, *unused)
-
-    def _fill(self, group: Any) -> None:
-        """Gives zeros to those weights of a group that have no gradient."""
-        parameters = [(fsdp_param, _unsharded_parameter(fsdp_param)) for fsdp_param in group.fsdp_params]
-        trained = [(fsdp_param, item) for fsdp_param, item in parameters if item is not None and item.requires_grad]
-        present = [
+        pairs = [(fsdp_param, _unsharded_parameter(fsdp_param)) for fsdp_param in group.fsdp_params]
+        trained = [(fsdp_param, item) for fsdp_param, item in pairs if item is not None and item.requires_grad]
+        is_reached = [
             parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
             for fsdp_param, parameter in trained
         ]
-        # A backward in several pieces ends with a call for every group, also for one whose gradients have left.
-        if self.has_sent and not any(present):
-            return
-        self.has_sent = True
-        for (fsdp_param, parameter), is_reached in zip(trained, present):
-            self._reached[fsdp_param.sharded_param] = self._reached.get(fsdp_param.sharded_param, False) or is_reached
-            if not is_reached:
-                parameter.grad = torch.zeros_like(parameter)
+        if group.reduce_grads and any(is_reached):
+            for (fsdp_param, parameter), has_gradient in zip(trained, is_reached):
+                shard = fsdp_param.sharded_param
+                self._reached[shard] = self._reached.get(shard, False) or has_gradient
+                if not has_gradient:
+                    parameter.grad = torch.zeros_like(parameter)
+        type(group).post_backward(group, *unused)
 
 
-def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> list[CompletePostBackward]:
-    """Makes every unit send the gradients of all its trained weights, so that ranks whose graphs differ still agree.
+def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> None:
+    """Makes a unit that sends gradients send those of all its trained weights, so that ranks whose graphs differ agree.
 
-    FSDP2 sends those that are there. Ranks that reach other weights, as by experts that a rank has no tokens for, would
-    add one weight's gradient to another's, or wait for bytes that never come.
+    FSDP2 sends those that are there. Ranks that reach other weights of a unit, as by experts that a rank has no tokens
+    for, would add one weight's gradient to another's, or wait for bytes that never come.
 
     Args:
         module: sharded.
         reached: gets by shard whether a backward of this rank reached the weight, until its owner clears it.
-
-    Returns:
-        What does so, for each of FSDP2's groups.
     """
-    completions = []
     for submodule in module.modules():
         for group in fsdp_groups(submodule) if isinstance(submodule, FSDPModule) else ():
-            completions.append(completion := CompletePostBackward(group, reached))
-            group.post_backward = completion
-    return completions
+            group.post_backward = _CompletePostBackward(group, reached)
 
 
 def set_async_unshard(unit: nn.Module) -> None:
