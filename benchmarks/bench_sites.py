@@ -42,6 +42,7 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=10, help="steps of a round, an even number")
     parser.add_argument("--seeds", default="1,2,3")
     parser.add_argument("--step-s", type=float, default=0.2)
+    parser.add_argument("--momentum", default="0.5", help="of the outer step")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     become_subreaper()
@@ -70,7 +71,7 @@ def train(options: argparse.Namespace, mode: str, seed: str) -> list[dict[str, A
     if not all(finished(site) for site in sites):
         server = folder / "server"
         (server / "address.json").unlink(missing_ok=True)
-        common = ["--outer.sites", "2", *MODES[mode]]
+        common = ["--outer.sites", "2", "--outer.momentum", options.momentum, *MODES[mode]]
         serving = start(folder / "server.log", "serve-outer", "--listen", "127.0.0.1:0", "--run", str(server), *common)
         while not (server / "address.json").exists():
             if serving.poll() is not None:

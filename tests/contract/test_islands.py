@@ -302,47 +302,63 @@ def test_islands_take_first_steps_as_one(root: Path) -> None:
     assert losses[3] == pytest.approx(exact_losses[3], rel=1e-5), "evaluated at the weights of the step"
 
 
-def rounded_sums(rank: int, built: Callable[[], Any]) -> list[tuple[str, torch.Tensor, list[torch.Tensor]]]:
-    """For each weight of this rank its own gradient, and its sums over islands: of step 1, of step 2, of 1 again."""
+def rounded_sums(
+    rank: int, text: str, built: Callable[[], Any]
+) -> list[tuple[str, int, torch.Tensor, list[torch.Tensor]]]:
+    """For each weight of this rank its island, its gradient, and the sums over islands of steps 1, 2 and 1 again."""
     torch.set_num_threads(1)
-    layout = Layout.parse("islands=2,replicate=2,precision=float64")
-    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=4, reason="test")
+    plan = Plan(
+        layout=Layout.parse(f"{text},precision=float64"), prediction=Prediction(memory={}), ranks=4, reason="test"
+    )
     program = build_program(built(), plan, torch.device("cpu"))
     outer = OuterOptimizer(program, OuterConfig(compress="int8"), lambda: None)
-    draw, found = torch.Generator().manual_seed(outer.island), dict[str, tuple[torch.Tensor, list[torch.Tensor]]]()
+    found: dict[str, tuple[str, int, torch.Tensor, list[torch.Tensor]]] = {}
     for weight in program.weights:
+        # The same wherever an island holds the weight.
+        draw = torch.Generator().manual_seed(2 * len(weight.name) + outer.island)
         own = torch.randn(weight.local.shape, generator=draw, dtype=torch.float64)
-        found[weight.name] = (own * torch.logspace(-3, 0, own.shape[-1], dtype=torch.float64), [])
+        scales = torch.logspace(-3, 0, own.shape[-1], dtype=torch.float64)
+        found[weight.name] = (weight.name, outer.island, own * scales, [])
     for step in (1, 2, 1):
         program.rounding_key.step = step
         for index, weight in enumerate(program.weights):
             # Not all lie in memory row by row.
-            gradient = found[weight.name][0]
+            gradient = found[weight.name][2]
             transposed = gradient.t().clone(memory_format=torch.contiguous_format).t()
             weight.parameter.grad = transposed if index % 2 else gradient.clone()
         outer.sum_gradients()
         for weight in program.weights:
             assert weight.gradient is not None
-            found[weight.name][1].append(weight.gradient.clone())
-    return [(name, own, sums) for name, (own, sums) in found.items()]
+            found[weight.name][3].append(weight.gradient.clone())
+    return list(found.values())
 
 
-def test_first_steps_are_summed_in_rounded_numbers_that_are_the_same_on_all_ranks() -> None:
-    """Within one distance of each term's numbers and of the sum's, up or down by chance, otherwise in the next step."""
-    ranks = run_ranks(4, rounded_sums, models.case("llama").build)
+@pytest.mark.parametrize(
+    ("name", "text"), [("llama", "islands=2,replicate=2"), ("gpt2", "islands=2,pp=2,microbatches=2")]
+)
+def test_first_steps_are_summed_in_rounded_numbers_that_are_the_same_on_all_ranks(name: str, text: str) -> None:
+    """Within one distance of each term's numbers and of the sum's, up or down by chance, otherwise in the next step.
+
+    Replicas of an island hold all weights, and its stages a tied one.
+    """
+    holders: dict[str, list[tuple[int, torch.Tensor, list[torch.Tensor]]]] = {}
+    for rank in run_ranks(4, rounded_sums, text, models.case(name).build):
+        for weight, *held in rank:
+            holders.setdefault(weight, []).append(held)  # type: ignore[arg-type]
+    assert any(len(held) == 4 for held in holders.values()), "one weight on every rank"
     biases = []
-    for copies in zip(*ranks):
-        name, own, (first, second, again) = copies[0]
-        for _, _, sums in copies[1:]:
-            assert all(torch.equal(*pair) for pair in zip(sums, (first, second, again))), name
-        assert torch.equal(first, again) and not torch.equal(first, second), name
-        terms = [own, copies[2][1]]
+    for weight, held in holders.items():
+        _, _, (first, second, again) = held[0]
+        for _, _, sums in held[1:]:
+            assert all(torch.equal(*pair) for pair in zip(sums, (first, second, again), strict=True)), weight
+        assert torch.equal(first, again) and not torch.equal(first, second), weight
+        terms = [next(own for at, own, _ in held if at == island) for island in range(2)]
         assert not torch.equal(*terms), "two islands"
         flat = [torch.nn.functional.pad(values.reshape(-1), (0, -values.numel() % 256)) for values in (*terms, first)]
         one, other, total = (values.view(-1, 256) for values in flat)
         distance = sum(values.abs().amax(1, keepdim=True) / 126 for values in (one, other, total))
         error = total - one - other
-        assert (error.abs() <= distance).all(), name
+        assert (error.abs() <= distance).all(), weight
         biases.append(error / distance)
     bias = torch.cat(biases)
     assert 0.1 < bias.std() < 0.4 and bias.mean().abs() < 4 * bias.std() / bias.numel() ** 0.5

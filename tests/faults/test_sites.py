@@ -144,7 +144,7 @@ def replayed(lines: list[dict], mode: str, delay: int) -> Weights:
     theta = drawn(0)
     momentum = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     gathered = {name: np.zeros(shape) for name, shape in SHAPES.items()}
-    lr, beta = 0.7, 0.5
+    lr, beta = 0.7, 0.6
     for position, line in enumerate(lines):
         assert line["version"] == position + 1
         movements = [(drawn(1, each["site"], each["session"], each["round"]), each) for each in line["rounds"]]
