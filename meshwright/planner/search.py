@@ -27,7 +27,7 @@ from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import bound_step_s, memory_by_recompute, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.cost.rank_memory import MemoryByRecompute
+from meshwright.planner.cost.rank_bytes import MemoryByRecompute
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants_of_cores
 
 FEASIBILITY_BATCH = 4000

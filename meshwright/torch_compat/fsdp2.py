@@ -223,7 +223,8 @@ def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> 
 
     Args:
         module: sharded.
-        reached: gets by shard whether a backward of this rank reached the weight, until its owner clears it.
+        reached: gets by shard, of any shape, whether a backward of this rank reached the weight, until its owner clears
+            it.
     """
     for submodule in module.modules():
         for group in fsdp_groups(submodule) if isinstance(submodule, FSDPModule) else ():

@@ -170,12 +170,14 @@ def test_a_run_reports_what_its_processors_took(tmp_path: Path) -> None:
         ended.set()
         spender.join()
     assert status == 0, text
-    samples = [sample for sample in rows(tmp_path / "run", "health/node-0.jsonl") if sample["tokens"]]
+    # The first line may come before a counter was read.
+    lines = [line for line in rows(tmp_path / "run", "health/node-0.jsonl") if line["cpu_joules"] is not None]
+    samples = [line for line in lines if line["tokens"]]
     spent, tokens = (samples[-1][name] - samples[0][name] for name in ("cpu_joules", "tokens"))
     assert len(samples) >= 2 and spent >= 3.0
     result = json.loads(text[text.index("\n{") :] if not text.startswith("{") else text)
     # What lies before the first step counts too, for the samples do; but for one from before the run had a line.
-    every = [sample for sample in rows(tmp_path / "run", "health/node-0.jsonl") if sample["tokens"] is not None]
+    every = [line for line in lines if line["tokens"] is not None]
     whole = (every[-1]["cpu_joules"] - every[0]["cpu_joules"]) / (every[-1]["tokens"] - every[0]["tokens"])
     # The catalogue's 8 W of each core, over 8 rows of 16 tokens.
     plan = read_run(tmp_path / "run").plan["prediction"]

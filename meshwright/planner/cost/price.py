@@ -16,7 +16,7 @@ from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.prices import MEMORY, PARTS, Price, Prices, StagePrice
-from meshwright.planner.cost.rank_memory import MemoryByRecompute
+from meshwright.planner.cost.rank_bytes import MemoryByRecompute
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.spec.layout import Layout

@@ -21,7 +21,7 @@ from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import price_offload
 from meshwright.planner.cost.pipeline_floor import bound_s, floor_parts, sends_of_cut
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
-from meshwright.planner.cost.rank_memory import RankMemory
+from meshwright.planner.cost.rank_bytes import RankBytes
 from meshwright.planner.cost.stages import StageCut, block_kinds
 from meshwright.planner.cost.timing import makespan
 
@@ -35,7 +35,7 @@ def slowest_of(parts: Mapping[str, Array]) -> dict[str, Array]:
     return {name: np.take_along_axis(seconds, slowest_rank, 1)[:, 0] for name, seconds in parts.items()}
 
 
-class RankTimes(RankMemory):
+class RankTimes(RankBytes):
     """Times and memory of the ranks of N layouts with P ranks along pp each; their cuts may differ.
 
     Args:

@@ -1,7 +1,7 @@
 """Memory of the pipeline ranks of N layouts with P ranks along pp each, as arrays (N, P).
 
 Weights, gradients, optimizer and buffers are the same however many layers recompute, so a search that asks for the
-fewest that fit has them priced once (`RankMemory.by_recompute`); activations and the peak are priced for each number.
+fewest that fit has them priced once (`RankBytes.by_recompute`); activations and the peak are priced for each number.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class MemoryByRecompute:
         return memory
 
 
-class RankMemory(LayerSums):
+class RankBytes(LayerSums):
     """Memory of the ranks of N layouts with P ranks along pp each; their cuts may differ.
 
     Args:
