@@ -25,6 +25,8 @@ COMMANDS = {
     "--kubernetes.claim c --kubernetes.nodes 2 --kubernetes.gpus-per-node 1 --dry-run",
     "status": "status {run}",
     "logs": "logs {run}",
+    "runs": "runs {root}",
+    "cleaning": "runs clean {root}",
 }
 
 
