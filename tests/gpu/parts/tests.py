@@ -59,11 +59,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--limit-s", type=float, default=120.0)
-    parser.add_argument("--only", default="", help="as pytest's -k")
+    parser.add_argument("--only", default="", help="parts of names, joined by +")
     options = parser.parse_args()
     warm()
     lines, output, errors = Lines(os.dup(1)), os.dup(1), os.dup(2)
-    run(["tests/gpu"], options.out, lines, "--collect-only", "-q", *(("-k", options.only) if options.only else ()))
+    run(["tests/gpu"], options.out, lines, "--collect-only", "-q", *(("-k", options.only.replace("+", " or ")) if options.only else ()))
     os.dup2(output, 1)
     os.dup2(errors, 2)
     parent, pids = os.getpid(), []
