@@ -63,7 +63,8 @@ def main() -> int:
     options = parser.parse_args()
     warm()
     lines, output, errors = Lines(os.dup(1)), os.dup(1), os.dup(2)
-    run(["tests/gpu"], options.out, lines, "--collect-only", "-q", *(("-k", options.only.replace("+", " or ")) if options.only else ()))
+    chosen = ("-k", options.only.replace("+", " or ")) if options.only else ()
+    run(["tests/gpu"], options.out, lines, "--collect-only", "-q", *chosen)
     os.dup2(output, 1)
     os.dup2(errors, 2)
     parent, pids = os.getpid(), []
