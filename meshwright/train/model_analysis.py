@@ -102,6 +102,12 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"computes depends on which rows lie in one call, and {layout} has several; use one rank and "
             "microbatches=1, or a norm without statistics of the batch"
         )
+    if trial.moving and layout.degree(Mechanics.STAGES) > 1:
+        raise PlanError(
+            f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under "
+            f"{layout.format_degree(Mechanics.STAGES)} each micro-batch would change it again in its stage; nearest "
+            f"that works: shard, replicate or tp in place of {layout.axis(Mechanics.STAGES)}"
+        )
 
 
 def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
