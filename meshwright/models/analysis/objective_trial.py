@@ -73,11 +73,6 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         return ForwardTrial()
     try:
         clone = make_clone(built)
-        for child in clone.module.modules():
-            for key, item in child._buffers.items():
-                if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
-                    # Running statistics have the activations' type, here float64; position tables keep theirs.
-                    child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
         clone = dataclasses.replace(trial.clone, objective=objective)
