@@ -11,8 +11,8 @@ from torch import nn
 from meshwright.errors import ConfigError
 
 SPARSE = (
-    "its code makes a sparse tensor, and shards and the optimizer hold dense weights; nearest that works: a dense weight "
-    "that forward multiplies by a mask in a buffer"
+    "its code makes a sparse tensor, and shards and the optimizer hold dense weights; nearest that works: a dense "
+    "weight that forward multiplies by a mask in a buffer"
 )
 """Why a model with sparse weights is refused."""
 

@@ -174,7 +174,7 @@ def _check_outside_reads(trial: ForwardTrial, layout: Layout) -> None:
     for read in trial.outside:
         if read.early:
             raise PlanError(
-                f"'{read.weight}' is read before a call of its layer '{read.layer}' (its forward alone is no call), and "
+                f"'{read.weight}' is read before a call of its layer '{read.layer}' (its forward alone is none), and "
                 f"{layout} gathers a layer's weights in its call; nearest that works: replicate in float32, {cure}"
             )
         if frees:

@@ -113,7 +113,7 @@ CASES = {
     "viewed": ("'blocks.0.out.weight' is read after the call of its layer 'blocks.0'.*nearest.*zero=2", *BEHIND),
     "ahead": ("'blocks.1.up.weight' is read before a call of its layer 'blocks.1'.*nearest.*replicate", *AHEAD),
     "unhooked": (
-        "'blocks.0.norm.weight' is read before a call of its layer 'blocks.0' .its forward alone is no call",
+        "'blocks.0.norm.weight' is read before a call of its layer 'blocks.0' .its forward alone is none",
         *AHEAD,
     ),
     "asking": ("", (), (*BEHIND[0], *AHEAD[0])),
