@@ -158,6 +158,8 @@ def _attach_group_collectives(
         )
 
     tensor_hooks.sum_output(row_linear, leave_group, axis_group.index == 0, unsplit_names)
+    for name in group.side_row_linears:
+        tensor_hooks.sum_output(layer.get_submodule(name), leave_group, axis_group.index == 0, ())
     # A plain product adds its bias behind the sum, so the gradient is equal on all ranks. In any other module unsplit
     # weights count on the first rank alone (`sum_output`): the others' gradients are zero summands.
     partial_names = [] if tensor_hooks.is_plain_product(row_linear) else [f"{prefix}{name}" for name in unsplit_names]

@@ -75,6 +75,8 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
         if matrix.experts:
             candidates += [GroupEvidence(row_linear=name, group=group) for group in expert_groups(matrix)]
         elif graph.reads[name] and not graph.reads_layer_input[name]:
+            if any(candidate.group and name in candidate.group.side_row_linears for candidate in candidates):
+                continue
             try:
                 group, dependence = _group_of_row(graph, name)
                 candidates.append(GroupEvidence(row_linear=name, group=group, dependence=dependence))
@@ -91,7 +93,7 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
 
 def matrix_names(group: ShardingGroup) -> tuple[str, ...]:
     """Returns the dotted names of a group's linears, column-parallel first."""
-    return (*group.column_linears, *group.inner_row_linears, group.row_linear)
+    return (*group.column_linears, *group.inner_row_linears, *group.row_linears)
 
 
 def _reads_of_matrices(graph: Graph) -> Iterator[MatrixReads]:
@@ -153,9 +155,11 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     if not columns:
         raise SplitRefusal("nothing that it reads is split", dependence)
     column_inputs = _input_columns(graph, columns, {*replicated, *inner_rows})
-    _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
+    side_rows = _side_rows(graph, row, dependence)
+    _refuse_outside_readers(graph, (row, *side_rows), columns, replicated, inner_rows)
     # the row's own split is first; others may refer to it by position
-    splits = [_row_split(matrices[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
+    row_blocks = (Block(start=0, size=target.shape[-1] // units, count=units),)
+    splits = [_row_split(matrices[name], row_blocks) for name in (row, *side_rows)]
     splits += [_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)) for name in inner_rows]
     standalone_splits, shared = _split_standalone_parameters(
         graph, target, units, columns, column_inputs, list(global_norms)
@@ -178,12 +182,43 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
         splits=(*splits[:1], *standalone_splits, *splits[1:]),
         shared=tuple(shared),
         inner_row_linears=tuple(inner_rows),
+        side_row_linears=side_rows,
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
     standalone = dict.fromkeys(graph.trace.standalone_parameters(), "unread") | dict.fromkeys(shared, "shared")
     standalone |= {split.name: "units" for split in standalone_splits}
     return group, dataclasses.replace(dependence, mixes_tokens=group.heads, standalone=standalone)
+
+
+def _side_rows(graph: Graph, row: str, dependence: Dependence) -> tuple[str, ...]:
+    """Returns the matrices called behind a row linear that read what it reads, unit by unit, in order.
+
+    An adapter beside a row-parallel matrix begins with one: x A, whose sum over the ranks is whole as that of x W.
+
+    Args:
+        graph: of the layer.
+        row: name of the row linear.
+        dependence: of its input.
+    """
+    names = list(graph.matrices)
+    side_rows = []
+    for name in names[names.index(row) + 1 :]:
+        matrix = graph.matrices[name]
+        if matrix.experts or graph.reads[name] != graph.reads[row] or graph.reads_layer_input[name]:
+            continue
+        sources = [source for source in names if source in graph.reads[name]]
+        norms = _global_norms_between(graph, matrix.input, sources)
+        try:
+            found = _find_units(matrix.input, {key: graph.matrices[key].output for key in sources} | norms, graph.rows)
+        except SplitRefusal:
+            continue
+        if (found.features, found.units, found.sources) == (
+            *(dependence.features, dependence.units),
+            dependence.sources,
+        ):
+            side_rows.append(name)
+    return tuple(side_rows)
 
 
 def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows: int) -> Dependence:
@@ -252,12 +287,12 @@ def _input_columns(graph: Graph, column_names: tuple[str, ...], inside: set[str]
 
 
 def _refuse_outside_readers(
-    graph: Graph, row: str, columns: Sequence[str], entries: Sequence[str], inner: Sequence[str]
+    graph: Graph, rows: Sequence[str], columns: Sequence[str], entries: Sequence[str], inner: Sequence[str]
 ) -> None:
     """Refuses a group of which a matrix is read by code outside the group."""
     for name in (*columns, *entries, *inner):
         outside_readers = {reader for reader, read_names in graph.reads.items() if name in read_names} - {
-            row,
+            *rows,
             *columns,
             *inner,
         }
