@@ -130,7 +130,9 @@ def _attach_group_collectives(
         # Once, since q, k and v read one tensor: their gradients meet before a single all-reduce.
         enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
-            tensor_hooks.on_output(layer.get_submodule(name), enter_group, purpose=entering)
+            # Each by itself: these are no reads of one tensor.
+            enter_alone = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
+            tensor_hooks.on_output(layer.get_submodule(name), enter_alone, purpose=entering)
     else:
         enter_group = tensor_hooks.Once(
             lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)

@@ -114,7 +114,7 @@ class ShardingGroup:
     inner_row_linears: tuple[str, ...] = ()
     """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
     side_row_linears: tuple[str, ...] = ()
-    """Matrices called behind the row that read what it reads, and whose own sum leaves the group: an adapter's first."""
+    """Matrices called behind the row that read what it reads, and whose own sum leaves the group: of adapters."""
     cuttings: tuple[Cutting, ...] = ()
     """What lies between columns and row, isn't trained by units, and is cut as it passes."""
     heads: bool = False
