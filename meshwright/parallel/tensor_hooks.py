@@ -22,8 +22,9 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class Once:
     """Applies a movement once to each tensor that several modules read, so that their gradients meet before it.
 
-    What it moved is kept until the last of the modules has read something: adapters read others in between. Weak references wouldn't do: a product of matrices saves a
-    view of its input, so the moved tensor's Python object is gone before the next module asks for it.
+    What it moved is kept until the last of the modules has read something: adapters read others in between.
+    Weak references wouldn't do: a product of matrices saves a view of its input, so the moved tensor's Python object is
+    gone before the next module asks for it.
     """
 
     def __init__(self, move: Move) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.models.analysis.evidence import Dependence, GroupEvidence, MatrixReads
+from meshwright.models.analysis.expert_groups import expert_groups
 from meshwright.models.analysis.trace import (
     LayerTrace,
     TracedMatrix,
@@ -161,9 +162,7 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     row_blocks = (Block(start=0, size=target.shape[-1] // units, count=units),)
     splits = [_row_split(matrices[name], row_blocks) for name in (row, *side_rows)]
     splits += [_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)) for name in inner_rows]
-    standalone_splits, shared = _split_standalone_parameters(
-        graph, target, units, columns, column_inputs, list(global_norms)
-    )
+    standalone_splits, shared = _split_standalone_parameters(graph, row, units, columns, column_inputs, global_norms)
     for name in columns:
         splits += _column_splits(matrices[name], blocks[name])
     split_inner = [name for name in inner_rows if name in blocks]
@@ -320,23 +319,23 @@ def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[
 
 def _split_standalone_parameters(
     graph: Graph,
-    target: torch.Tensor,
+    row: str,
     units: int,
     columns: Sequence[str],
     column_inputs: Sequence[str],
-    global_norms: list[str],
+    global_norms: Collection[str],
 ) -> tuple[list[ParameterSplit], list[str]]:
     """Returns the splits of standalone parameters between columns and row, and the names of those that units share.
 
     Args:
         graph: of the layer.
-        target: (B, S, F) or (B S, F) input of the row linear.
+        row: name of the row linear.
         units: number of units.
         columns: names of the column-parallel linears.
         column_inputs: those of them whose input comes from outside the group.
         global_norms: names of norms over all features.
     """
-    standalone = graph.trace.standalone_parameters()
+    standalone, target = graph.trace.standalone_parameters(), graph.matrices[row].input
     # a few runs of units suffice to see along which dim a parameter follows the units
     probe_count = probes(units)
     features_per_probe = target.shape[-1] // probe_count
@@ -370,55 +369,6 @@ def _column_splits(matrix: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]
     if getattr(matrix.module, "bias", None) is not None:
         splits.append(ParameterSplit(name=f"{matrix.name}.bias", dim=0, blocks=blocks))
     return splits
-
-
-def expert_groups(experts: TracedMatrix) -> Iterator[ShardingGroup]:
-    """Yields candidate splits of stacked experts by channel; a rehearsal decides which is right."""
-    width = experts.input.shape[-1]
-    stacked = {
-        name: parameter
-        for name, parameter in experts.module._parameters.items()
-        if parameter is not None and parameter.dim() >= 2
-    }
-    matrices = {name: item for name, item in stacked.items() if item.dim() == 3}
-    inner_dims = {name: _inner_dim(experts.module, item, width) for name, item in matrices.items()}
-    if any(dim is None for dim in inner_dims.values()):
-        return
-    channels = min(item.shape[inner_dims[name] or 0] for name, item in matrices.items())
-    # a fused gate and up projection has one half after the other, or interleaves them
-    for concatenated in (True, False):
-        splits = []
-        for name, item in stacked.items():
-            dim = inner_dims.get(name, 1)
-            assert dim is not None
-            size = item.shape[dim]
-            if name not in inner_dims and (size == width or size % channels):
-                # a bias of the output: whole
-                continue
-            blocks: Blocks = (Block(start=0, size=size // channels, count=channels),)
-            if concatenated:
-                blocks = tuple(Block(start=start, size=1, count=channels) for start in range(0, size, channels))
-            splits.append(ParameterSplit(name=f"{experts.name}.{name}", dim=dim, blocks=blocks))
-        yield ShardingGroup(
-            module=experts.name,
-            column_linears=(),
-            column_inputs=(experts.name,),
-            replicated_inputs=(),
-            row_linear=experts.name,
-            units=channels,
-            splits=tuple(splits),
-        )
-
-
-def _inner_dim(module: nn.Module, item: torch.Tensor, width: int) -> int | None:
-    """Returns the dim of stacked matrices (X, a, b) whose size isn't the model's width."""
-    other_dims = [dim for dim in (1, 2) if item.shape[dim] != width]
-    if len(other_dims) == 1:
-        return other_dims[0]
-    # both dims differ from the width: the inner one is unknown
-    if other_dims:
-        return None
-    return 1 if bool(getattr(module, "is_transposed", False)) else 2
 
 
 def _common_module(names: Sequence[str]) -> str:

@@ -76,13 +76,9 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
         clone = dataclasses.replace(trial.clone, objective=objective)
-        return ForwardTrial(
-            objective=objective,
-            moving=moving,
-            head=try_head(built, trial.clone, objective, trial.length),
-            ends=find_end_units(clone, trial.length),
-            outside=find_outside_reads(clone, trial.length),
-        )
+        ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
+        head = try_head(built, trial.clone, objective, trial.length)
+        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends, outside=outside)
     except MeshwrightError:
         raise
     except Exception as error:
