@@ -99,7 +99,9 @@ def lone_writer(path: Path, wait_s: float) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    except (PermissionError, FileExistsError, NotADirectoryError) as error:
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise
         raise DataError(f"cannot write under {path.parent}: {error.strerror}; set data.cache to a directory") from None
     deadline = time.monotonic() + wait_s
     with open(path, "wb") as file:

@@ -93,7 +93,8 @@ def _headline(result: PlanResult) -> list[Markup]:
 
 def _summary_tiles(result: PlanResult, best: JsonObject) -> Markup:
     question, choice = result.question, result.choice
-    free = question.cluster.memory_bytes - result.peak_bytes
+    index, device_bytes = question.tightest_stage(choice.best[0])
+    needed_bytes = choice.best[0].price.stages[index].peak
     interval = step_interval(best)
     expected = f"{' to '.join(map(format_seconds, interval))}" if interval else "predicted"
     peak_tflops = best["tflops_per_device"] / best["mfu"]
@@ -104,7 +105,7 @@ def _summary_tiles(result: PlanResult, best: JsonObject) -> Markup:
         ("tokens a second", format_count(best["tokens_per_s"]), f"on {question.cluster.devices} devices"),
         ("MFU", f"{best['mfu']:.1%}", f"model FLOP/s over {peak_tflops:.0f} TFLOP/s, dense {dtype}"),
         ("a device", f"{best['tflops_per_device']:.1f} TFLOP/s", "of the model; recomputed work doesn't count"),
-        ("fullest rank", format_bytes(result.peak_bytes), f"{format_bytes(free)} free"),
+        ("fullest rank", format_bytes(needed_bytes), f"{format_bytes(device_bytes - needed_bytes)} free"),
     ]
     if result.choice.best[0].price.host:
         entries.append(("in host memory", format_bytes(choice.best[0].price.host), "of a rank"))

@@ -12,7 +12,7 @@ from pathlib import Path
 import tomli_w
 
 from meshwright.config import read_toml
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.jobs.resumption import differences
 from meshwright.resilience.run_lock import FOLDER as OWNER
 from meshwright.spec.plan import Plan
@@ -82,8 +82,21 @@ def planned_outer(run_dir: Path) -> Mapping[str, int | str]:
 
     A run that goes on joins them as it did, whatever the planner would choose now.
     """
+    return read_plan(run_dir).outer if (run_dir / PLAN).exists() else {}
+
+
+def read_plan(run_dir: Path) -> Plan:
+    """Returns the plan that a run's directory holds.
+
+    Raises:
+        ConfigError: when the file is damaged.
+    """
     path = run_dir / PLAN
-    return Plan.from_json(json.loads(path.read_text(encoding="utf-8"))).outer if path.exists() else {}
+    try:
+        return Plan.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, KeyError, TypeError, AttributeError, MeshwrightError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(f"{path} is damaged ({reason}); delete it, and the same train command plans anew") from None
 
 
 def refuse_code(run_dir: Path, config: RunConfig, trust: bool) -> None:

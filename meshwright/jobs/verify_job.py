@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.proof_reports import JobReport
 from meshwright.jobs.requests import Layouts
-from meshwright.jobs.run_directory import PLAN, refuse_code, run_config
+from meshwright.jobs.run_directory import PLAN, read_plan, refuse_code, run_config
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -22,7 +21,6 @@ from meshwright.proof.job import JobCase, JobVerdict, scaled_config
 from meshwright.proof.job import verify_job as prove_job
 from meshwright.proof.layouts import min_layers
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 ROWS, TOKENS = 8, 1024
@@ -85,7 +83,7 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
         config = run_config(path)
         refuse_code(path, config, trust)
         if (path / PLAN).is_file():
-            run_layout = str(Plan.from_json(json.loads((path / PLAN).read_text(encoding="utf-8"))).layout)
+            run_layout = str(read_plan(path).layout)
     texts = list(named) or ([run_layout] if run_layout else [])
     if not texts:
         raise ConfigError("the recipe leaves the layout to the planner (auto): name layouts with --layout")

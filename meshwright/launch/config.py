@@ -10,6 +10,9 @@ from typing import Literal
 from meshwright.config import Config
 from meshwright.errors import ConfigError
 
+LONGEST_WAIT_S = 2_000_000
+"""torch counts the limits of a process group in milliseconds of 31 bits."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig(Config):
@@ -42,6 +45,8 @@ class LaunchConfig(Config):
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"launch.{name} = {value}: every wait has a limit above 0 seconds; write 60, say")
+            if value > LONGEST_WAIT_S:
+                raise ConfigError(f"launch.{name} = {value:g}: at most {LONGEST_WAIT_S} seconds, which are 23 days")
 
 
 _TIME = re.compile(r"\d+(:\d\d?){0,2}|\d+-\d+(:\d\d?){0,2}")

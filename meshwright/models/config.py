@@ -9,9 +9,12 @@ from typing import Any, Literal
 
 from meshwright.config import Config
 from meshwright.errors import ConfigError
+from meshwright.models.sizes import SYNONYMS
 
 SIZE_FIELDS = ("layers", "width", "heads", "kv_heads", "ffn", "vocab", "context", "experts")
 """Fields of `ModelConfig` that size a model; None means the preset, or what the caller hands to ``build_meta``."""
+_OTHER_SIZES = ("word_embed_proj_dim", "vocab_size_per_layer_input", "dense_intermediate_size")
+"""Attributes that follow a size field unless they are set, and may differ from it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +84,8 @@ class ModelConfig(Config):
         for key, value in self.sizes.items():
             if value < 1:
                 raise ConfigError(f"model.{key} = {value}; it must be 1 or more")
+        if not -(2**63) <= self.seed < 2**64:
+            raise ConfigError(f"model.seed = {self.seed}; torch takes whole numbers from -2^63 to 2^64 - 1")
         if not 0.0 <= self.dropout < 1.0:
             raise ConfigError(f"model.dropout = {self.dropout}; it must lie in [0, 1)")
         # a head size that is set by hand needn't divide the width
@@ -100,6 +105,25 @@ class ModelConfig(Config):
             )
         if self.fresh and self.kind != "directory":
             raise ConfigError("model.fresh has no effect without a directory; a type and a function are always fresh")
+        if self.kind != "function":
+            self._check_overrides()
+
+    def _check_overrides(self) -> None:
+        """Refuses overrides that contradict a size field, and those that nothing would follow."""
+        extra = self.extra
+        for name in ("dtype", "torch_dtype"):
+            if name in extra:
+                raise ConfigError(
+                    f"model.overrides.{name} has no effect: weights are trained in the layout's precision, over "
+                    "float32; write --layout precision=bf16"
+                )
+        for size_field, value in self.sizes.items():
+            for name in SYNONYMS[size_field]:
+                if name in extra and name not in _OTHER_SIZES and extra[name] != value:
+                    raise ConfigError(
+                        f"model.{size_field} = {value}, and model.overrides.{name} = {extra[name]}: both are the same size; "
+                        "drop one"
+                    )
 
 
 def _toml_value(value: Any) -> Any:

@@ -18,7 +18,7 @@ class CandidateChances:
     """Seconds of a step that it takes longer than, and `step_high_s` less than, with `uncertainty.INTERVAL`."""
     step_high_s: float
     fits: float
-    """Chance that its fullest rank fits the device."""
+    """Chance that its ranks fit their devices."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ def candidate_chances(question: Question, candidate: Candidate) -> CandidateChan
     return CandidateChances(
         step_low_s=step_s / factor,
         step_high_s=step_s * factor,
-        fits=question.chance_fits(candidate.price.peak),
+        fits=question.chance_candidate_fits(candidate),
     )
 
 

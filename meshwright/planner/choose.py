@@ -204,10 +204,33 @@ class Question:
         """Bytes that a layout may fill on each device."""
         return self.usable_share * self.cluster.memory_bytes
 
-    def chance_fits(self, needed_bytes: float) -> float:
-        """Returns the chance that a rank of predicted ``needed_bytes`` fits its device."""
-        room = math.log(self.cluster.memory_bytes / needed_bytes)
+    def tightest_stage(self, candidate: Candidate) -> tuple[int, float]:
+        """Returns (index of the stage, bytes of its device) of the rank that fills its device most.
+
+        On devices of several sizes that needn't be the rank that needs most: stages differ, and so do their devices.
+        """
+        cluster, price, islands = self.cluster, candidate.price, candidate.layout.islands
+        if cluster.uniform or len(price.stages) == 1:
+            return price.fullest, cluster.memory_bytes
+        # Outermost are islands, then stages: the ranks of a stage follow one another within an island.
+        island_ranks = cluster.devices // islands
+        stage_ranks = island_ranks // len(price.stages)
+        rooms = [
+            (index, cluster.device_of(island * island_ranks + index * stage_ranks).memory_bytes)
+            for island in range(islands)
+            for index in range(len(price.stages))
+        ]
+        return max(rooms, key=lambda room: price.stages[room[0]].peak / room[1])
+
+    def chance_fits(self, needed_bytes: float, device_bytes: float) -> float:
+        """Returns the chance that a rank of predicted ``needed_bytes`` fits a device of ``device_bytes``."""
+        room = math.log(device_bytes / needed_bytes)
         return fitted_spreads().memory.chance(room, self.seen, self._counts_bytes)
+
+    def chance_candidate_fits(self, candidate: Candidate) -> float:
+        """Returns the chance that all ranks of a layout fit their devices."""
+        index, device_bytes = self.tightest_stage(candidate)
+        return self.chance_fits(candidate.price.stages[index].peak, device_bytes)
 
     @property
     def space(self) -> Space:
@@ -492,8 +515,9 @@ def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candid
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     """Returns the sentences about a plan that a user should read besides its figures."""
     sentences = question.rounds.advice(best.price.parts)
-    free_bytes = question.cluster.memory_bytes - best.price.peak
-    if free_bytes < 0.08 * question.cluster.memory_bytes:
+    index, device_bytes = question.tightest_stage(best)
+    free_bytes = device_bytes - best.price.stages[index].peak
+    if free_bytes < 0.08 * device_bytes:
         sentences.append(
             f"the fullest rank leaves {format_bytes(free_bytes)} free: longer rows or another allocator may not fit; "
             "--usable 0.85 plans with more room"

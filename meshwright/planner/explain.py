@@ -118,13 +118,14 @@ def against(candidate: Candidate, best: Candidate, tolerance: float) -> str:
 
 
 def memory_sentence(question: Question, candidate: Candidate) -> str:
-    """Returns a sentence with the bytes that the fullest rank needs and their largest part."""
-    stage, device_bytes = candidate.price.stages[candidate.price.fullest], question.cluster.memory_bytes
+    """Returns a sentence with the bytes that the rank needs that fills its device most, and their largest part."""
+    index, device_bytes = question.tightest_stage(candidate)
+    stage = candidate.price.stages[index]
     memory_parts = sorted(stage.memory.items(), key=lambda item: -item[1])
     name, size = memory_parts[0]
     in_flight = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
     largest = f"{name} of {in_flight} in flight" if name == "activations" else name
-    rank_text = f"stage {candidate.price.fullest}" if len(candidate.price.stages) > 1 else "every rank"
+    rank_text = f"stage {index}" if len(candidate.price.stages) > 1 else "every rank"
     needed, room = format_bytes(stage.peak), format_bytes(device_bytes)
     return f"{rank_text} needs {needed} of {room}: {format_bytes(size)} are {largest}"
 

@@ -52,7 +52,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
         formula=state.formula,
         step_s=step_s,
         step_range_s=(step_s / factor, step_s * factor),
-        fits=question.chance_fits(price.peak),
+        fits=question.chance_candidate_fits(candidate),
         parts=parts,
         traffic=_traffic(question, candidate.layout, sizes),
         host=int(price.host),

@@ -87,10 +87,9 @@ class RunLock:
     def __init__(self, run_dir: Path, wait_s: float = 0.0, node: int | None = None) -> None:
         self._run_dir, self._folder, self._node = run_dir, run_dir / FOLDER, node
         self._prefix = "" if node is None else f"{_NODE}{node}-"
-        self._folder.mkdir(parents=True, exist_ok=True)
         self._number = self._helper = 0
         deadline = time.monotonic() + wait_s
-        while not self._try_acquire():
+        while not self._acquire_in_folder():
             owner = self._current_owner()
             if owner is not None and time.monotonic() >= deadline:
                 raise self._refusal_error(owner)
@@ -121,6 +120,16 @@ class RunLock:
             # Only an empty folder is removed: other nodes' files keep it.
             self._folder.rmdir()
             self._run_dir.rmdir()
+
+    def _acquire_in_folder(self) -> bool:
+        """Makes the folder, and returns whether the lock was free; refuses a directory that can't be written."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return self._try_acquire()
+        except OSError as error:
+            raise ConfigError(
+                f"run = {self._run_dir}: it can't be written ({error.strerror}: {error.filename}); give another --run"
+            ) from None
 
     def _refusal_error(self, owner: Owner) -> ConfigError:
         role = "" if owner.node is None else f" as node {owner.node} of several"

@@ -15,6 +15,9 @@ from meshwright.train.faults import parse_faults
 USUAL_WARMUP = 100
 """Steps of warm-up where nothing else is asked for and the run has four times as many."""
 
+SMALLEST_EPS = 2.0**-126
+"""Least normal number of float32: with a smaller ``eps`` AdamW divides 0 by 0 for a weight without a gradient."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerConfig(Config):
@@ -63,9 +66,14 @@ class OptimizerConfig(Config):
             raise ConfigError(f"optimizer.lr_batch = {self.lr_batch}: give the rows that lr was found for, or 0")
         if self.lr_rule != "sqrt" and not self.lr_batch:
             raise ConfigError("optimizer.lr_rule has no effect without optimizer.lr_batch; give the rows of lr's batch")
-        for name in ("lr", "eps", "weight_decay", "clip"):
+        for name in ("lr", "weight_decay", "clip"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it can't be negative")
+        if self.eps < SMALLEST_EPS:
+            raise ConfigError(
+                f"optimizer.eps = {self.eps}: it must be at least {SMALLEST_EPS:.2g}, the least normal number of "
+                "float32, or a weight without a gradient moves by 0 / 0; 1e-8 is usual"
+            )
         for name in ("beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"optimizer.{name} = {getattr(self, name)}: it must be at least 0 and under 1")

@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.document_masks import check_documents
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
@@ -74,3 +76,28 @@ def test_tie_is_obeyed():
     assert tied.structure.ties == (("model.embed_tokens.weight", "lm_head.weight"),)
     loose = build_meta(ModelConfig(name="gpt2", layers=1, width=32, tie=False), 50, 16)
     assert loose.structure.ties == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 32, "overrides": {"hidden_size": 48}}, "model.width = 32, and model.overrides.hidden_size = 48"),
+        ({"layers": 2, "overrides": {"num_hidden_layers": "0"}}, "model.overrides.num_hidden_layers = 0: both"),
+        ({"overrides": {"dtype": "bfloat16"}}, "has no effect: weights .* precision=bf16"),
+        ({"seed": 10**26}, r"from -2\^63 to 2\^64 - 1"),
+    ],
+)
+def test_what_nothing_would_follow_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig(name="llama", **fields).check_all()
+
+
+def test_an_override_may_repeat_a_size_or_set_one_of_its_own() -> None:
+    ModelConfig(name="llama", width=32, overrides={"hidden_size": "32"}).check_all()
+    ModelConfig(name="opt", width=32, overrides={"word_embed_proj_dim": 16}).check_all()
+
+
+def test_documents_of_a_model_that_does_not_run_in_float64_are_refused_in_a_sentence() -> None:
+    built = build_meta(ModelConfig(name="xglm", layers=1, width=32), 50, 16)
+    with pytest.raises(ConfigError, match=r"a small clone doesn't run in float64: .*; set data.mask_documents = false"):
+        check_documents(built)

@@ -142,3 +142,13 @@ def test_a_second_command_on_several_nodes_ends_with_status_2_on_each(
         for process in processes:
             process.kill()
             process.join()
+
+
+def test_a_directory_that_can_not_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"it can't be written \(Not a directory: .*; give another --run"):
+        RunLock(tmp_path / "file" / "run")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / FOLDER).write_text("")
+    with pytest.raises(ConfigError, match=rf"it can't be written \(File exists: .*{FOLDER}\)"):
+        RunLock(tmp_path / "run")

@@ -15,8 +15,10 @@ from benchmarks.fit_uncertainty import ERRORS, fit_memory, fit_time, regrets
 from benchmarks.published.held_out import HeldOut
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
+from meshwright.jobs.plan import plan
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import Question
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -166,16 +168,30 @@ def question(cluster: str, **fields: object) -> Question:
 
 def test_a_plan_may_fill_what_fits_with_the_chance_that_is_asked() -> None:
     asked = question("8xh100")
-    assert asked.chance_fits(asked.usable_bytes) == pytest.approx(0.99, abs=1e-6)
+    assert asked.chance_fits(asked.usable_bytes, asked.cluster.memory_bytes) == pytest.approx(0.99, abs=1e-6)
     assert asked.usable_share < question("8xh100", fits=0.9).usable_share < 0.94
     assert question("8xh100", usable=0.85).usable_bytes == pytest.approx(0.85 * asked.cluster.memory_bytes)
     # What is counted by the byte stays tight: cores, and machines that were calibrated.
-    assert question("8xcpu").usable_share == 0.94 and question("8xcpu").chance_fits(1.0) == pytest.approx(1.0)
+    assert question("8xcpu").usable_share == 0.94 and question("8xcpu").chance_fits(1.0, 2.0**30) == pytest.approx(1.0)
     unmeasured = question("8xh100").time_spread.factor(Seen(framework=False, device=False))
     measured = question("8xh100").time_spread.factor(Seen(framework=True, device=True))
     assert 1.0 < measured < unmeasured
     with pytest.raises(ConfigError, match=r"fits = 1\.0: .* under 1, as 0\.99"):
         PlanConfig(fits=1.0).check()
+
+
+def test_a_stage_is_held_against_the_memory_of_its_own_device() -> None:
+    """The fullest rank stands on a large device and needs more than a small one has."""
+    sizes = "layers=32,width=4096,heads=32,vocab=32000"
+    result = plan(sizes=sizes, cluster="8xh100+3xv100", batch=64, sequence=4096)
+    asked, best = result.question, result.choice.best[0]
+    large, small = (asked.cluster.device_of(rank).memory_bytes for rank in (0, 10))
+    assert best.price.peak > small
+    needed = [stage.peak for stage in best.price.stages]
+    assert all(size < room for size, room in zip(needed, [large] * 8 + [small] * 3, strict=True))
+    assert candidate_chances(asked, best).fits >= asked.fits
+    index, room = asked.tightest_stage(best)
+    assert needed[index] / room == max(max(needed[:8]) / large, max(needed[8:]) / small)
 
 
 def test_a_plan_says_its_chances() -> None:

@@ -31,7 +31,11 @@ def check_documents(built: BuiltModel) -> None:
         raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
     if built.config.kind == "function":
         return
-    moved = document_leak(built.config)
+    try:
+        moved = document_leak(built.config)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].rstrip(".")
+        raise ConfigError(_refusal(built.config.name, f"a small clone doesn't run in float64: {reason}")) from error
     if moved > 1e-9:
         raise ConfigError(_refusal(built.config.name, f"a second document's logits move by {moved:.1e} with the first"))
 
