@@ -121,8 +121,8 @@ class ModelConfig(Config):
             for name in SYNONYMS[size_field]:
                 if name in extra and name not in _OTHER_SIZES and extra[name] != value:
                     raise ConfigError(
-                        f"model.{size_field} = {value}, and model.overrides.{name} = {extra[name]}: both are the same size; "
-                        "drop one"
+                        f"model.{size_field} = {value}, and model.overrides.{name} = {extra[name]}: both are the same "
+                        "size; drop one"
                     )
 
 
