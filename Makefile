@@ -14,6 +14,8 @@ RECIPE ?= recipes/first.toml
 BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 
 export TOKENIZERS_PARALLELISM := false
+# Bytecode is kept: tests start many processes, each of which would compile torch and transformers for four seconds.
+unexport PYTHONDONTWRITEBYTECODE
 
 # The path for GPUs is run on machines that have none, with a simulated device under CUDA wheels (4 GB each): the oldest torch
 # and transformers that pyproject allows, and the newest.

@@ -102,6 +102,23 @@ class TwoHeads(Backbone):
         return logits, entropy(logits, targets) + 0.3 * entropy(further, targets[:, 1:])
 
 
+class FurtherHeads(Backbone):
+    """Heads of their own predict the second and third token ahead, and its code shifts all labels, as Medusa's does."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        heads = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.SiLU(), nn.Linear(WIDTH, vocab, False)) for _ in range(2)]
+        self.further = nn.ModuleList(heads)
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor):  # type: ignore[no-untyped-def]
+        x = self.hidden(tokens)
+        logits = self.head(x)
+        loss = entropy(logits[:, :-1], labels[:, 1:])
+        for ahead, head in enumerate(self.further, start=2):
+            loss = loss + 0.5**ahead * entropy(head(x)[:, :-ahead], labels[:, ahead:])
+        return {"logits": logits, "loss": loss}
+
+
 class Balanced(Backbone):
     """A balancing loss over all tokens of the batch, as mixtures have it: a product of two means."""
 
@@ -215,6 +232,10 @@ def straight_through(vocab: int = VOCAB) -> nn.Module:
 
 def two_heads(vocab: int = VOCAB) -> nn.Module:
     return TwoHeads(vocab)
+
+
+def further_heads(vocab: int = VOCAB) -> nn.Module:
+    return FurtherHeads(vocab)
 
 
 def balanced(vocab: int = VOCAB) -> nn.Module:

@@ -13,13 +13,14 @@ import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple, Protocol, runtime_checkable
-
-from torch import Tensor
-from torch.distributed import ProcessGroup
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import meshwright.checkpoint as folder
 from meshwright.errors import ConfigError, nearest
+
+if TYPE_CHECKING:  # what lists and cleans runs reads manifests, and needs no torch
+    from torch import Tensor
+    from torch.distributed import ProcessGroup
 
 
 class TensorRecord(NamedTuple):

@@ -29,6 +29,7 @@ from meshwright.models.family import check_kernels, directory_config, family_con
 from meshwright.models.hugging_face import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from meshwright.models.recorder import record
 from meshwright.models.structure import ModelStructure, read_structure
+from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor
 from meshwright.models.weights import SafetensorsSource
 
 
@@ -128,9 +129,11 @@ def build_meta(
         except MeshwrightError:
             raise
         except Exception as error:
-            raise ConfigError(f"model '{config.name}' can't be built on the meta device: {error}") from error
+            reason = SPARSE if makes_sparse_tensor(error) else error
+            raise ConfigError(f"model '{config.name}' can't be built on the meta device: {reason}") from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"model '{config.name}' returned a {type(module).__name__}; it must return an nn.Module")
+        check_weights(module, config.name)
         if is_transformers(module) and not getattr(module, "_is_hf_initialized", False):
             module.initialize_weights()
             module.tie_weights()

@@ -70,6 +70,12 @@ def gated_ffn(width: int) -> int:
     return max(64, round(width * 8 / 3 / 64) * 64)
 
 
+def preset_ffn(plain: JsonObject, width: int) -> int:
+    """Returns the feed-forward size that a preset has at a width, by whether a family's plain config names a gate."""
+    names = [name for name in SYNONYMS["ffn"] if isinstance(plain.get(name), int)]
+    return 4 * width if any(name in PLAIN_FFN for name in names) else gated_ffn(width)
+
+
 def dependent_values(plain: JsonObject, values: JsonObject, preset: bool) -> dict[str, Any]:
     """Returns the attributes that must follow the sizes, of those that a family has.
 
@@ -95,7 +101,7 @@ def dependent_values(plain: JsonObject, values: JsonObject, preset: bool) -> dic
         derived |= {"head_dim": width // heads, "query_pre_attn_scalar": width // heads}
         derived["rotary_dim"] = min(plain.get("rotary_dim") or width // heads, width // heads)
     elif heads is not None and preset:
-        derived |= _latent_attention_values(plain, width, width // heads)
+        derived |= latent_attention_values(plain, width, width // heads)
     # Mamba2: heads follow from the expanded width
     if {"expand", "num_heads", "head_dim"} <= plain.keys():
         size = min(plain["head_dim"], width)
@@ -151,7 +157,7 @@ def _state_space_values(plain: JsonObject, values: JsonObject, width: int) -> di
     return derived
 
 
-def _latent_attention_values(plain: JsonObject, width: int, head_size: int) -> dict[str, Any]:
+def latent_attention_values(plain: JsonObject, width: int, head_size: int) -> dict[str, Any]:
     """Returns sizes of latent attention: half of each head is rotary."""
     rotary_size = max(2, head_size // 4 * 2)
     derived = {

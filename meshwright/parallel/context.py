@@ -198,13 +198,11 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     features = layer.get_parameter(row_split.name).shape[row_split.dim]
     # (B, S, F/c) to (B, S/c, F): Ulysses' all-to-all after attention, before the output projection.
     rank_spans = spans(row_split, features)
-    tensor_hooks.on_input(
-        layer.get_submodule(group.row_linear),
-        lambda x: to_tokens(x, axis_group, rank_spans, features),
-        purpose="heads for tokens",
-    )
+    exchange_heads = partial(to_tokens, axis_group=axis_group, spans=rank_spans, features=features)
+    for name in group.row_linears:
+        tensor_hooks.on_input(layer.get_submodule(name), exchange_heads, purpose="heads for tokens")
     # Split parameters between the matrices: the code applies them to this rank's heads.
-    matrices = {f"{name}.{kind}" for name in (*group.column_linears, group.row_linear) for kind in ("weight", "bias")}
+    matrices = {f"{name}.{kind}" for name in (*group.column_linears, *group.row_linears) for kind in ("weight", "bias")}
     loose_splits = [split for split in group.splits if split.name not in matrices]
     if loose_splits:
         _slice_loose_parameters(

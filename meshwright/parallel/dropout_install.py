@@ -82,7 +82,8 @@ def _set_unit_shards(
         units = local_units(group, mesh, mesh.layout, attention)
         if units is not None and group.column_linears:
             first_linear = (group.column_inputs or group.column_linears)[0]
-            dropout_rng.in_shard(layer.get_submodule(first_linear), layer.get_submodule(group.row_linear), units)
+            last_linear = group.row_linears[-1]
+            dropout_rng.in_shard(layer.get_submodule(first_linear), layer.get_submodule(last_linear), units)
 
 
 def local_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str) -> Units | None:

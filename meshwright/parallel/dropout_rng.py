@@ -60,6 +60,8 @@ class RngContext:
     """Draws so far in this call."""
     units: Units | None = None
     """What is here of units that other ranks have too, between the matrices of a group."""
+    whole_input: torch.Tensor | None = None
+    """What entered the group, (B, S, D), equal on the ranks that share its units: an adapter may drop some of it."""
     unknown_rows_reason: str = ""
     """Why a tensor's rows are unknown in this module; "" where they are known."""
 
@@ -145,13 +147,14 @@ class DropoutRng:
     def in_shard(self, first_module: nn.Module, last_module: nn.Module, units: Units) -> None:
         """States what this rank has of the units, from the call of one module to the end of another."""
 
-        def enter(*_: object) -> None:
+        def enter(_module: nn.Module, args: tuple[object, ...]) -> None:
             if self.context is not None:
                 self.context.units = units
+                self.context.whole_input = next((item for item in args if isinstance(item, torch.Tensor)), None)
 
         def leave(*_: object) -> None:
             if self.context is not None:
-                self.context.units = None
+                self.context.units = self.context.whole_input = None
 
         first_module.register_forward_pre_hook(enter, prepend=True)
         last_module.register_forward_hook(leave)
@@ -202,7 +205,9 @@ class DropoutRng:
 
     def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
         """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0."""
-        keys, box = self._next_draw(x.shape)
+        context = self.context
+        is_whole = context is not None and x is context.whole_input
+        keys, box = self._next_draw(x.shape, is_whole)
         kept = drop_in_one_kernel(x, keys, box, p)
         # Without a kernel for both: the mask, which backward reads again.
         return apply_dropout(x, dropout_mask(keys, box, p, x.device).view(x.shape), p) if kept is None else kept
@@ -255,14 +260,15 @@ class DropoutRng:
         row_keys_of_draw = row_keys(self._draw_name(context), np.arange(context.first_row, context.first_row + rows))
         return dropout_mask(row_keys_of_draw, box, p, query.device).view(rows, heads, queries, keys)
 
-    def _next_draw(self, shape: Sequence[int]) -> tuple[Words, RowBox]:
-        """Keys and box of the next draw, of a tensor of some shape."""
+    def _next_draw(self, shape: Sequence[int], is_whole: bool = False) -> tuple[Words, RowBox]:
+        """Keys and box of the next draw, of a tensor of some shape; ``is_whole`` for one of no units."""
         context = self._drawing_context()
-        key = (tuple(shape), context.rows, context.tokens, context.units)
+        units = None if is_whole else context.units
+        key = (tuple(shape), context.rows, context.tokens, units)
         box = self._boxes.get(key)
         if box is None:
             try:
-                box = locate_box(shape, context.rows, self._split.positions(context.tokens), context.units)
+                box = locate_box(shape, context.rows, self._split.positions(context.tokens), units)
             except AmbiguousActivation as error:
                 raise self._placement_error(context, shape, str(error)) from None
             self._remember_box(key, box)
@@ -291,15 +297,16 @@ class DropoutRng:
         context = self.context
         assert context is not None
         # Draws are counted anew in each call of an owner, so that they don't depend on what else this rank computes.
-        outer = context.owner, context.draw_index, context.units
+        outer = context.owner, context.draw_index, context.units, context.whole_input
         call_index = context.calls.get(name, 0)
         context.calls[name] = call_index + 1
-        context.owner, context.draw_index, context.units = f"{name}:{call_index}", 0, None
+        context.owner, context.draw_index = f"{name}:{call_index}", 0
+        context.units = context.whole_input = None
         try:
             # One mode for nested owners: under two, a replaced draw would be replaced again.
             return plain(*args, **kwargs) if self._mode_is_on else self._run_under_mode(plain, args, kwargs)
         finally:
-            context.owner, context.draw_index, context.units = outer
+            context.owner, context.draw_index, context.units, context.whole_input = outer
 
     def _run_under_mode(self, plain: Call, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
         self._mode_is_on = True

@@ -130,7 +130,9 @@ def _attach_group_collectives(
         # Once, since q, k and v read one tensor: their gradients meet before a single all-reduce.
         enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
-            tensor_hooks.on_output(layer.get_submodule(name), enter_group, purpose=entering)
+            # Each by itself: these are no reads of one tensor.
+            enter_alone = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
+            tensor_hooks.on_output(layer.get_submodule(name), enter_alone, purpose=entering)
     else:
         enter_group = tensor_hooks.Once(
             lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)
@@ -158,6 +160,8 @@ def _attach_group_collectives(
         )
 
     tensor_hooks.sum_output(row_linear, leave_group, axis_group.index == 0, unsplit_names)
+    for name in group.side_row_linears:
+        tensor_hooks.sum_output(layer.get_submodule(name), leave_group, axis_group.index == 0, ())
     # A plain product adds its bias behind the sum, so the gradient is equal on all ranks. In any other module unsplit
     # weights count on the first rank alone (`sum_output`): the others' gradients are zero summands.
     partial_names = [] if tensor_hooks.is_plain_product(row_linear) else [f"{prefix}{name}" for name in unsplit_names]

@@ -20,28 +20,43 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class Once:
-    """Applies a movement once to a tensor that several modules read, so that their gradients meet before it.
+    """Applies a movement once to each tensor that several modules read, so that their gradients meet before it.
 
-    What it moved is kept until the last of them has read it. Weak references wouldn't do: a product of matrices saves a
-    view of its input, so the moved tensor's Python object is gone before the next module asks for it.
+    What it moved is kept until the last of the modules has read something: adapters read others in between.
+    Weak references wouldn't do: a product of matrices saves a view of its input, so the moved tensor's Python object is
+    gone before the next module asks for it.
     """
 
     def __init__(self, move: Move) -> None:
         self._move = move
         self.readers = 0
-        self._pending_readers = 0
-        self._latest_input: torch.Tensor | None = None
-        self._latest_output: torch.Tensor | None = None
+        self._read_by: set[nn.Module] = set()
+        self._moved: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Returns ``x`` moved; the same tensor as before while ``x`` is the one that came last."""
-        moved = self._latest_output if self._latest_input is x else None
+    def __call__(self, x: torch.Tensor, reader: nn.Module | None = None) -> torch.Tensor:
+        """Returns ``x`` moved; the same tensor as before where a module has read ``x`` already.
+
+        Args:
+            x: of any shape.
+            reader: the module that reads it, once in a forward; None where no other does.
+        """
+        if reader in self._read_by:
+            # The forward before ended halfway, as a recompute does that has what it needs.
+            self._release()
+        moved = next((output for tensor, output in self._moved if tensor is x), None)
         if moved is None:
-            moved, self._pending_readers = self._move(x), self.readers
-        self._pending_readers -= 1
-        # The last reader releases both tensors.
-        self._latest_input, self._latest_output = (x, moved) if self._pending_readers > 0 else (None, None)
+            moved = self._move(x)
+            self._moved.append((x, moved))
+        if reader is not None:
+            self._read_by.add(reader)
+        # The last reader releases all tensors.
+        if len(self._read_by) >= self.readers:
+            self._release()
         return moved
+
+    def _release(self) -> None:
+        self._read_by.clear()
+        self._moved.clear()
 
 
 def on_input(
@@ -58,9 +73,10 @@ def on_input(
     if isinstance(move, Once):
         move.readers += 1
 
-    def hook(_: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> HookResult:
+    def hook(reader: nn.Module, args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor]) -> HookResult:
         if only is None:
-            return (move(args[0]), *args[1:]), kwargs
+            moved = move(args[0], reader) if isinstance(move, Once) else move(args[0])
+            return (moved, *args[1:]), kwargs
         wanted_tensor = only
 
         def move_if_wanted(value: object) -> object:

@@ -182,6 +182,8 @@ class LayerTraffic:
             for features in input_features:
                 yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
             yield LayerCollective(tp, "all_reduce", size * output_features, skipped_by_recompute=is_last)
+            for name in group.side_row_linears:
+                yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name))
             for name in group.inner_row_linears:
                 for is_backward in (False, True):
                     yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), is_backward)
@@ -194,6 +196,10 @@ class LayerTraffic:
             yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)
         yield LayerCollective(tp, "reduce_scatter", size / split * output_features, skipped_by_recompute=is_last)
         yield LayerCollective(tp, "all_gather", size / split * output_features, is_backward=True)
+        for name in group.side_row_linears:
+            side_features = self._row_features(layer, group, name)
+            yield LayerCollective(tp, "reduce_scatter", size / split * side_features)
+            yield LayerCollective(tp, "all_gather", size / split * side_features, is_backward=True)
 
     def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:
         """Yields the features of each tensor that enters a sharding group."""
@@ -234,8 +240,9 @@ class LayerTraffic:
             yield LayerCollective(self._cp, "reduce_scatter", size * features, is_backward=True)
         width_by_rank = widths(by_name[f"{group.row_linear}.weight"])
         sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
-        yield LayerCollective(self._cp, "all_to_all", size * received)
-        yield LayerCollective(self._cp, "all_to_all", size * sent, is_backward=True)
+        for _ in group.row_linears:
+            yield LayerCollective(self._cp, "all_to_all", size * received)
+            yield LayerCollective(self._cp, "all_to_all", size * sent, is_backward=True)
 
     def _key_value_gather(self, layer: int) -> Iterator[LayerCollective]:
         """Yields the all-gather of keys and values; a window repeats key heads to as many as query heads."""

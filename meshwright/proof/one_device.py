@@ -19,7 +19,7 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import use_float64
 from meshwright.models.deferred import retie
-from meshwright.models.forward import author_output, model_output
+from meshwright.models.forward import IGNORED, author_output, model_output
 from meshwright.parallel.document_attention import document_bounds
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.model_checkpointing import without_checkpoints
@@ -184,14 +184,17 @@ class _OneDevice:
 
     def __init__(self, case: Case, trial: ForwardTrial, spans: Sequence[Span], device: torch.device) -> None:
         self._case, self._trial, self._device = case, trial, device
-        self.batches = [[_rows_of(to_device(batch, device), span) for span in spans] for batch in case.batches]
+        objective = trial.objective
+        self._labels = objective.labels if objective.terms or objective.labels != "shifted" else ""
+        self.batches = [
+            [_rows_of(to_device(batch, device), span, self._labels == "shifted") for span in spans]
+            for batch in case.batches
+        ]
         self._step_and_row_of_batch = {
             id(microbatch): (step, span[0])
             for step, microbatches in enumerate(self.batches)
             for microbatch, span in zip(microbatches, spans)
         }
-        objective = trial.objective
-        self._labels = objective.labels if objective.terms or objective.labels != "shifted" else ""
         self._wide = False
 
     def start(self, wide: bool) -> nn.Module:
@@ -305,10 +308,15 @@ def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: Mic
     )
 
 
-def _rows_of(batch: MicroBatch, span: Span) -> MicroBatch:
+def _rows_of(batch: MicroBatch, span: Span, model_shifts: bool) -> MicroBatch:
+    """Returns some rows of a batch; the last token of a row has no target where the model's code shifts its labels."""
     rows = slice(*span)
     positions = None if batch.positions is None else batch.positions[rows]
-    return MicroBatch(batch.tokens[rows], batch.targets[rows], positions)
+    targets = batch.targets[rows]
+    if model_shifts:
+        targets = targets.clone()
+        targets[:, -1] = IGNORED
+    return MicroBatch(batch.tokens[rows], targets, positions)
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:

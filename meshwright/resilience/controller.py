@@ -56,7 +56,7 @@ from meshwright.resilience.planning import Planning, PlanPrefetcher
 from meshwright.resilience.replanner import Replanner
 from meshwright.resilience.rewinds import RewindPolicy
 from meshwright.spec.plan import Plan
-from meshwright.train.integrity import Damage
+from meshwright.train.damage import Damage
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.stage_times import RankTime

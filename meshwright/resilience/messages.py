@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 from meshwright.errors import MeshwrightError
 from meshwright.records import RecordCodec, RecordError
 from meshwright.spec.plan import Plan
-from meshwright.train.copies import Element
-from meshwright.train.integrity import Damage
+from meshwright.train.damage import Damage, Element
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.stage_times import RankTime
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from meshwright.checkpoint.store import CheckpointStore
 from meshwright.errors import RankError
 from meshwright.resilience.messages import RewindState
-from meshwright.train.integrity import Damage, is_last
+from meshwright.train.damage import Damage
+from meshwright.train.integrity import is_last
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
 

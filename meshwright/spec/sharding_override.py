@@ -93,7 +93,7 @@ def _overridden_layer(layer: str, rows: LayerSharding, row_of_weight: Mapping[st
                 f"sharding: {layer}.{split_name} is '{split_kind}' but {layer}.{whole_name} 'whole', and one "
                 f"can't be split without the other; write 'whole' for both: {', '.join(sorted(roles))}"
             )
-        refused |= dict.fromkeys((*group.column_linears, group.row_linear), REASON)
+        refused |= dict.fromkeys((*group.column_linears, *group.row_linears), REASON)
         if group.heads:
             # Whole attention needs all tokens of a row on every rank.
             sequence_refusal = f"{group.row_linear} isn't split and needs all tokens: {REASON}"
@@ -117,7 +117,7 @@ def _roles(group: ShardingGroup) -> Iterator[tuple[str, tuple[str, ...]]]:
         if not group.column_linears:  # experts: one module, both ways
             yield split.name, ("columns", "rows")
         else:
-            yield split.name, ("rows",) if path == group.row_linear else ("columns",)
+            yield split.name, ("rows",) if path in group.row_linears else ("columns",)
 
 
 def _overridden_vocabulary(table: ShardingTable, row_of_weight: Mapping[str, tuple[str, str]]) -> ShardingTable:

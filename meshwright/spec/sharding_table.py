@@ -113,10 +113,17 @@ class ShardingGroup:
     """Integers that the code between the matrices reads, to be set to the local sizes."""
     inner_row_linears: tuple[str, ...] = ()
     """Matrices between columns and row whose input is split and whose sum over the ranks goes back into the group."""
+    side_row_linears: tuple[str, ...] = ()
+    """Matrices called behind the row that read what it reads, and whose own sum leaves the group: of adapters."""
     cuttings: tuple[Cutting, ...] = ()
     """What lies between columns and row, isn't trained by units, and is cut as it passes."""
     heads: bool = False
     """Whether tokens meet between columns and row (attention, scans), so that it needs all tokens of a row."""
+
+    @property
+    def row_linears(self) -> tuple[str, ...]:
+        """The row linear, and those beside it in the order of their calls."""
+        return self.row_linear, *self.side_row_linears
 
     def shares(self, degree: int) -> tuple[tuple[int, int], ...] | None:
         """Returns the units of each index, (start, stop); None where the degree doesn't fit.
@@ -200,7 +207,7 @@ class ShardingTable:
                 if group.shares(degree) is None:
                     units = f"{group.units} heads" if group.heads else f"{group.units} units"
                     reason = f"its {units} can't be shared out over {degree} ranks"
-                    reasons |= {name: reason for name in (*group.column_linears, group.row_linear) if name}
+                    reasons |= {name: reason for name in (*group.column_linears, *group.row_linears) if name}
         return reasons
 
 

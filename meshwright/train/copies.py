@@ -24,6 +24,7 @@ from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.spec.placement import Box
 from meshwright.torch_compat.tensors import tree_flatten
+from meshwright.train.damage import Element
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.state import (
     BUFFERS,
@@ -59,28 +60,6 @@ class HolderSet:
     """Name of each box's tensor."""
     views: tuple[torch.Tensor, ...]
     """Each box in this rank's memory; empty on other ranks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Element:
-    """One element of a box, with its value on each holder."""
-
-    ranks: tuple[int, ...]
-    """The holders."""
-    number: int
-    """Number of its box in the holder set."""
-    index: int
-    """Its index in the flattened box."""
-    values: tuple[str, ...]
-    """``repr`` of each holder's value: JSON has no infinity."""
-
-    def farthest(self, value: float) -> tuple[int, ...]:
-        """Returns the rank whose value is farthest from a correct one, as a tuple; empty when several are."""
-        distances = [abs(float(entry) - value) for entry in self.values]
-        # max() with a NaN depends on the order of its arguments.
-        distances = [math.inf if math.isnan(entry) else entry for entry in distances]
-        largest = max(distances)
-        return (self.ranks[distances.index(largest)],) if distances.count(largest) == 1 else ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 from meshwright.checkpoint.agreement import Agreement
@@ -16,37 +16,11 @@ from meshwright.errors import RankError
 from meshwright.json_types import JsonObject
 from meshwright.parallel.program import Program
 from meshwright.train.bounds import StateBounds
-from meshwright.train.copies import Comparison, CopyCheck, Element, as_values
+from meshwright.train.copies import Comparison, CopyCheck, as_values
+from meshwright.train.damage import BOUNDS, COPIES, LIMITS, Damage
 from meshwright.train.health import NO_LIMITS, Health, Limits
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.step import StepOutcome
-
-LIMITS, COPIES, BOUNDS = "limits", "copies", "bounds"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Damage:
-    """A damage of the state, as the ranks that detected it report it to their successors."""
-
-    kind: str
-    """`LIMITS`: loss or norm out of the learned range; `COPIES`: copies differ; `BOUNDS`: a value that no update can
-    have produced."""
-    step: int
-    """Steps done at its detection."""
-    keep: int
-    """The newest step whose state may be restored."""
-    why: str
-    """A sentence for events and errors."""
-    ranks: tuple[int, ...] = ()
-    """Ranks that the majority contradicts."""
-    base: int = 0
-    """Step of the state that the detecting ranks had restored."""
-    rows: tuple[tuple[int, ...], ...] = ()
-    """Checksums of each rank, for `COPIES`."""
-    element: Element | None = None
-    """The element whose copies differ most, for `COPIES`."""
-    last: bool = False
-    """Whether no older state exists: recurring numbers are the training's own."""
 
 
 class DamageHistory(Protocol):

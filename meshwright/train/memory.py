@@ -16,8 +16,8 @@ from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
+from meshwright.train.damage import Damage
 from meshwright.train.flight import Flight
-from meshwright.train.integrity import Damage
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.stage_times import PublishedTimes

@@ -102,6 +102,12 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"computes depends on which rows lie in one call, and {layout} has several; use one rank and "
             "microbatches=1, or a norm without statistics of the batch"
         )
+    if trial.moving and layout.degree(Mechanics.STAGES) > 1:
+        raise PlanError(
+            f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under "
+            f"{layout.format_degree(Mechanics.STAGES)} each micro-batch would change it again in its stage; nearest "
+            f"that works: shard, replicate or tp in place of {layout.axis(Mechanics.STAGES)}"
+        )
 
 
 def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
@@ -134,8 +140,7 @@ def _check_shared_weights(model: BuiltModel, layout: Layout) -> None:
     Raises:
         PlanError: with the weight, its layers, and the nearest that works.
     """
-    has_units = layout.zero or layout.offload == "parameters"
-    if not has_units and (not layout.is_mixed_precision or layout.has_compute_copies):
+    if not _has_layer_units(layout):
         return
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for layer in model.structure.layers:
@@ -147,6 +152,36 @@ def _check_shared_weights(model: BuiltModel, layout: Layout) -> None:
                     f"'{layer}.{name}' is a weight of layer '{owner}' too, and {layout} gathers and shards each layer "
                     "by itself; nearest that works: replicate, pp or cp in float32, or own weights in each layer"
                 )
+
+
+def _has_layer_units(layout: Layout) -> bool:
+    """Returns whether a layout gathers each layer's weights by itself (`parallel.data_parallel`)."""
+    has_units = layout.zero > 0 or layout.offload == "parameters"
+    return has_units or (layout.is_mixed_precision and not layout.has_compute_copies)
+
+
+def _check_outside_reads(trial: ForwardTrial, layout: Layout) -> None:
+    """Refuses reads of a layer's weights where FSDP2 hasn't gathered them yet, or has freed them.
+
+    Raises:
+        PlanError: with the weight, its layer, and the nearest that works.
+    """
+    if not _has_layer_units(layout):
+        return
+    cure = "or have its layer's own forward compute what is needed of it, and return that"
+    # The stages of a pipeline and ZeRO 1 and 2 keep gathered what a forward has gathered, to the end of the step.
+    frees = layout.zero == 3 and layout.degree(Mechanics.STAGES) == 1
+    for read in trial.outside:
+        if read.early:
+            raise PlanError(
+                f"'{read.weight}' is read before a call of its layer '{read.layer}' (its forward alone is none), and "
+                f"{layout} gathers a layer's weights in its call; nearest that works: replicate in float32, {cure}"
+            )
+        if frees:
+            raise PlanError(
+                f"'{read.weight}' is read after the call of its layer '{read.layer}', behind which {layout} frees its "
+                f"weights; nearest that works: zero=2, {cure}"
+            )
 
 
 def analyse_model(
@@ -170,6 +205,7 @@ def analyse_model(
     _check_trial(trial, layout)
     _check_embeddings(model, layout)
     _check_shared_weights(model, layout)
+    _check_outside_reads(trial, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both
     if split > 1 and table is None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from meshwright.train.integrity import Damage
+from meshwright.train.damage import Damage
 
 
 @dataclass(frozen=True, kw_only=True)

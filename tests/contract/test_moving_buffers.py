@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.errors import PlanError
 from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -19,6 +20,7 @@ from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks
 
@@ -67,6 +69,14 @@ def test_statistics_of_several_calls_are_refused_by_name(name: str) -> None:
     buffer = {"running_norm": "batch.running_mean", "averaging": "blocks.0.average"}[name]
     for verdict in prove(name, "replicate=2", "microbatches=2"):
         assert f"its forward changes the buffer '{buffer}' by the rows that it sees" in verdict.refused
+
+
+def test_stages_of_a_model_whose_forward_changes_a_buffer_are_refused_by_name() -> None:
+    reason = (
+        r"changes the buffer 'blocks.0.calls' once a step, and under pp=2 .*nearest that works: shard.*in place of pp"
+    )
+    with pytest.raises(PlanError, match=reason):
+        analyse_model(build("counting"), Layout.parse("pp=2,microbatches=2"))
 
 
 @pytest.mark.parametrize("name, text", [("averaging", "recompute=full"), ("counting", "microbatches=4,recompute=full")])

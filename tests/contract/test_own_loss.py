@@ -63,6 +63,8 @@ def refusals(config: ModelConfig, *texts: str) -> list[str]:
         ("logit_penalty", {"z": ("rows", True)}),
         ("straight_through", {"rest": ("rows", False)}),
         ("two_heads", {"rest": ("targets+1", True)}),
+        # A sum of means over different tokens is a mean over none.
+        ("further_heads", {"rest": ("rows", False)}),
         ("balanced", {"balance": ("rows", False), "z": ("rows", True)}),
         ("loss_alone", {"loss": ("targets", True)}),
         ("shifted_alone", {"loss": ("targets", True)}),
@@ -93,6 +95,11 @@ def test_a_layout_that_a_term_does_not_allow_is_refused_by_name() -> None:
 def test_a_term_of_the_last_stage_goes_through_a_pipeline() -> None:
     texts = ("pp=2,microbatches=2", "pp=2,microbatches=2,schedule=zbv")
     assert [(v.layout, v.refused, v.worst) for v in prove(own("two_heads"), *texts) if not v.passed] == []
+
+
+def test_heads_further_ahead_count_the_targets_that_their_code_counts() -> None:
+    texts = ("shard=2,zero=3", "pp=2,microbatches=2", "replicate=2,rows=3-1")
+    assert [(v.layout, v.refused, v.worst) for v in prove(own("further_heads"), *texts) if not v.passed] == []
 
 
 @pytest.mark.parametrize("name", ["balanced", "loss_alone"])

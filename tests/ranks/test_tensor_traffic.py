@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from meshwright.models.build import BuiltModel, build_meta
@@ -20,9 +22,13 @@ def model() -> BuiltModel:
     return build_meta(ModelConfig(name="llama", layers=LAYERS, width=32, heads=4), 64, 16)
 
 
-def work(rank: int, layout: Layout, facts: ModelAnalysis) -> int:
+def adapted_model() -> BuiltModel:
+    return build_meta(ModelConfig(name="tests.contract.test_adapters:adapted"), 64, 16)
+
+
+def work(rank: int, layout: Layout, facts: ModelAnalysis, make: Callable[[], BuiltModel] = model) -> int:
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
-    program = build_program(model(), plan, torch.device("cpu"), facts=facts)
+    program = build_program(make(), plan, torch.device("cpu"), facts=facts)
     (batch,) = random_batches(1, 4, 16, 64, documents=False)
     assert program.mesh is not None
     program.mesh.log.drain()
@@ -35,3 +41,11 @@ def test_each_group_sums_once_each_way() -> None:
     facts = analyse_model(model(), layout)
     # Two groups a layer, forward and backward; the embedding forward, the head backward, and the loss's two.
     assert run_ranks(2, work, layout, facts) == [4 * LAYERS + 4] * 2
+
+
+def test_what_an_adapter_reads_enters_a_group_once_with_its_matrices() -> None:
+    layout = Layout.parse("tp=2")
+    facts = analyse_model(adapted_model(), layout)
+    # Forward the sums of two rows and of their adapters' first halves. Backward what q, k and v read, what up reads,
+    # and what the second halves of these four read.
+    assert run_ranks(2, work, layout, facts, adapted_model) == [(4 + 6) * LAYERS + 4] * 2

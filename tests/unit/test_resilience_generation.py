@@ -56,8 +56,7 @@ from meshwright.resilience.orders import assign_ranks
 from meshwright.resilience.planning import Planning, Replan
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
-from meshwright.train.copies import Element
-from meshwright.train.integrity import Damage
+from meshwright.train.damage import Damage, Element
 from meshwright.train.memory import RESTORING
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig

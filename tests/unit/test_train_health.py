@@ -11,8 +11,9 @@ import pytest
 
 from meshwright.checkpoint.agreement import Agreement
 from meshwright.train.config import RecoveryConfig
+from meshwright.train.damage import COPIES, Damage
 from meshwright.train.health import LEAST, Health
-from meshwright.train.integrity import COPIES, Damage, Integrity
+from meshwright.train.integrity import Integrity
 from meshwright.train.step import StepOutcome
 
 

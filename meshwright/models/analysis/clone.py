@@ -153,6 +153,11 @@ def realise_model(
         parameter.data = value.double() if value.is_floating_point() else value
         parameter.requires_grad = parameter.requires_grad or (apart and value.is_floating_point())
     source.fill_buffers(module, "cpu")
+    for child in module.modules():
+        for key, item in child._buffers.items():
+            if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
+                # Running statistics have the activations' type, here float64; position tables keep theirs.
+                child._buffers[key] = item.double()
     return module
 
 

@@ -131,7 +131,7 @@ def _role(group: ShardingGroup, local_name: str) -> str:
         return "expert channels"
     if module in group.column_linears:
         return "column"
-    return "row" if module in (group.row_linear, *group.inner_row_linears) else "units"
+    return "row" if module in (*group.row_linears, *group.inner_row_linears) else "units"
 
 
 def _units_text(group: ShardingGroup) -> str:

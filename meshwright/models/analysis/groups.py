@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from meshwright.models.analysis.evidence import Dependence, GroupEvidence, MatrixReads
+from meshwright.models.analysis.expert_groups import expert_groups
 from meshwright.models.analysis.trace import (
     LayerTrace,
     TracedMatrix,
@@ -75,6 +76,8 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
         if matrix.experts:
             candidates += [GroupEvidence(row_linear=name, group=group) for group in expert_groups(matrix)]
         elif graph.reads[name] and not graph.reads_layer_input[name]:
+            if any(candidate.group and name in candidate.group.side_row_linears for candidate in candidates):
+                continue
             try:
                 group, dependence = _group_of_row(graph, name)
                 candidates.append(GroupEvidence(row_linear=name, group=group, dependence=dependence))
@@ -91,7 +94,7 @@ def find_groups(trace: LayerTrace, rows: int) -> TracedGroups:
 
 def matrix_names(group: ShardingGroup) -> tuple[str, ...]:
     """Returns the dotted names of a group's linears, column-parallel first."""
-    return (*group.column_linears, *group.inner_row_linears, group.row_linear)
+    return (*group.column_linears, *group.inner_row_linears, *group.row_linears)
 
 
 def _reads_of_matrices(graph: Graph) -> Iterator[MatrixReads]:
@@ -153,13 +156,13 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     if not columns:
         raise SplitRefusal("nothing that it reads is split", dependence)
     column_inputs = _input_columns(graph, columns, {*replicated, *inner_rows})
-    _refuse_outside_readers(graph, row, columns, replicated, inner_rows)
+    side_rows = _side_rows(graph, row, dependence)
+    _refuse_outside_readers(graph, (row, *side_rows), columns, replicated, inner_rows)
     # the row's own split is first; others may refer to it by position
-    splits = [_row_split(matrices[row], (Block(start=0, size=target.shape[-1] // units, count=units),))]
+    row_blocks = (Block(start=0, size=target.shape[-1] // units, count=units),)
+    splits = [_row_split(matrices[name], row_blocks) for name in (row, *side_rows)]
     splits += [_row_split(matrices[name], _inner_blocks(graph, name, columns, blocks, units)) for name in inner_rows]
-    standalone_splits, shared = _split_standalone_parameters(
-        graph, target, units, columns, column_inputs, list(global_norms)
-    )
+    standalone_splits, shared = _split_standalone_parameters(graph, row, units, columns, column_inputs, global_norms)
     for name in columns:
         splits += _column_splits(matrices[name], blocks[name])
     split_inner = [name for name in inner_rows if name in blocks]
@@ -178,12 +181,43 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
         splits=(*splits[:1], *standalone_splits, *splits[1:]),
         shared=tuple(shared),
         inner_row_linears=tuple(inner_rows),
+        side_row_linears=side_rows,
         cuttings=tuple(cuttings),
         heads=mixes_tokens(target, [matrices[name].output for name in sources], graph.rows),
     )
     standalone = dict.fromkeys(graph.trace.standalone_parameters(), "unread") | dict.fromkeys(shared, "shared")
     standalone |= {split.name: "units" for split in standalone_splits}
     return group, dataclasses.replace(dependence, mixes_tokens=group.heads, standalone=standalone)
+
+
+def _side_rows(graph: Graph, row: str, dependence: Dependence) -> tuple[str, ...]:
+    """Returns the matrices called behind a row linear that read what it reads, unit by unit, in order.
+
+    An adapter beside a row-parallel matrix begins with one: x A, whose sum over the ranks is whole as that of x W.
+
+    Args:
+        graph: of the layer.
+        row: name of the row linear.
+        dependence: of its input.
+    """
+    names = list(graph.matrices)
+    side_rows = []
+    for name in names[names.index(row) + 1 :]:
+        matrix = graph.matrices[name]
+        if matrix.experts or graph.reads[name] != graph.reads[row] or graph.reads_layer_input[name]:
+            continue
+        sources = [source for source in names if source in graph.reads[name]]
+        norms = _global_norms_between(graph, matrix.input, sources)
+        try:
+            found = _find_units(matrix.input, {key: graph.matrices[key].output for key in sources} | norms, graph.rows)
+        except SplitRefusal:
+            continue
+        if (found.features, found.units, found.sources) == (
+            *(dependence.features, dependence.units),
+            dependence.sources,
+        ):
+            side_rows.append(name)
+    return tuple(side_rows)
 
 
 def _find_units(target: torch.Tensor, sources: Mapping[str, torch.Tensor], rows: int) -> Dependence:
@@ -252,12 +286,12 @@ def _input_columns(graph: Graph, column_names: tuple[str, ...], inside: set[str]
 
 
 def _refuse_outside_readers(
-    graph: Graph, row: str, columns: Sequence[str], entries: Sequence[str], inner: Sequence[str]
+    graph: Graph, rows: Sequence[str], columns: Sequence[str], entries: Sequence[str], inner: Sequence[str]
 ) -> None:
     """Refuses a group of which a matrix is read by code outside the group."""
     for name in (*columns, *entries, *inner):
         outside_readers = {reader for reader, read_names in graph.reads.items() if name in read_names} - {
-            row,
+            *rows,
             *columns,
             *inner,
         }
@@ -285,23 +319,23 @@ def _inner_blocks(graph: Graph, name: str, columns: Sequence[str], blocks: dict[
 
 def _split_standalone_parameters(
     graph: Graph,
-    target: torch.Tensor,
+    row: str,
     units: int,
     columns: Sequence[str],
     column_inputs: Sequence[str],
-    global_norms: list[str],
+    global_norms: Collection[str],
 ) -> tuple[list[ParameterSplit], list[str]]:
     """Returns the splits of standalone parameters between columns and row, and the names of those that units share.
 
     Args:
         graph: of the layer.
-        target: (B, S, F) or (B S, F) input of the row linear.
+        row: name of the row linear.
         units: number of units.
         columns: names of the column-parallel linears.
         column_inputs: those of them whose input comes from outside the group.
         global_norms: names of norms over all features.
     """
-    standalone = graph.trace.standalone_parameters()
+    standalone, target = graph.trace.standalone_parameters(), graph.matrices[row].input
     # a few runs of units suffice to see along which dim a parameter follows the units
     probe_count = probes(units)
     features_per_probe = target.shape[-1] // probe_count
@@ -335,55 +369,6 @@ def _column_splits(matrix: TracedMatrix, blocks: Blocks) -> list[ParameterSplit]
     if getattr(matrix.module, "bias", None) is not None:
         splits.append(ParameterSplit(name=f"{matrix.name}.bias", dim=0, blocks=blocks))
     return splits
-
-
-def expert_groups(experts: TracedMatrix) -> Iterator[ShardingGroup]:
-    """Yields candidate splits of stacked experts by channel; a rehearsal decides which is right."""
-    width = experts.input.shape[-1]
-    stacked = {
-        name: parameter
-        for name, parameter in experts.module._parameters.items()
-        if parameter is not None and parameter.dim() >= 2
-    }
-    matrices = {name: item for name, item in stacked.items() if item.dim() == 3}
-    inner_dims = {name: _inner_dim(experts.module, item, width) for name, item in matrices.items()}
-    if any(dim is None for dim in inner_dims.values()):
-        return
-    channels = min(item.shape[inner_dims[name] or 0] for name, item in matrices.items())
-    # a fused gate and up projection has one half after the other, or interleaves them
-    for concatenated in (True, False):
-        splits = []
-        for name, item in stacked.items():
-            dim = inner_dims.get(name, 1)
-            assert dim is not None
-            size = item.shape[dim]
-            if name not in inner_dims and (size == width or size % channels):
-                # a bias of the output: whole
-                continue
-            blocks: Blocks = (Block(start=0, size=size // channels, count=channels),)
-            if concatenated:
-                blocks = tuple(Block(start=start, size=1, count=channels) for start in range(0, size, channels))
-            splits.append(ParameterSplit(name=f"{experts.name}.{name}", dim=dim, blocks=blocks))
-        yield ShardingGroup(
-            module=experts.name,
-            column_linears=(),
-            column_inputs=(experts.name,),
-            replicated_inputs=(),
-            row_linear=experts.name,
-            units=channels,
-            splits=tuple(splits),
-        )
-
-
-def _inner_dim(module: nn.Module, item: torch.Tensor, width: int) -> int | None:
-    """Returns the dim of stacked matrices (X, a, b) whose size isn't the model's width."""
-    other_dims = [dim for dim in (1, 2) if item.shape[dim] != width]
-    if len(other_dims) == 1:
-        return other_dims[0]
-    # both dims differ from the width: the inner one is unknown
-    if other_dims:
-        return None
-    return 1 if bool(getattr(module, "is_transposed", False)) else 2
 
 
 def _common_module(names: Sequence[str]) -> str:

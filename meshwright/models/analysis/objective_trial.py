@@ -15,6 +15,7 @@ from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
 from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
+from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
@@ -51,6 +52,8 @@ class ForwardTrial:
     """How its logits come about."""
     ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
     """Modules outside its layers that ZeRO may gather by themselves."""
+    outside: tuple[OutsideRead, ...] = ()
+    """Weights of its layers that something else than their layer reads."""
 
 
 @computed_by_helper
@@ -70,16 +73,12 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         return ForwardTrial()
     try:
         clone = make_clone(built)
-        for child in clone.module.modules():
-            for key, item in child._buffers.items():
-                if item is not None and item.is_floating_point() and key not in child._non_persistent_buffers_set:
-                    # Running statistics have the activations' type, here float64; position tables keep theirs.
-                    child._buffers[key] = item.double()
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
-        ends = find_end_units(dataclasses.replace(trial.clone, objective=objective), trial.length)
+        clone = dataclasses.replace(trial.clone, objective=objective)
+        ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
         head = try_head(built, trial.clone, objective, trial.length)
-        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends)
+        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends, outside=outside)
     except MeshwrightError:
         raise
     except Exception as error:

@@ -47,6 +47,6 @@ def count_saved_tensors(layers: Mapping[str, nn.Module], run: Callable[[], objec
 
 def saves_after_sums(counts: SavedCounts, sharding: LayerSharding) -> bool:
     """Whether a layer saves a tensor after its last row-parallel linear, such as the input of a norm behind it."""
-    rows = [group.row_linear for group in sharding.groups]
+    rows = [name for group in sharding.groups for name in group.row_linears]
     # Experts whose rows are parameters of one module aren't looked at.
     return bool(rows) and all(row in counts for row in rows) and counts[""] > max(counts[row] for row in rows)

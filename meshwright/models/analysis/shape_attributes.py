@@ -100,7 +100,7 @@ def _attribute_sets(
 def _candidate_attributes(traced: LayerTrace, group: ShardingGroup) -> Iterator[ShapeAttribute]:
     """Yields integers of the group's module, and below it, that the code reads."""
     root = traced.layer.get_submodule(group.module)
-    matrices = {*group.column_linears, *group.replicated_inputs, *group.inner_row_linears, group.row_linear} - {
+    matrices = {*group.column_linears, *group.replicated_inputs, *group.inner_row_linears, *group.row_linears} - {
         group.module
     }
     matrices |= {cutting.module for cutting in group.cuttings}

@@ -18,12 +18,22 @@ from meshwright.models.analysis.experts import find_experts
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.family import directory_config, family_config
-from meshwright.models.sizes import ACTIVE_EXPERTS, SYNONYMS, WINDOWS, layer_count, size_of
+from meshwright.models.sizes import (
+    ACTIVE_EXPERTS,
+    SYNONYMS,
+    WINDOWS,
+    latent_attention_values,
+    layer_count,
+    preset_ffn,
+    size_of,
+)
 
 CLONE_LAYERS = 8
 """Layers of a smaller clone, unless its kinds of layers need more."""
 CLONE_EXPERTS = 8
-"""Experts of a smaller clone, unless its tokens visit more than half as many or routing groups them."""
+"""Experts of a smaller clone, unless its tokens visit more than half of them or routing chooses groups of experts."""
+EXPERT_LAYERS = 4
+"""Layers of a smaller clone with experts, each of which has many times the weights of another layer."""
 CLONE_WINDOW = 11
 """Largest attention window of a clone in tokens: shorter than any row that is proven, and no multiple of a degree."""
 MOST_LAYERS = 64
@@ -61,7 +71,21 @@ def shrink_config(config: ModelConfig, layers: int = 2, width: int = 64, parts: 
     if (experts := size_of(family_values, "experts")) is not None:
         values["experts"] = _shrink_experts(experts, family_values)
     values["overrides"] = overrides | _long_windows(family_values, CLONE_WINDOW)
+    if config.kind == "directory":
+        _follow_width(values, family_values)
     return ModelConfig.from_dict(values)
+
+
+def _follow_width(values: dict[str, Any], plain: dict[str, Any]) -> None:
+    """Gives a directory's clone the sizes that follow from width and heads in a family's preset, in place.
+
+    Else they would stay those of the model, beside which a narrow width saves little.
+    """
+    if size_of(plain, "ffn") is not None:
+        values["ffn"] = preset_ffn(plain, values["width"])
+    if values.get("heads") and "qk_rope_head_dim" in plain:
+        sizes = latent_attention_values(plain, values["width"], values["width"] // values["heads"])
+        values["overrides"] = values["overrides"] | {key: size for key, size in sizes.items() if key in plain}
 
 
 def _shrink_heads(heads: int, kv_heads: int, width: int, degree: int) -> dict[str, int]:
@@ -79,13 +103,11 @@ def _shrink_heads(heads: int, kv_heads: int, width: int, degree: int) -> dict[st
 
 
 def _shrink_experts(experts: int, plain: Mapping[str, Any]) -> int:
-    """Returns fewer experts where routing scores each alone; all of them where it chooses among groups."""
+    """Returns fewer experts: twice those that a token visits, and four in each group where routing chooses groups."""
     active = max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=0)
     groups = max((value for key in _GROUPS if isinstance(value := plain.get(key), int)), default=1)
-    if groups > 1:
-        return experts
-    least = min(experts, max(CLONE_EXPERTS, 2 * active))
-    return next(size for size in range(least, experts + 1) if experts % size == 0)
+    least = min(experts, max(CLONE_EXPERTS, 2 * active, 4 * groups if groups > 1 else 0))
+    return next(size for size in range(least, experts + 1) if experts % size == 0 and size % groups == 0)
 
 
 _GROUPS = ("n_group", "num_expert_group")
@@ -126,7 +148,7 @@ def narrow_config(built: BuiltModel, width: int = 8, layers: int = CLONE_LAYERS)
     assert hf is not None
     family_values = hf.get_text_config(decoder=True).to_dict()
     heads = size_of(family_values, "heads") or 4
-    count = min(len(built.structure.layers), layers)
+    count = min(len(built.structure.layers), layers if size_of(family_values, "experts") is None else EXPERT_LAYERS)
     values = shrink_config(built.config, count, width * heads).to_dict() | {"width": width * heads}
     for key in ("heads", "kv_heads", "experts"):
         values.pop(key, None)
@@ -135,8 +157,10 @@ def narrow_config(built: BuiltModel, width: int = 8, layers: int = CLONE_LAYERS)
     # the user's sizes would make the clone as large as the model
     for key in ("vocab", "context"):
         values.pop(key, None)
+    if built.config.kind == "directory":
+        _follow_width(values, family_values)
     if "experts" in values:
-        # Eight layers of all experts in full would outgrow a host; no other size of the clone is five times its heads.
+        # Layers of all experts in full would outgrow a host; no other size of the clone is five times its heads.
         values["ffn"] = 5 * heads
         if find_experts(built.module):
             values["experts"] = _shrink_experts(values["experts"], family_values)

@@ -259,11 +259,16 @@ def _add_vocabulary(clone: Clone, table: ShardingTable, model_trials: list[Model
         model_trials: gets every trial, in order.
     """
     structure, vocab = clone.structure, clone.structure.vocab or 0
-    vocab_names = []
-    for name in (structure.embedding, structure.head):
-        vocab_module = clone.module.get_submodule(name) if name else None
-        if name and isinstance(vocab_module, (nn.Embedding, nn.Linear)) and vocab_module.weight.shape[0] == vocab:
+    vocab_names: list[str] = []
+    computed: dict[str, str] = {}
+    for name in filter(None, (structure.embedding, structure.head)):
+        vocab_module = clone.module.get_submodule(name)
+        if not isinstance(vocab_module, (nn.Embedding, nn.Linear)) or vocab_module.weight.shape[0] != vocab:
+            continue
+        if vocab_module._parameters.get("weight") is not None:
             vocab_names.append(name)
+        else:
+            computed[name] = "its weight is computed from other parameters, as by a parametrization, and has no rows"
     # in order of preference: both split, embedding alone, neither
     vocabulary_choices = (
         [tuple(vocab_names), tuple(vocab_names[:1]), ()] if structure.embedding and structure.head else [()]
@@ -279,11 +284,20 @@ def _add_vocabulary(clone: Clone, table: ShardingTable, model_trials: list[Model
         failure = _try_model(clone, candidate_table, tuple(table.layers), model_trials)
         if not failure:
             refused_names = [name for name in vocab_names if name not in vocabulary]
+            # Nothing was tried without either: code that multiplies by the embedding's weight has no head.
+            reason = _vocabulary_refusal(first_failure) if first_failure else "the model's other end wasn't found"
             return dataclasses.replace(
-                candidate_table, refused=dict.fromkeys(refused_names, first_failure), faults=tuple(refused_names)
+                candidate_table, refused=computed | dict.fromkeys(refused_names, reason), faults=tuple(refused_names)
             )
         first_failure = first_failure or failure
     return _keep_working_layers(clone, table, first_failure, model_trials)
+
+
+def _vocabulary_refusal(reason: str) -> str:
+    """Turns a failed rehearsal's message about embedding and head into a sentence."""
+    if reason.startswith(("its ", "the ")):
+        return reason
+    return f"the model's code doesn't run on logits of a part of the vocabulary, as a loss inside of it ({reason})"
 
 
 def _try_model(clone: Clone, table: ShardingTable, layers: tuple[str, ...], model_trials: list[ModelTrial]) -> str:

@@ -68,7 +68,7 @@ def price_head(model: PricedModel, timed: bool = True) -> LayerCost:
     chunked = ChunkedLoss(model)
     cost = LayerCost(
         saved=2 * size / model.token_shards,
-        working=np.where(chunked.on, chunked.working_bytes, whole_bytes),
+        working=np.where(chunked.on, chunked.working_bytes, whole_bytes + chunked.gradient_bytes),
         parameters=shape.vocab * shape.width / tp + shape.other_parameters,
     )
     if not timed:

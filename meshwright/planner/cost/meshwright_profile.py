@@ -45,9 +45,11 @@ HOPPER_ATTENTION = 1.3
 """The same on Hopper, where torch takes cuDNN's kernel and `kernels.RATES` has older ones. Source: measured on one
 H100, 2026-11-26: causal, E = 128, 579 TFLOP/s in forward and 457 in backward at S = 4096, 615 and 469 at S = 8192,
 where the table says 445 and 356."""
-UPDATE_BYTES = 41.0
+UPDATE_BYTES = 30.0
 """Bytes moved per parameter that is updated, its gradient's norm included, in the time that they take. Source: measured
-on one H100, 2026-11-26: 5.4, 15.6 and 28.7 ms for 0.37, 1.10 and 1.92 billion, at 2.85 TB/s."""
+on one H100, 2026-11-27: 4.0, 11.6 and 20.2 ms for 0.37, 1.10 and 1.92 billion, at 2.85 TB/s: weight and two moments in
+float32 read and written (24), a gradient in 16 bits read by the norm and by the update (4), the weight's copy written
+(2). A gradient in float32 has 4 more and no copy. Before one kernel did it, 41."""
 HOST_STEP_S = 5e-4
 """Host seconds of a step that nothing hides. Source: there, of steps of 208 ms forward, backward, norm and update left
 0.2 ms; the host issues a step while the device is at the one before."""

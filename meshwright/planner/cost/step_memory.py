@@ -10,10 +10,10 @@ Source: torch 2.11, torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py (fo
 
 No allocator has checked the rules of several ranks: gradients that copies or ZeRO reduce, what ZeRO-3 gathers by layer,
 pp, tp, cp, ep, and mixtures of experts. The GPU's rows (`benchmarks/h100.jsonl`) are of one rank, among them float32,
-GPT-2's tied head and state in host memory. Those in 16 bits, the tied head's too, were taken while FSDP2 held a lone
-rank's weights on the device: today's copies in the type of compute have none. `tests/contract/test_step_memory.py`
-walks through a step of copies, ZeRO 1 and 2 in bf16 by these same rules, and neither through ZeRO-3 nor the other axes,
-tied heads or float32. A simulated GPU's memory is held to a coarse bound (`tests/ghost/test_peak.py`).
+GPT-2's tied head and state in host memory: 42 of a runtime in which FSDP2 held a lone rank's weights too, and 13 of
+today's copies in the type of compute. `tests/contract/test_step_memory.py` walks through a step of copies, ZeRO 1 and 2
+in bf16 by these same rules, and neither through ZeRO-3 nor the other axes, tied heads or float32. A simulated GPU's
+memory is held to a coarse bound (`tests/ghost/test_peak.py`).
 """
 
 from __future__ import annotations

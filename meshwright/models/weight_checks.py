@@ -1,0 +1,63 @@
+"""Refuses weights that no layout trains: computed, sparse or complex ones, and gradients that are sparse."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+
+SPARSE = (
+    "its code makes a sparse tensor, and shards and the optimizer hold dense weights; nearest that works: a dense "
+    "weight that forward multiplies by a mask in a buffer"
+)
+"""Why a model with sparse weights is refused."""
+
+
+def makes_sparse_tensor(error: Exception) -> bool:
+    """Whether code failed on the meta device as it made a sparse tensor, which isn't there."""
+    return re.search(r"aten::\w*sparse|Sparse\w*TensorImpl", str(error)) is not None
+
+
+def check_weights(module: nn.Module, model: str) -> None:
+    """Refuses what neither the optimizer nor a shard can hold.
+
+    Args:
+        module: as its code made it, on any device.
+        model: its name for the message.
+
+    Raises:
+        ConfigError: with the weight, and the nearest that works.
+    """
+    if reason := next(_refusals(module), ""):
+        raise ConfigError(f"model '{model}': {reason}")
+
+
+def _refusals(module: nn.Module) -> Iterator[str]:
+    """Yields why weights can't be trained."""
+    for path, child in module.named_modules():
+        prefix = f"{path}." if path else ""
+        for key, value in vars(child).items():
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+                yield (
+                    f"'{prefix}{key}' is computed from weights while the model is made, as torch.nn.utils.weight_norm "
+                    "does, and a copy of the model would still have it from the first weights; nearest that works: "
+                    f"torch.nn.utils.parametrizations.weight_norm, or compute it in forward"
+                )
+        for key, weight in child._parameters.items():
+            if weight is not None and weight.layout != torch.strided:
+                yield f"the weight '{prefix}{key}' is sparse ({weight.layout}): {SPARSE}"
+            if weight is not None and weight.is_complex():
+                yield (
+                    f"the weight '{prefix}{key}' is complex ({weight.dtype}), and shards and the optimizer hold real "
+                    "ones; nearest that works: a real weight with a last dim of 2 that forward reads by "
+                    "torch.view_as_complex"
+                )
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
+            yield (
+                f"'{path}' has sparse=True, and ranks sum dense gradients, which the optimizer takes; nearest that "
+                "works: sparse=False"
+            )

@@ -1,0 +1,104 @@
+"""Low-rank adapters beside frozen matrices are split with them: of columns the second half, of rows the first."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from meshwright.models.analysis.table import sharding_table
+from meshwright.models.build import BuiltModel, build_meta
+from meshwright.models.config import ModelConfig
+from meshwright.proof.reference import OptimizerRecipe
+from meshwright.proof.verify import Case, random_batches, verify
+from meshwright.spec.layout import Layout
+from tests.odd_models import VOCAB, WIDTH
+
+torch.set_num_threads(1)
+CONTEXT = 16
+
+
+class Adapter(nn.Module):
+    """What peft makes of a linear: the frozen matrix, and beside it a dropout and a trained product of rank four."""
+
+    def __init__(self, base: nn.Linear, dropout: float) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_dropout = nn.ModuleDict({"default": nn.Dropout(dropout)})
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, base.out_features, bias=False)})
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = self.base_layer(x)
+        return result + 2 * self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
+
+
+class Attention(nn.Module):
+    """Two heads of causal attention."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (Adapter(nn.Linear(WIDTH, WIDTH), dropout) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, WIDTH // 2)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm, self.attention, self.second_norm = nn.LayerNorm(WIDTH), Attention(dropout), nn.LayerNorm(WIDTH)
+        self.up, self.down = Adapter(nn.Linear(WIDTH, 24), dropout), Adapter(nn.Linear(24, WIDTH), dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(nn.functional.gelu(self.up(self.second_norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, vocab: int, dropout: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, WIDTH)
+        self.blocks = nn.ModuleList([Block(dropout) for _ in range(2)])
+        self.head = nn.Linear(WIDTH, vocab, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def adapted(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
+    return Model(vocab, dropout)
+
+
+def build(dropout: float) -> BuiltModel:
+    return build_meta(ModelConfig(name=f"{__name__}:adapted", dropout=dropout), vocab=VOCAB, context=CONTEXT)
+
+
+def test_both_halves_of_an_adapter_go_with_their_matrix() -> None:
+    rows = sharding_table(build(0.0)).layers["blocks.0"]
+    attention, mlp = sorted(rows.groups, key=lambda group: group.row_linear)
+    assert attention.row_linears == ("attention.o.base_layer", "attention.o.lora_A.default")
+    assert set(attention.column_linears) == {
+        f"attention.{name}.{half}" for name in "qkv" for half in ("base_layer", "lora_B.default")
+    }
+    assert mlp.row_linears == ("down.base_layer", "down.lora_A.default")
+    assert set(mlp.column_linears) == {"up.base_layer", "up.lora_B.default"}
+    assert rows.sequence and not rows.faults
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_adapters_train_as_on_one_device(dropout: float) -> None:
+    batches = random_batches(2, 4, CONTEXT, VOCAB, documents=False)
+    case = Case(build=partial(build, dropout), batches=batches, recipe=OptimizerRecipe(), timeout_s=100)
+    texts = ("tp=2", "tp=2,sequence=true,recompute=full", "cp=2,attention=heads", "shard=2,tp=2,zero=3")
+    layouts = [dataclasses.replace(Layout.parse(text), precision="float64") for text in texts]
+    assert [(v.layout, v.refused, v.worst) for v in verify(case, layouts) if not v.passed] == []
