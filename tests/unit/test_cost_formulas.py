@@ -171,6 +171,19 @@ def test_parts_sum_to_the_whole(text):
     assert found.peak == max(stage.peak for stage in found.stages)
 
 
+@pytest.mark.parametrize("cluster", ["1xh100", "1xa100-80", "1xcpu"])
+def test_a_narrow_product_takes_no_longer_than_one_that_fills_a_tile(cluster: str) -> None:
+    """A router has 8 columns, the gate of a shared expert has one."""
+    device = Cluster.parse(cluster).device
+    dtype = "bf16" if "bf16" in device.peak_flops else next(iter(device.peak_flops))
+    for rows in (1.0, 16.0, 16384.0):
+        filled_s = float(matmul_s(max(rows, 64.0), 64.0, 2048.0, device, dtype))
+        for columns in (1.0, 8.0, 63.0):
+            assert float(matmul_s(rows, columns, 2048.0, device, dtype)) <= filled_s
+        batch = matmul_s(np.array([rows, 4096.0]), 8.0, 2048.0, device, dtype)
+        assert batch.tolist() == [float(matmul_s(one, 8.0, 2048.0, device, dtype)) for one in (rows, 4096.0)]
+
+
 def test_one_and_many_are_the_same():
     job = PricedJob(shape=shape_from_sizes(LLAMA), sequence=4096, rows=256)
     cluster, layouts = Cluster.parse("64xh100"), [Layout.parse(text) for text in LAYOUTS]

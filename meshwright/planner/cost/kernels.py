@@ -44,6 +44,8 @@ TILES = ((256.0, 128.0, 1.0), (128.0, 256.0, 1.0), (128.0, 128.0, 1.08), (128.0,
 """Rows and columns of the result that one block of a product computes, and its time over that of the largest for the
 same work. The library takes what is fastest. Source: tile shapes by the names of cuBLAS's kernels; times, CUTLASS's
 profiler as published."""
+NARROW = min(columns for _, columns, _ in TILES)
+"""Rows or columns below which idle parts of a tile, times the ramp, would cost more than a tile that is filled."""
 MISALIGNED_FACTOR = 8.0
 """Time of batched products over an aligned one's where the head size is no multiple of 8, which tensor cores need.
 Source: NVIDIA, Matrix Multiplication Background (2023); the factor calibrated on BLOOM's runs of 128 heads at 13824."""
@@ -125,16 +127,22 @@ def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share:
         dtype: of the product.
         share: of the device's rate that the framework's kernels reach.
     """
-    rate = rates(device)
-    peak = device.peak(dtype)
-    flops = 2.0 * m * n * k
     reached_share = device.share(dtype) * sustained_share(device) * share * (FP4_RATE if dtype == "fp4" else 1.0)
     # Roofline: compute time with its two losses (wave quantization, ramp), or the time of the operands' bytes.
-    seconds = flops / (peak * reached_share)
-    seconds = seconds * (1.0 + rate.quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
-    seconds = seconds * (1.0 + _ramp_work(device, dtype) / np.maximum(m * n * k, 1.0))
+    seconds = _tiled_s(m, n, k, device, dtype) / reached_share
+    if np.min(m) < NARROW or np.min(n) < NARROW:
+        # A router's or a gate's result takes no longer than one that fills a tile's width.
+        padded_s = _tiled_s(np.maximum(m, NARROW), np.maximum(n, NARROW), k, device, dtype) / reached_share
+        seconds = np.minimum(seconds, padded_s)
     moved_bytes = ELEMENT_BYTES[dtype] * (m * k + k * n) + 2.0 * m * n
     return np.maximum(seconds, move_s(moved_bytes, device))
+
+
+def _tiled_s(m: Values, n: Values, k: Values, device: Device, dtype: str) -> Array:
+    """Returns seconds of a product whose best rate is the peak: with idle units of the last wave, and the ramp."""
+    seconds = 2.0 * m * n * k / device.peak(dtype)
+    seconds = seconds * (1.0 + rates(device).quantum * (_tile_overhead(m, n, max(1, device.units)) - 1.0))
+    return np.asarray(seconds * (1.0 + _ramp_work(device, dtype) / np.maximum(m * n * k, 1.0)))
 
 
 def _tile_overhead(m: Values, n: Values, units: int) -> Array:
