@@ -182,6 +182,7 @@ def test_a_narrow_product_takes_no_longer_than_one_that_fills_a_tile(cluster: st
             assert float(matmul_s(rows, columns, 2048.0, device, dtype)) <= filled_s
         batch = matmul_s(np.array([rows, 4096.0]), 8.0, 2048.0, device, dtype)
         assert batch.tolist() == [float(matmul_s(one, 8.0, 2048.0, device, dtype)) for one in (rows, 4096.0)]
+    assert matmul_s(np.empty(0), 8.0, 2048.0, device, dtype).shape == (0,), "of no layouts"
 
 
 def test_one_and_many_are_the_same():

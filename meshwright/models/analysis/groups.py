@@ -212,10 +212,8 @@ def _side_rows(graph: Graph, row: str, dependence: Dependence) -> tuple[str, ...
             found = _find_units(matrix.input, {key: graph.matrices[key].output for key in sources} | norms, graph.rows)
         except SplitRefusal:
             continue
-        if (found.features, found.units, found.sources) == (
-            *(dependence.features, dependence.units),
-            dependence.sources,
-        ):
+        reads_alike = (found.features, found.units) == (dependence.features, dependence.units)
+        if reads_alike and found.sources == dependence.sources:
             side_rows.append(name)
     return tuple(side_rows)
 

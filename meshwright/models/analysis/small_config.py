@@ -107,7 +107,8 @@ def _shrink_experts(experts: int, plain: Mapping[str, Any]) -> int:
     active = max((value for key in ACTIVE_EXPERTS if isinstance(value := plain.get(key), int)), default=0)
     groups = max((value for key in _GROUPS if isinstance(value := plain.get(key), int)), default=1)
     least = min(experts, max(CLONE_EXPERTS, 2 * active, 4 * groups if groups > 1 else 0))
-    return next(size for size in range(least, experts + 1) if experts % size == 0 and size % groups == 0)
+    sizes = (size for size in range(least, experts) if experts % size == 0 and size % groups == 0)
+    return next(sizes, experts)
 
 
 _GROUPS = ("n_group", "num_expert_group")

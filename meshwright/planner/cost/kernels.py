@@ -130,7 +130,7 @@ def matmul_s(m: Values, n: Values, k: Values, device: Device, dtype: str, share:
     reached_share = device.share(dtype) * sustained_share(device) * share * (FP4_RATE if dtype == "fp4" else 1.0)
     # Roofline: compute time with its two losses (wave quantization, ramp), or the time of the operands' bytes.
     seconds = _tiled_s(m, n, k, device, dtype) / reached_share
-    if np.min(m) < NARROW or np.min(n) < NARROW:
+    if np.any(m < NARROW) or np.any(n < NARROW):
         # A router's or a gate's result takes no longer than one that fills a tile's width.
         padded_s = _tiled_s(np.maximum(m, NARROW), np.maximum(n, NARROW), k, device, dtype) / reached_share
         seconds = np.minimum(seconds, padded_s)
