@@ -74,14 +74,14 @@ class Copier:
         pairs = list(zip(targets, sources, self._changing))
         host_pairs = [(target, source) for target, source, _ in pairs if not source.is_cuda]
         if len(host_pairs) < len(pairs):
-            registered = self._register(memory)
+            device = next(source.device for source in sources if source.is_cuda)
+            registered = self.register(memory, device)
             compute_stream_pairs = [
                 (target, source) for target, source, changing in pairs if source.is_cuda and changing
             ]
             side_stream_pairs = [
                 (target, source) for target, source, changing in pairs if source.is_cuda and not changing
             ]
-            device = next(source.device for source in sources if source.is_cuda)
             if self._stream is None:
                 self._stream = torch.cuda.Stream(device)
             # Buffers: the next forward, queued behind on this stream, must not change them under the copy.
@@ -100,17 +100,21 @@ class Copier:
         if copy_event is not None:
             copy_event.synchronize()
 
-    def _register(self, memory: mmap.mmap) -> bool:
-        """Registers memory for DMA by the GPU, once; returns False where that fails, so that copies are synchronous."""
+    def register(self, memory: mmap.mmap, device: torch.device) -> bool:
+        """Registers memory for DMA by a GPU, once; returns False where that fails, so that copies are synchronous.
+
+        It takes a second per 15 GB whose pages are there, so a thread may do it before the first copy.
+        """
         if id(memory) not in self._registered:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
-            # Registered pages let the device write by DMA; registering is slow, so once a segment.
-            error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
+            # A thread begins on the first GPU, where a call would make a context.
+            with torch.cuda.device(device):
+                error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
+                if int(error):
+                    # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
+                    with contextlib.suppress(RuntimeError):
+                        torch.ones((), device=device)
             self._registered[id(memory)] = int(error) == 0
-            if int(error):
-                # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
-                with contextlib.suppress(RuntimeError):
-                    torch.ones((), device="cuda")
         return self._registered[id(memory)]
 
 

@@ -37,6 +37,8 @@ META_BYTES = 64 * 1024
 """Bytes reserved for the trainer's own values, up front since data must not move."""
 _ALIGN = 64
 """Bytes to a multiple of which each shard's data is aligned."""
+_PIECE_BYTES = 1 << 28
+"""Bytes of a segment that are allocated at a time."""
 
 
 class Segment:
@@ -54,8 +56,26 @@ class Segment:
         """Bytes of the segment; 0 before anything was written."""
         return os.fstat(self.fd).st_size
 
-    def map(self, size: int) -> mmap.mmap:
+    def allocate(self, size: int) -> None:
+        """Resizes the segment and has its pages allocated, piece by piece and without Python's lock: for a thread.
+
+        Raises:
+            CheckpointError: when there is no memory for it.
+        """
+        try:
+            os.ftruncate(self.fd, size)
+            for start in range(0, size, _PIECE_BYTES):
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(self.fd, start, min(_PIECE_BYTES, size - start))
+        except OSError as error:
+            raise _no_memory(size, error) from error
+
+    def map(self, size: int, populates: bool = True) -> mmap.mmap:
         """Resizes the segment and returns its memory, with all pages allocated at once.
+
+        Args:
+            size: bytes.
+            populates: False leaves the pages to whoever touches them, where `allocate` has made room for them.
 
         Raises:
             CheckpointError: when there is no memory for it.
@@ -63,17 +83,22 @@ class Segment:
         try:
             # MAP_POPULATE allocates now: a full memory shows here as an error, not later as a bus error in a copy.
             os.ftruncate(self.fd, size)
-            return mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0))
+            populate = getattr(mmap, "MAP_POPULATE", 0) if populates else 0
+            return mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | populate)
         except OSError as error:
-            raise CheckpointError(
-                f"no memory for a snapshot of {size} bytes: {error.strerror}; give recovery.snapshot_every = 0"
-            ) from error
+            raise _no_memory(size, error) from error
 
     def close(self) -> None:
         """Closes the segment; a second call does nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _no_memory(size: int, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"no memory for a snapshot of {size} bytes: {error.strerror}; give recovery.snapshot_every = 0"
+    )
 
 
 @dataclass(frozen=True, slots=True)

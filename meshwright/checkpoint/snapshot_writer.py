@@ -7,7 +7,8 @@ import mmap
 import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
@@ -31,7 +32,8 @@ class SnapshotWriter:
     """Copies a rank's saved shards into its segments in turn.
 
     Only the copy blocks training; from a GPU it runs on a side stream and blocks only the next update. A thread then
-    computes the checksums and writes the header, which completes the snapshot.
+    computes the checksums and writes the header, which completes the snapshot. Of a GPU's state, whose tens of GB take
+    the kernel seconds to allocate, threads allocate the segments from the construction on.
 
     Args:
         segments: two or more, which outlive this process.
@@ -42,6 +44,8 @@ class SnapshotWriter:
         local_shards: this rank's shards, in the order of `tensor_shards.collect_local_shards`.
         saved_shards: (index into ``local_shards``, shard) of those that it saves (`tensor_shards.assign_saved_shards`).
         changing: name prefix of the tensors that a forward may change (buffers); empty for none.
+        device: the GPU that holds the state, or some of it; None where all of it is in host memory.
+        threads: how many make the checksums.
     """
 
     def __init__(
@@ -55,24 +59,56 @@ class SnapshotWriter:
         local_shards: Sequence[TensorShard],
         saved_shards: Sequence[tuple[int, TensorShard]],
         changing: str = "",
+        device: torch.device | None = None,
+        threads: int = 1,
     ) -> None:
-        self._generation = generation
+        self._generation, self._device, self._threads = generation, device, threads
         self._saved_shards = [shard for _, shard in saved_shards]
         self._table = encode_table(rank, self._saved_shards, tensors, ranks)
         table_end = HEADER_BYTES + len(self._table) + 4 * len(self._saved_shards) + META_BYTES
         # Data starts on a page boundary, behind the room reserved for the trainer's values.
         self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
         size = self._data_at + sum(pad_to_alignment(shard.size_bytes) for shard in self._saved_shards)
-        self._memories = [segment.map(max(size, mmap.PAGESIZE)) for segment in segments]
-        self._views = [self._map_views(memory) for memory in self._memories]
         self.copier = Copier(local_shards, saved_shards, changing)
         """Copies the state; the next update waits for its event."""
         self._next_segment = 0
         self._thread: threading.Thread | None = None
         self.size_bytes = size
         """Bytes of one snapshot of this rank."""
-        self.mapped_bytes = sum(map(len, self._memories))
-        """Bytes of all its segments, resident in this process from now on."""
+        self.mapped_bytes = max(size, mmap.PAGESIZE) * len(segments)
+        """Bytes of all its segments, resident in this process once they are allocated."""
+        self._memories: list[mmap.mmap] = []
+        self._views: list[list[Tensor]] = []
+        self._mapping: list[Future[mmap.mmap]] = [Future() for _ in segments]
+        for segment, future in zip(segments, self._mapping):
+            if device is None:
+                _settle(future, self._map, segment)
+            else:
+                arguments = (future, self._map, segment)
+                threading.Thread(target=_settle, args=arguments, name="snapshot memory", daemon=True).start()
+        if device is None:
+            self._wait_for_memory()
+
+    def _map(self, segment: Segment) -> mmap.mmap:
+        """Maps a segment, and has the GPU know its memory."""
+        size = self.mapped_bytes // len(self._mapping)
+        if self._device is None:
+            return segment.map(size)
+        segment.allocate(size)
+        memory = segment.map(size, populates=False)
+        self.copier.register(memory, self._device)
+        return memory
+
+    def _wait_for_memory(self) -> None:
+        """Waits until all segments are allocated.
+
+        Raises:
+            CheckpointError: when there is no memory for them.
+        """
+        if not self._memories:
+            memories = [future.result() for future in self._mapping]
+            self._views = [self._map_views(memory) for memory in memories]
+            self._memories = memories
 
     def _map_views(self, memory: mmap.mmap) -> list[Tensor]:
         """Returns a tensor view of each saved shard in a segment: its box's shape and dtype, on the CPU."""
@@ -110,6 +146,7 @@ class SnapshotWriter:
             )
         if tensors is not None:
             self.copier.aim(tensors)
+        self._wait_for_memory()
         self.wait()
         memory, views = self._memories[self._next_segment], self._views[self._next_segment]
         self._next_segment = (self._next_segment + 1) % len(self._memories)
@@ -138,12 +175,24 @@ class SnapshotWriter:
             meta: the trainer's values as JSON.
         """
         self.copier.wait()
-        data = memoryview(memory)
-        checksums, offset = [], self._data_at
+        whole, data, offset = memoryview(memory), [], self._data_at
         for shard in self._saved_shards:
-            checksums.append(zlib.crc32(data[offset : offset + shard.size_bytes]))
+            data.append(whole[offset : offset + shard.size_bytes])
             offset += pad_to_alignment(shard.size_bytes)
+        if self._threads == 1:
+            checksums = [zlib.crc32(one) for one in data]
+        else:
+            with ThreadPoolExecutor(self._threads, "snapshot checksum") as pool:
+                checksums = list(pool.map(zlib.crc32, data))
         header_bytes, tables = pack_header(self._generation, step, self._table, checksums, meta, self._data_at)
         memory[HEADER_BYTES : HEADER_BYTES + len(tables)] = tables
         # The header comes last: whoever reads the segment before sees no snapshot.
         memory[:HEADER_BYTES] = header_bytes
+
+
+def _settle(future: Future[mmap.mmap], work: Callable[[Segment], mmap.mmap], segment: Segment) -> None:
+    """Does the work and gives the future its result or its error."""
+    try:
+        future.set_result(work(segment))
+    except Exception as error:
+        future.set_exception(error)

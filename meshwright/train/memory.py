@@ -14,6 +14,7 @@ from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import assign_saved_shards, collect_local_shards, digest
 from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
+from meshwright.launch.devices import allowed_core_time
 from meshwright.parallel.dcp_shards import StateTensor
 from meshwright.parallel.program import Program
 from meshwright.train.damage import Damage
@@ -35,6 +36,8 @@ CUT_SHARE = 2.0**-20
 """A rank's contribution to the all-reduced stop count when a reconfiguration was requested: all together below 1."""
 
 
+_CHECKSUM_THREADS = 4
+"""Most threads that make the checksums of a GPU's state, 3 GB a second each."""
 RESTORING = "restoring from memory failed"
 """Beginning of the error for a state in memory that can't be restored."""
 
@@ -157,13 +160,18 @@ class StateSnapshots:
     def __init__(self, make_writer: Callable[[Mapping[str, StateTensor]], SnapshotWriter]) -> None:
         self._make_writer = make_writer
         self._writer: SnapshotWriter | None = None
-        self._addresses: list[int] = []
+        self._addresses: list[int] | None = None
+
+    def prepare(self, program: Program, optimizer: LocalAdamW) -> None:
+        """Has the memory allocated by a thread, where the state is on a GPU: its first snapshot then waits for less."""
+        if self._writer is None:
+            self._writer = self._make_writer(state_tensors(program, optimizer))
 
     def save(self, step: int, program: Program, optimizer: LocalAdamW, values: JsonObject) -> None:
         """Copies the state; the optimizer's next update waits for a copy that runs asynchronously on the device."""
         addresses = state_addresses(program, optimizer)
         # The writer keeps the last tensors alive, so that equal addresses mean the same tensors.
-        tensors = state_tensors(program, optimizer) if self._writer is None or addresses != self._addresses else None
+        tensors = state_tensors(program, optimizer) if addresses != self._addresses else None
         if self._writer is None:
             assert tensors is not None
             self._writer = self._make_writer(tensors)
@@ -269,6 +277,30 @@ class RankMemory:
         is_first = self._memory.peer_copies is not None and self.snapshot_step < 0
         return self._memory.every > 0 and (is_first or step % self._memory.every == 0)
 
+    def prepare(self, program: Program, optimizer: LocalAdamW) -> None:
+        """Has memory for snapshots and checkpoints allocated beside the training, where the state is on a GPU.
+
+        To be called once moments exist, after the first step; the kernel needs half a second for a GB.
+        """
+        if program.weights_device.type == "cpu":
+            return
+        if self.takes_snapshots:
+            self._snapshots().prepare(program, optimizer)
+        if self.supervisor_writes:
+            self._checkpoints().prepare(program, optimizer)
+
+    def _snapshots(self) -> StateSnapshots:
+        if self._writer is None:
+            segments = self._memory.segments[self._local_rank]
+            self._writer = StateSnapshots(lambda tensors: self._writer_factory(tensors)(segments))
+        return self._writer
+
+    def _checkpoints(self) -> StateSnapshots:
+        if self._disk is None:
+            segments = self._memory.disk[self._local_rank : self._local_rank + 1]
+            self._disk = StateSnapshots(lambda tensors: self._writer_factory(tensors)(segments))
+        return self._disk
+
     def save_snapshot(
         self, step: int, program: Program, optimizer: LocalAdamW, scaler: LossScaler, tokens: int, **values: object
     ) -> float:
@@ -277,11 +309,7 @@ class RankMemory:
         started = time.perf_counter()
         if self._memory.peer_copies is not None and self.snapshot_step >= 0:
             self._memory.peer_copies.wait(self._local_rank, self.snapshot_step)
-        if self._writer is None:
-            self._writer = StateSnapshots(
-                lambda tensors: self._writer_factory(tensors)(self._memory.segments[self._local_rank])
-            )
-        self._writer.save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
+        self._snapshots().save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
         self.snapshot_step = step
         return time.perf_counter() - started
 
@@ -332,10 +360,7 @@ class RankMemory:
                     f"checkpoint.wait_s = {limit_s:g} s; raise it, or checkpoint.every"
                 )
             time.sleep(0.002)
-        if self._disk is None:
-            segments = self._memory.disk[self._local_rank : self._local_rank + 1]
-            self._disk = StateSnapshots(lambda tensors: self._writer_factory(tensors)(segments))
-        self._disk.save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
+        self._checkpoints().save(step, program, optimizer, plain_values(optimizer, scaler, tokens) | values)
         self._saved_step = step
         if self._memory.peer_copies is None:
             self.snapshot_step = step  # it can be restored like a snapshot, but the courier doesn't send it
@@ -344,7 +369,10 @@ class RankMemory:
     def _writer_factory(self, tensors: Mapping[str, StateTensor]) -> Callable[[Sequence[Segment]], SnapshotWriter]:
         """Agrees with the other ranks, once, which rank stores which shard; returns a factory of writers."""
         if self._make_writer is None:
-            local_shards = [shard for shard, _ in collect_local_shards(tensors)]
+            held = collect_local_shards(tensors)
+            local_shards = [shard for shard, _ in held]
+            device = next((tensor.device for _, tensor in held if tensor.is_cuda), None)
+            cores_per_rank = int(allowed_core_time()) // max(1, len(self._memory.segments))
             # Replicated shards are stored by one rank each (`assign_saved_shards`), so a state is stored once.
             tables = self._agreement.gather(local_shards)
             self._make_writer = partial(
@@ -356,6 +384,9 @@ class RankMemory:
                 local_shards=local_shards,
                 saved_shards=assign_saved_shards(tables)[self._rank],
                 changing=f"{BUFFERS}/",
+                device=device,
+                # Ranks on the CPU compute on these cores; the host of a GPU has some to spare.
+                threads=max(1, min(_CHECKSUM_THREADS, cores_per_rank // 2)) if device is not None else 1,
             )
         return self._make_writer
 

@@ -159,6 +159,8 @@ class Trainer:
             record, stop_count = stepped
             if is_first and deps.memory is not None and deps.memory.lost_at is not None:
                 self._event("recovered", step=self.step, seconds=time.monotonic() - deps.memory.lost_at)
+            if is_first and deps.memory is not None:
+                deps.memory.prepare(deps.program, deps.optimizer)
             requests, is_over = self._requests(record), self._is_over(self.step)
             # The all-reduced count: 1 or more from ranks that were asked to stop, below 1 for a reconfiguration.
             reconfigures = (0 < stop_count < 1 or self._must_rewind) and not is_over

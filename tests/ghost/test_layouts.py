@@ -13,7 +13,7 @@ import pytest
 
 from meshwright.proof import one_device
 from tests.ghost.runs import GhostRun, command, has_ghost, train
-from tests.runs import events
+from tests.runs import events, rows
 from tests.tiers import cases
 
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
@@ -149,6 +149,15 @@ def test_recovery_goes_on_on_gpus(root: Path) -> None:
     happened = [row["kind"] for row in events(run.folder, "rank_lost") + events(run.folder, "recovered")]
     assert happened == ["rank_lost", "recovered"], run.text
     assert {row["device"] for row in events(run.folder, "rank_started")} == {"cuda:0", "cuda:1"}
+
+
+def test_memory_of_snapshots_is_there_before_one_is_due(root: Path) -> None:
+    words = ("--recovery.snapshot-every", "100", "--checkpoint.every", "0")
+    run = train(root, "ahead", "llama", 2, *words, layout="shard=2,zero=2", steps=4)
+    assert run.status == 0, run.text
+    found = rows(run.folder)
+    assert not any("snapshot" in row["parts"] for row in found)
+    assert "snapshots" not in found[0]["memory"] and found[-1]["memory"]["snapshots"] > 0
 
 
 def test_snapshots_are_copied_where_their_memory_cannot_be_registered(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import struct
+import threading
 import time
 import zlib
 from types import SimpleNamespace
@@ -12,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.checkpoint.snapshot import Segment, find_complete_states, read_snapshots, read_step
+from meshwright.checkpoint.copier import Copier
+from meshwright.checkpoint.snapshot import Segment, Snapshot, find_complete_states, read_snapshots, read_step
 from meshwright.checkpoint.snapshot_writer import SnapshotWriter
 from meshwright.checkpoint.tensor_shards import collect_local_shards, digest
 from meshwright.errors import CheckpointError
@@ -22,7 +25,7 @@ from meshwright.train.memory import StateSnapshots
 from meshwright.train.optimizer import LocalAdamW
 
 
-def writer_of(tensors: dict[str, Any], segments: list[Segment]) -> SnapshotWriter:
+def writer_of(tensors: dict[str, Any], segments: list[Segment], **more: Any) -> SnapshotWriter:
     held = [part for part, _ in collect_local_shards(tensors)]
     return SnapshotWriter(
         segments,
@@ -32,6 +35,7 @@ def writer_of(tensors: dict[str, Any], segments: list[Segment]) -> SnapshotWrite
         local_shards=held,
         saved_shards=list(enumerate(held)),
         changing="buffers/",
+        **more,
     )
 
 
@@ -107,6 +111,48 @@ def test_the_next_copy_waits_for_the_checksums_of_the_last(monkeypatch: pytest.M
         writer.save(step, state, {})
     writer.wait()
     assert summed == [1.0, 2.0, 3.0]
+
+
+def test_memory_for_a_gpus_state_is_allocated_and_registered_by_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed, registered = threading.Event(), []
+    allocate = Segment.allocate
+
+    def allocate_later(segment: Segment, size: int) -> None:
+        assert threading.current_thread() is not threading.main_thread() and allowed.wait(30)
+        allocate(segment, size)
+
+    monkeypatch.setattr(Segment, "allocate", allocate_later)
+    monkeypatch.setattr(Copier, "register", lambda self, memory, device: registered.append((len(memory), device)))
+    state, segments = {"w": torch.zeros(5000, 3), "v": torch.ones(7)}, [Segment(), Segment()]
+    writer = writer_of(state, segments, device=torch.device("cuda:1"), threads=3)
+    assert not registered and [segment.size for segment in segments] == [0, 0], "the constructor doesn't wait"
+    allowed.set()
+    for step in (1, 2):
+        state["w"].fill_(step)
+        writer.save(step, state, {})
+    writer.wait()
+    assert registered == [(segment.size, torch.device("cuda:1")) for segment in segments], "once each"
+    assert sum(segment.size for segment in segments) == writer.mapped_bytes
+    # Three threads' checksums are one's, each shard's own.
+    plain = writer_of(state, [Segment()])
+    plain.save(2, state, {})
+    plain.wait()
+    one, other = (Snapshot(memoryview(each._memories[at])) for each, at in ((writer, 1), (plain, 0)))
+    assert one.stored_shards == other.stored_shards and len({shard.checksum for shard in one.stored_shards}) == 2
+    step, found = newest(segments)
+    assert step == 2 and torch.equal(found["w"], state["w"])
+
+
+def test_memory_that_a_thread_could_not_have_is_told_by_the_first_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    state = {"w": torch.zeros(5, 3)}
+    writer = writer_of(state, [Segment(), Segment()], device=torch.device("cuda:0"))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"no memory for a snapshot of .* No space left.*snapshot_every = 0"):
+            writer.save(1, state, {})
 
 
 class Optimizer:

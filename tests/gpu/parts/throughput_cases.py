@@ -113,6 +113,8 @@ CASES = {
     "before-parts": Case(setting="parts", layout=f"{HALF},compile=true,microbatches=4", without=("copies", "update")),
     "before-fp8": Case(setting="fp8", layout="precision=fp8,compile=true", without=("copies", "update")),
     "before-eager": Case(setting="eager", layout=HALF, without=("copies", "update")),
+    "ours-fp8-again": Case(setting="fp8", layout="precision=fp8,compile=true"),
+    "fsdp2-fp8-again": Case(setting="fp8", hand=HandLoop(style="fsdp2", compile=True, float8=True)),
     "fsdp2-compiled-again": Case(setting="compiled", hand=HandLoop(style="fsdp2", compile=True)),
     "ours-eager-again": Case(setting="eager", layout=HALF),
     "fsdp2-eager-again": Case(setting="eager", hand=HandLoop(style="fsdp2", compile=False)),
