@@ -20,10 +20,14 @@ DEVICE_CHUNKS = 3
 """Chunks of a window on a GPU, of which the middle one counts: its clock rises and falls, and no other program runs."""
 QUEUED_RUNS = 40
 """Most runs of a chunk on a GPU: those of up to 25 kernels fit the 1,024 launches that its queue takes ahead."""
-BLOCKER = 8192
-"""Rows and columns of the product that keeps a GPU at work while the host fills its queue: 1.1 TFLOP, over 1 ms."""
-MOST_BLOCKERS = 20
-"""Most of these products before a chunk."""
+BLOCKER_BYTES = 1 << 28
+"""Bytes of the copy that keeps a GPU at work while the host fills its queue: 0.2 ms of an H100."""
+MOST_BLOCKERS = 100
+"""Most of these copies before a chunk, beside those of `REST`."""
+REST = 0.5
+"""Seconds of copies before a chunk over the chunk's own, at least. Products in a row meet a GPU's limit of power within
+a tenth of a second (8192^3 in bf16 on an H100 of 700 W: 720, then 587 TFLOP/s); a step's lie between kernels that wait
+for memory, and take 748."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +82,8 @@ class DeviceTimer:
     def _device_seconds(self, work: Callable[[], object]) -> float:
         """Returns seconds of a run on the device, whose queue the host has filled ahead.
 
-        Products run before each chunk: they keep the clock where training has it, and nothing of a chunk is in the
-        device's cache when it begins.
+        Copies run before each chunk: they keep the clock where training has it, the device takes no more power than in
+        training, and nothing of a chunk is in its cache when it begins.
         """
         self.sync()
         start_s = time.perf_counter()
@@ -87,14 +91,15 @@ class DeviceTimer:
         host_s = time.perf_counter() - start_s
         single_s = max(self._queued_seconds(work, 1, host_s), 1e-7)
         if single_s > self.window_s:
-            return min(single_s, *(self._queued_seconds(work, 1, host_s) for _ in range(LEAST - 1)))
+            return min(single_s, *(self._queued_seconds(work, 1, host_s, single_s) for _ in range(LEAST - 1)))
         repeats = max(1, min(QUEUED_RUNS, round(self.window_s / DEVICE_CHUNKS / single_s)))
-        return statistics.median(self._queued_seconds(work, repeats, host_s) for _ in range(DEVICE_CHUNKS))
+        return statistics.median(self._queued_seconds(work, repeats, host_s, single_s) for _ in range(DEVICE_CHUNKS))
 
-    def _queued_seconds(self, work: Callable[[], object], repeats: int, host_s: float) -> float:
-        """Returns the mean device seconds of ``repeats`` runs behind as many products as hide their launches."""
+    def _queued_seconds(self, work: Callable[[], object], repeats: int, host_s: float, single_s: float = 0.0) -> float:
+        """Returns the mean device seconds of ``repeats`` runs behind as many copies as hide their launches."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        self._block(min(MOST_BLOCKERS, 1 + math.ceil(1.5 * repeats * host_s / self._blocker_s)))
+        hiding = min(MOST_BLOCKERS, 1 + math.ceil(1.5 * repeats * host_s / self._blocker_s))
+        self._block(max(hiding, math.ceil(REST * repeats * single_s / self._blocker_s)))
         start.record()
         for _ in range(repeats):
             work()
@@ -103,21 +108,19 @@ class DeviceTimer:
         return 1e-3 * start.elapsed_time(end) / repeats
 
     def _block(self, count: int) -> None:
+        source, target = self._blocker
         for _ in range(count):
-            torch.mm(self._blocker, self._blocker, out=self._blocked)
+            target.copy_(source)
 
     @cached_property
-    def _blocker(self) -> torch.Tensor:
-        """(BLOCKER, BLOCKER) in 16 bits, values of training's size."""
-        return torch.randn(BLOCKER, BLOCKER, device=self.device).to(torch.float16).mul_(0.01)
-
-    @cached_property
-    def _blocked(self) -> torch.Tensor:
-        return torch.empty_like(self._blocker)
+    def _blocker(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors of `BLOCKER_BYTES`."""
+        source = torch.zeros(BLOCKER_BYTES, dtype=torch.uint8, device=self.device)
+        return source, torch.empty_like(source)
 
     @cached_property
     def _blocker_s(self) -> float:
-        """Seconds of such a product."""
+        """Seconds of such a copy."""
         self._block(2)
         return max(self.timed(lambda: self._block(1), LEAST), 1e-5)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.cluster.calibration import FORMS
 from meshwright.parallel.block_codec import BlockCodec, WeightBlocks, WeightStore
+from meshwright.parallel.triton_kernels import load_kernels
 from meshwright.spec.compression import FORMATS
 from meshwright.torch_compat.tensors import fused_adamw_, run_backward
 from meshwright.train.loss import cross_entropy_sums
@@ -60,10 +61,12 @@ class GridSizes:
     """Number of measurements with the first data type; the fastest of each counts."""
     heat_s: float = 0.0
     """Seconds that a GPU works before the first measurement."""
+    updated: tuple[int, ...] = ()
+    """Elements of the optimizer's update beside `elements`."""
 
     def thinned(self) -> GridSizes:
-        """Returns every second size, from the smallest on."""
-        fields = ("tokens", "widths", "sequences", "heads", "head_sizes", "elements")
+        """Returns every second size, from the first on; all elements of a GPU, where small operations cost a launch."""
+        fields = ["tokens", "widths", "sequences", "heads", "head_sizes", *(() if self.heat_s else ("elements",))]
         return dataclasses.replace(self, **{name: getattr(self, name)[::2] for name in fields})  # type: ignore[arg-type]
 
 
@@ -84,13 +87,15 @@ GPU = GridSizes(
     tokens=(128, 1024, 4096, 16384),
     widths=(256, 1024, 2048, 4096, 8192, 16384),
     sequences=(512, 2048, 8192),
-    heads=(8, 32),
+    # Fewer leave some of the device idle.
+    heads=(128, 8),
     head_sizes=(64, 128),
     elements=(16384, 262144, 2097152, 16777216, 134217728),
     messages=(16384, 262144, 4194304, 67108864, 536870912),
     dtypes=("bf16", "float32"),
     window_s=0.003,
     heat_s=1.0,
+    updated=(1 << 28,),
 )
 """Sizes for GPUs."""
 QUICK = {
@@ -110,7 +115,7 @@ QUICK_GPU = {
     "tokens": (512, 4096, 16384),
     "widths": (1024, 4096, 8192),
     "sequences": (1024, 8192),
-    "heads": (16,),
+    "heads": (128, 16),
     "head_sizes": (64, 128),
     "elements": (16384, 2097152, 67108864),
     "messages": (16384, 4194304, 268435456),
@@ -282,21 +287,32 @@ def _rounding_works(name: str, count: int, device: torch.device) -> dict[str, Ca
 
 def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float]]:
     """Yields (elements, seconds) of one fused AdamW update in float32, as training runs it."""
-    for count in sizes.elements:
+    kernels = load_kernels("adamw") if clock.device.type == "cuda" else None
+    for count in (*sizes.elements, *(size for size in sizes.updated if _has_room(16 * size, clock.device))):
         # fp32 weight, gradient and both moments; absolute values, since a second moment is never negative.
         weight, gradient, first_moment, second_moment = (
-            [_random_tensor((count,), torch.float32, clock.device).abs_()] for _ in range(4)
+            _random_tensor((count,), torch.float32, clock.device).abs_() for _ in range(4)
         )
-        step = [torch.ones((), device=clock.device)]
-        update_arguments: tuple[Any, ...] = (weight, gradient, first_moment, second_moment, [], step)
-
-        def update(update_arguments: Any = update_arguments) -> None:
-            # The kernel itself: the first step of the optimizer's class imports torch's compiler, which costs seconds.
-            fused_adamw_(
-                *update_arguments, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_FUSED_ADAMW_FLAGS
+        step = torch.ones((), device=clock.device)
+        if kernels is not None:
+            tensors = kernels.Tensors(
+                weight=weight, exp_avg=first_moment, exp_avg_sq=second_moment, copy=None, decays=True
             )
-
+            own = kernels.Update([tensors], step, (0.9, 0.95), 1e-8, 0.1)
+            factor = torch.ones((), dtype=torch.float64, device=clock.device)
+            yield count, clock.seconds(functools.partial(own.run, [gradient], 1e-6, factor))
+            continue
+        lists: tuple[Any, ...] = ([weight], [gradient], [first_moment], [second_moment], [], [step])
+        # The kernel itself: the first step of the optimizer's class imports torch's compiler, which costs seconds.
+        update = functools.partial(
+            fused_adamw_, *lists, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_FUSED_ADAMW_FLAGS
+        )
         yield count, clock.seconds(update)
+
+
+def _has_room(size: int, device: torch.device) -> bool:
+    """Whether half of a GPU's free memory holds ``size`` bytes."""
+    return 2 * size < torch.cuda.mem_get_info(device)[0]
 
 
 _FUSED_ADAMW_FLAGS = {"amsgrad": False, "maximize": False}

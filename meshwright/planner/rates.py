@@ -287,6 +287,12 @@ class MeasuredTimes:
         )
         return max(makespan_s / calibration.alone_speedup, busy_s)
 
+    def _ahead_s(self, ranks: RankTimes) -> float:
+        """Returns by how many seconds a step's passes keep the device busy for longer than the host issues them."""
+        passes = ((ranks.forward_busy, ranks.forward_host), (ranks.backward_busy, ranks.backward_host))
+        ahead_s = sum(float(np.max(busy_s) - np.max(host_s)) for busy_s, host_s in passes)
+        return max(0.0, ahead_s * self._layout.microbatches)
+
     def _send_s(self) -> tuple[float, float]:
         """Returns seconds to send an activation to the next stage, and a core's own of a send and a receive.
 
@@ -321,7 +327,10 @@ class MeasuredTimes:
         # A calibration without a host's step, of GPUs or a quick one, still has the wait for other ranks.
         if calibration.host_s("step") or calibration.host_s("step_layer"):
             layers = self._layers / layout.degree(Mechanics.STAGES)
-            parts["step"] = calibration.host_s("step") + layers * calibration.host_s("step_layer")
+            step_s = calibration.host_s("step") + layers * calibration.host_s("step_layer")
+            # A GPU's host issues it while the device is at what it was given before.
+            ahead_s = 0.0 if self._serial else self._ahead_s(ranks) + parts["optimizer"]
+            parts["step"] = max(0.0, step_s - ahead_s)
         weights = job.shape.parameters / (layout.degree(Mechanics.STAGES) * layout.degree(Mechanics.MATRICES))
         size = FLOAT32_BYTES * weights / max(1, self._layers // layout.degree(Mechanics.STAGES) + 1)
         copy_rate = float(calibration.bandwidth_bytes_per_s(size, "float32", self._under_load))
