@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -60,7 +61,8 @@ def measure_rank(
     init_group(context, timeout_s=timeout_s, group_s=GROUP_S)
     try:
         # More ranks than cores: chunks would be shorter than a scheduler's time slice, so the window stays whole.
-        ranks_per_core = max(1.0, context.local_world / float(machine["cores"])) if context.device == "cpu" else 1.0
+        cores = float(machine["cores"]) if context.device == "cpu" else math.inf
+        ranks_per_core = max(1.0, context.local_world / cores)
         clock = DeviceTimer(torch.device(context.device), sizes.window_s, 1 if ranks_per_core > 1.0 else CHUNKS)
         # Before Ampere bf16 is emulated; training uses fp16 there.
         if clock.device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -73,7 +75,7 @@ def measure_rank(
         for pass_number in range(sizes.passes):
             pass_sizes = sizes if pass_number == 0 else dataclasses.replace(sizes, dtypes=sizes.dtypes[:1])
             pass_tables = {
-                **_measure_compute(pass_sizes, clock, ranks_per_core, announcer.announce_part),
+                **_measure_compute(pass_sizes, clock, ranks_per_core, max(1.0, 1.0 / cores), announcer.announce_part),
                 **_measure_traffic(pass_sizes, clock, ranks_per_core, context, announcer.announce_part),
             }
             tables = fastest(tables, pass_tables) if tables else pass_tables
@@ -133,13 +135,16 @@ class _PacedAnnouncer:
         return {"pace_s": fastest_s, "pace_spread": round(statistics.median(self._seconds) / fastest_s - 1.0, 4)}
 
 
-def _measure_compute(sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: float, announce: Report) -> JsonObject:
+def _measure_compute(
+    sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: float, alone_per_core: float, announce: Report
+) -> JsonObject:
     """Measures every computation with all ranks under load, and the first data type also with one rank alone.
 
     Args:
         sizes: to measure.
         wall_timer: reads wall-clock time.
         ranks_per_core: at least 1.
+        alone_per_core: the same of one rank alone, which a quota may leave less than a core.
         announce: called as each part begins.
     """
     # With one thread a rank its processor time is the work; more threads would need wall-clock time.
@@ -150,7 +155,7 @@ def _measure_compute(sizes: GridSizes, wall_timer: DeviceTimer, ranks_per_core: 
         dtype_loads.append((sizes.dtypes[0], False))
     for dtype, busy in dtype_loads:
         clock = (
-            dataclasses.replace(wall_timer, sharing=ranks_per_core if busy else 1.0, chunks=CHUNKS)
+            dataclasses.replace(wall_timer, sharing=ranks_per_core if busy else alone_per_core, chunks=CHUNKS)
             if one_thread_a_rank
             else wall_timer
         )

@@ -141,6 +141,8 @@ class Question:
     """Fields of `Space` that differ from their defaults."""
     rounds: Rounds = field(default_factory=Rounds)
     """How islands join, where a layout has several."""
+    beside: int = 0
+    """Devices of other islands, which compute at the same time on these machines."""
     compile_steps: int = 0
     """Steps that may make up for compiling layers; 0 where layers are compiled only as ``base`` says."""
 
@@ -154,6 +156,11 @@ class Question:
             )
         if self.objective == "energy" and not self.cluster.watts:
             raise PlanError(f"objective=energy: no power is known for {self.cluster}; give watts in the cluster's file")
+
+    @property
+    def under_load(self) -> bool:
+        """Whether other ranks of these machines compute at the same time as one."""
+        return self.cluster.devices + self.beside > 1
 
     @property
     def runtime(self) -> FrameworkProfile:

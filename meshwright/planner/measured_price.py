@@ -52,7 +52,7 @@ def correct_price(question: Question, closed_candidate: Candidate, measure: Meas
     if work is None:
         return closed_candidate
     logits = work.rows * job.sequence * job.shape.vocab / layout.degree(Mechanics.MATRICES)
-    operator_seconds = price_operators(work, calibration, job.dtype, question.cluster.devices > 1, logits)
+    operator_seconds = price_operators(work, calibration, job.dtype, question.under_load, logits)
     times = MeasuredTimes(question, layout, work, operator_seconds, calibration)
     return priced_candidate(question, layout, times.price())
 

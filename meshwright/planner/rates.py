@@ -65,7 +65,7 @@ class MeasuredTimes:
         self._serial = calibration.machine.get("kind") == "cpu"
         # A quick calibration of a GPU has no seconds of its host.
         self._knows_host = self._serial or calibration.host_s("operator_forward") > 0.0
-        self._under_load = question.cluster.devices > 1
+        self._under_load = question.under_load
         # Operators were traced on full rows of `work.rows`; cp and uneven rows give a rank a share of their tokens.
         self._share = 1.0 / layout.degree(Mechanics.TOKENS)
         shares = layout.reader_shares()

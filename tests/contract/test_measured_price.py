@@ -20,6 +20,7 @@ from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds, price_operators
 from meshwright.planner.cost.prices import Price
+from meshwright.planner.islands import island_question
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
 from meshwright.planner.predict import named_plan
@@ -106,6 +107,44 @@ def test_ranks_that_share_cores_leave_their_share_to_the_others() -> None:
     assert shared.step_s >= busy
 
 
+def test_an_island_of_one_rank_computes_beside_the_others() -> None:
+    """One rank of a node that computes alone is measured apart, and may have cores of its own."""
+    made = calibration(4, 2)
+    alone = {
+        name: tuple((*row[:at], False, *row[at + 1 : -times], *(value / 4 for value in row[-times:])) for row in table)
+        for name, at, times, table in (
+            ("matmul", 2, 1, made.matmul), ("operations", 2, 1, made.operations), ("attention", 1, 2, made.attention)
+        )
+    }  # fmt: skip
+    made = dataclasses.replace(made, **{name: (*getattr(made, name), *rows) for name, rows in alone.items()})
+    cluster = dataclasses.replace(Cluster.detected(4, "cpu", cores=2), calibration=made)
+    question = Question(job=JOB, cluster=cluster)
+
+    def products(question: Question, layout: str) -> float:
+        one = Layout.parse(layout)
+        return correct_price(question, price_candidate(question, one), MEASURE).price.parts["matmul"]
+
+    joined = products(question, "replicate=4")
+    island = island_question(question, Layout.parse("islands=4"))
+    assert island.cluster.devices == 1 and products(island, "replicate=1") == pytest.approx(joined)
+    # The same rows on a machine where nobody else computes.
+    assert products(dataclasses.replace(island, beside=0), "replicate=1") == pytest.approx(joined / 4)
+
+
+def test_the_host_of_a_gpu_issues_its_step_while_the_device_is_at_work() -> None:
+    def step_s(host_s: float, operator_s: float) -> float:
+        made = calibration(1, 8, step=host_s, operator_forward=operator_s, operator_backward=operator_s)
+        made = dataclasses.replace(made, machine={"kind": "cuda", "cores": 8})
+        cluster = dataclasses.replace(Cluster.parse("1xh100"), calibration=made)
+        question = Question(job=JOB, cluster=cluster)
+        return correct_price(question, price_candidate(question, Layout()), MEASURE).price.parts["step"]
+
+    # The device is at it for a tenth of a second: what the host needs beyond that is waited for.
+    assert step_s(1e-3, 1e-6) == 0.0 < step_s(1.0, 1e-6) < 1.0
+    # A host that is late with its operators hides nothing behind them.
+    assert step_s(0.1, 1.0) == pytest.approx(0.1, rel=0.01)
+
+
 @pytest.mark.parametrize("attention", ["heads", "gather"])
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_cp_sends_tensors_of_the_type_of_compute(
@@ -183,7 +222,8 @@ def test_launches_on_a_gpu_take_what_its_host_was_measured_to_take(mode: str) ->
     repeated = sum(count * len(kind.forward) for count, kind in zip(work.counts, work.layers)) if mode != "none" else 0
     host_s = 1e-2 * (forward + repeated) + 2e-2 * backward
     price = correct_price(question, price_candidate(question, layout), MEASURE).price
-    assert price.parts["step"] == 0.5
+    # The device is at the update meanwhile.
+    assert price.parts["step"] == pytest.approx(0.5 - price.parts["optimizer"])
     assert price.stages[0].forward_s + price.stages[0].backward_s == pytest.approx(host_s)
 
 
