@@ -176,6 +176,11 @@ class Calibration:
         return max(1.0, self.ranks / self._cores) if self._cores else 1.0
 
     @property
+    def is_throttled(self) -> bool:
+        """Whether a quota leaves each node less than a core."""
+        return 0.0 < self._cores < self.nodes
+
+    @property
     def alone_speedup(self) -> float:
         """Speed of a rank while all others of its node wait, over that beside them; 1 on GPUs.
 

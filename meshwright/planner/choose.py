@@ -256,14 +256,16 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
 
     On processor cores the cores that compute the model also compute its collectives, so none overlaps. The exception
     are those over a network, which hide but for a core's own seconds (`Machine.core_byte_s`), or by the share of an
-    all-reduce that an older calibration measured as hidden. A rank has no device context.
+    all-reduce that an older calibration measured as hidden. Where a quota leaves a node less than a core none hides:
+    what sends is stopped with what computes. A rank has no device context.
     """
     if not cluster.device.name.startswith("cpu"):
         return MESHWRIGHT
     calibration, shares = cluster.calibration, dict[str, float]()
     over_network = calibration is not None and calibration.nodes == cluster.nodes > 1
-    if calibration is None or not over_network or not calibration.host_s(CORE_BYTE):
-        overlap = (calibration.overlap or 0.0) if calibration is not None and over_network else 0.0
+    if calibration is None or not over_network or calibration.is_throttled or not calibration.host_s(CORE_BYTE):
+        hides = calibration is not None and over_network and not calibration.is_throttled
+        overlap = (calibration.overlap or 0.0) if calibration is not None and hides else 0.0
         shares = {"dp_overlap": overlap, "gather_overlap": overlap, "reduce_floor": 1.0 - overlap}
     # Gradients are added at the measured rate, and what nodes wait for each other is in measured collectives.
     shares |= dict.fromkeys(("cp_overlap", "ep_overlap", "interference", "accumulate_bytes", "jitter"), 0.0)

@@ -28,7 +28,9 @@ CORE_BYTE_S = 1.46e-9
 """Its processor seconds for a byte that it sends by gloo over a network, of the same calibration."""
 
 
-def machines(bytes_per_s: float = GBIT_BYTES_PER_S, core_byte_s: float = CORE_BYTE_S, overlap: float = 0.0) -> Cluster:
+def machines(
+    bytes_per_s: float = GBIT_BYTES_PER_S, core_byte_s: float = CORE_BYTE_S, overlap: float = 0.0, cores: float = 1
+) -> Cluster:
     """Returns two machines of a core each, of 45 GFLOP/s, with a wire between them."""
     count = 1 << 19
     operations = [
@@ -39,7 +41,7 @@ def machines(bytes_per_s: float = GBIT_BYTES_PER_S, core_byte_s: float = CORE_BY
     operations.append(("copy", "float32", True, count, 8.0 * count / 1e10))
     sizes = (1 << 10, 1 << 18, 1 << 20, 1 << 25)
     calibration = Calibration(
-        machine={"kind": "cpu", "device": "core", "cores": 1},
+        machine={"kind": "cpu", "device": "core", "cores": cores},
         ranks=2,
         nodes=2,
         matmul=(("float32", "nt", True, 512, 512, 512, 2 * 512**3 / 45e9),),
@@ -124,6 +126,13 @@ def test_an_older_calibration_hides_what_it_measured_as_hidden() -> None:
     old, new = (engine_on(machines(core_byte_s=core, overlap=0.25)).runtime for core in (0.0, CORE_BYTE_S))
     assert (old.dp_overlap, old.reduce_floor) == (0.25, 0.75) and new.reduce_floor == 0.0 and new.dp_overlap > 0.5
     assert Machine.of(machines(core_byte_s=0.0)).core_byte_s == 0.0
+
+
+def test_a_quota_of_less_than_a_core_hides_nothing() -> None:
+    whole, part = (engine_on(machines(overlap=0.5, cores=cores)).runtime for cores in (1, 0.45))
+    assert (part.dp_overlap, part.gather_overlap, part.reduce_floor) == (0.0, 0.0, 1.0) and whole.dp_overlap > 0.5
+    # All of the sum is waited for, of each weight's 4 bytes one way and the other.
+    assert parts("replicate=2", machines(cores=0.45))["reduce"] > 0.9 * 4.0 * JOB.shape.parameters / GBIT_BYTES_PER_S
 
 
 def test_formats_that_were_not_measured_are_priced_by_the_bytes_that_move() -> None:
