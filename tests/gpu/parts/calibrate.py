@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 
 import meshwright
+from meshwright.calibrate import clock as clock_module
 from meshwright.calibrate.clock import DeviceTimer
 from meshwright.calibrate.host import host_times
 from meshwright.cli.calibrate_output import calibration_lines
@@ -41,6 +43,11 @@ LARGE = 8192
 COPY_BYTES = 1 << 28
 HOST_ELEMENTS = 1 << 25
 TOKENS, WIDTH = 4096, 2048
+STEP_PRODUCTS = (
+    *((16384, 8192, 2048), (16384, 2048, 8192), (16384, 2048, 2048), (8192, 2048, 16384)),
+    *((16384, 14336, 4096), (16384, 4096, 14336), (14336, 4096, 16384)),
+)
+"""Products of a llama of 1.1B and of 8B, (m, n, k), the last of each that of a weight's gradient."""
 Figures = dict[str, Any]
 
 
@@ -126,6 +133,21 @@ def sustained(clock: DeviceTimer) -> Iterator[Figures]:
         seconds = [clock.timed(lambda: torch.mm(left, right, out=result), 50) for _ in range(12)]
         tflops = [round(2.0 * LARGE**3 / value / 1e12, 1) for value in seconds]
         yield {"case": f"products {LARGE}^3 bf16 of {name} in a row", "tflops": tflops, "clock": read_clock()}
+
+
+def rested(clock: DeviceTimer) -> Iterator[Figures]:
+    """Yields products of a step of 16,384 tokens, by how long the device copies before them (`clock.REST`)."""
+    usual = clock_module.REST
+    for rest in (0.0, 0.25, 0.5, 1.0, 2.0):
+        clock_module.REST = rest
+        tflops = []
+        for m, n, k in STEP_PRODUCTS:
+            left, right = (torch.randn(*shape, device=clock.device).to(torch.bfloat16) for shape in ((m, k), (k, n)))
+            result = torch.empty(m, n, dtype=torch.bfloat16, device=clock.device)
+            seconds = clock.seconds(functools.partial(torch.mm, left, right, out=result))
+            tflops.append(round(2e-12 * m * n * k / seconds, 1))
+        yield {"case": f"products of a step, rest {rest}", "tflops": tflops, "clock": read_clock()}
+    clock_module.REST = usual
 
 
 def read_clock() -> str:
@@ -251,7 +273,7 @@ def main(argv: list[str]) -> int:
         failed |= not printed("host's times", lambda: host_added(chosen.out))
     assert not torch.cuda.is_initialized()
     clock = DeviceTimer(torch.device("cuda:0"), 0.003)
-    for part in (sustained, copies, launches, low_precision, bytes_beside):
+    for part in (rested, sustained, copies, launches, low_precision, bytes_beside):
         failed |= not printed(part.__name__, lambda part=part: part(clock))  # type: ignore[misc]
     return int(failed)
 
