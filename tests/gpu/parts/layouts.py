@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 
 from meshwright.launch.contract import RankContext
 from meshwright.launch.preload import prepare_environment
@@ -185,6 +188,16 @@ tiny 2 64 precision=fp8
 tiny 2 64 precision=bf16,offload=optimizer
 tiny 2 64 precision=bf16,offload=parameters
 """
+KERNELS = {
+    "elementwise": ("triton_",),
+    "attention": ("flash", "fmha", "sdpa", "attention"),
+    "matmul": ("gemm", "nvjet", "cutlass", "cublas"),
+    "copy": ("memcpy",),
+    "optimizer": ("_update", "adam"),
+}
+"""Words in the names of kernels, by their kind; the first kind that fits counts."""
+LONGEST = 16
+"""Names of kernels that a row has."""
 SETS = {"first": FIRST, "second": SECOND, "rest": REST, "families": FAMILIES, "tiny": TINY}
 FRAMES = 6
 """Innermost Python frames by which a block of a trace is known."""
@@ -310,7 +323,8 @@ class Bench:
             "loss": round(loss, 3),
             "state": state,
             **memory,
-            "trace": self._trace(lambda: stepper.run(warm_up + steps, batches, targets, 1e-4, 0.0).read()),
+            "kernels": self._kernels(lambda: stepper.run(warm_up + steps, batches, targets, 1e-4, 0.0).read()),
+            "trace": self._trace(lambda: stepper.run(warm_up + steps + 1, batches, targets, 1e-4, 0.0).read()),
         }
 
     def _program(self, case: Case) -> Program:
@@ -366,6 +380,28 @@ class Bench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
+
+    def _kernels(self, step: Callable[[], object]) -> dict[str, Any] | None:
+        """Returns the device's seconds in one step by `KERNELS`, and of the longest kernels by name."""
+        if self._device.type != "cuda":
+            return None
+        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+            step()
+            torch.cuda.synchronize()
+        spent: dict[str, float] = defaultdict(float)
+        by_name: dict[str, float] = defaultdict(float)
+        for event in profiler.events() or ():
+            if event.device_type is not DeviceType.CUDA:
+                continue
+            seconds, name = 1e-6 * event.time_range.elapsed_us(), event.name.lower()
+            kinds = (kind for kind, words in KERNELS.items() if any(word in name for word in words))
+            spent[next(kinds, "elementwise")] += seconds
+            by_name[event.name[:90]] += seconds
+        longest = sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST]
+        return {
+            **{kind: round(seconds, 7) for kind, seconds in spent.items()},
+            "longest": {name: round(seconds, 7) for name, seconds in longest},
+        }
 
     def _trace(self, step: Callable[[], object]) -> str | None:
         """Writes what the allocator did in one step to a file of its own, and returns its name.
