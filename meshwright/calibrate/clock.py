@@ -20,14 +20,15 @@ DEVICE_CHUNKS = 3
 """Chunks of a window on a GPU, of which the middle one counts: its clock rises and falls, and no other program runs."""
 QUEUED_RUNS = 40
 """Most runs of a chunk on a GPU: those of up to 25 kernels fit the 1,024 launches that its queue takes ahead."""
-BLOCKER_BYTES = 1 << 28
-"""Bytes of the copy that keeps a GPU at work while the host fills its queue: 0.2 ms of an H100."""
-MOST_BLOCKERS = 100
-"""Most of these copies before a chunk, beside those of `REST`."""
-REST = 0.5
-"""Seconds of copies before a chunk over the chunk's own, at least. Products in a row meet a GPU's limit of power within
-a tenth of a second (8192^3 in bf16 on an H100 of 700 W: 720, then 587 TFLOP/s); a step's lie between kernels that wait
-for memory, and take 748."""
+BLOCKER, BLOCKER_COPIES = 8192, 4
+"""Rows and columns of the product that keeps a GPU at work while the host fills its queue (1.1 TFLOP, over 1 ms), and
+the copies of as many bytes behind each, a fifth of the time. Products in a row meet a GPU's limit of power within a
+tenth of a second (8192^3 in bf16 on an H100 of 700 W: 720, then 587 TFLOP/s), and behind copies alone they take what no
+step leaves them (830); a step's lie between kernels that wait for memory, and took 748."""
+MOST_BLOCKERS = 20
+"""Most of these products before a chunk."""
+REST = 0.25
+"""Seconds of copies before a chunk over the chunk's own, for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class DeviceTimer:
     def _device_seconds(self, work: Callable[[], object]) -> float:
         """Returns seconds of a run on the device, whose queue the host has filled ahead.
 
-        Copies run before each chunk: they keep the clock where training has it, the device takes no more power than in
-        training, and nothing of a chunk is in its cache when it begins.
+        Products and copies run before each chunk: they keep clock and power where training has them, and nothing of a
+        chunk is in the device's cache when it begins.
         """
         self.sync()
         start_s = time.perf_counter()
@@ -96,10 +97,10 @@ class DeviceTimer:
         return statistics.median(self._queued_seconds(work, repeats, host_s, single_s) for _ in range(DEVICE_CHUNKS))
 
     def _queued_seconds(self, work: Callable[[], object], repeats: int, host_s: float, single_s: float = 0.0) -> float:
-        """Returns the mean device seconds of ``repeats`` runs behind as many copies as hide their launches."""
+        """Returns the mean device seconds of ``repeats`` runs behind as much other work as hides their launches."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        hiding = min(MOST_BLOCKERS, 1 + math.ceil(1.5 * repeats * host_s / self._blocker_s))
-        self._block(max(hiding, math.ceil(REST * repeats * single_s / self._blocker_s)))
+        self._block(min(MOST_BLOCKERS, 1 + math.ceil(1.5 * repeats * host_s / self._blocker_s)))
+        self._copy(math.ceil(REST * repeats * single_s / self._copy_s))
         start.record()
         for _ in range(repeats):
             work()
@@ -108,21 +109,34 @@ class DeviceTimer:
         return 1e-3 * start.elapsed_time(end) / repeats
 
     def _block(self, count: int) -> None:
-        source, target = self._blocker
         for _ in range(count):
-            target.copy_(source)
+            torch.mm(self._blocker, self._blocker, out=self._blocked)
+            self._copy(BLOCKER_COPIES)
+
+    def _copy(self, count: int) -> None:
+        for _ in range(count):
+            self._blocked.copy_(self._blocker)
 
     @cached_property
-    def _blocker(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Two tensors of `BLOCKER_BYTES`."""
-        source = torch.zeros(BLOCKER_BYTES, dtype=torch.uint8, device=self.device)
-        return source, torch.empty_like(source)
+    def _blocker(self) -> torch.Tensor:
+        """(BLOCKER, BLOCKER) in 16 bits, values of training's size."""
+        return torch.randn(BLOCKER, BLOCKER, device=self.device).to(torch.float16).mul_(0.01)
+
+    @cached_property
+    def _blocked(self) -> torch.Tensor:
+        return torch.empty_like(self._blocker)
 
     @cached_property
     def _blocker_s(self) -> float:
-        """Seconds of such a copy."""
+        """Seconds of such a product with its copies."""
         self._block(2)
         return max(self.timed(lambda: self._block(1), LEAST), 1e-5)
+
+    @cached_property
+    def _copy_s(self) -> float:
+        """Seconds of such a copy."""
+        self._copy(2)
+        return max(self.timed(lambda: self._copy(1), 10), 1e-5)
 
     def timed(self, work: Callable[[], object], repeats: int) -> float:
         """Returns the mean seconds of ``repeats`` runs."""

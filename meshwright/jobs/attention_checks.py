@@ -107,7 +107,8 @@ def needs_mask(built: BuiltModel, tokens: int, has_documents: bool) -> bool:
         return False
     fields = built.hf_config.get_text_config(decoder=True).to_dict()
     windows = (fields.get(name) for name in WINDOWS)
-    return has_documents or any(isinstance(window, int) and 0 < window < tokens for window in windows)
+    # transformers makes a mask of a window as long as the row, which hides nothing.
+    return has_documents or any(isinstance(window, int) and 0 < window <= tokens for window in windows)
 
 
 def attention_to_prove(

@@ -154,8 +154,8 @@ def _make_mask(
         return _plain_mask(masks, q_length, kv_length, local_size, options)
     window = local_size if local_size and local_size < q_length else 0
     if rows.bounds is None and not window and not whole_rows:
-        # the causal kernel, which needs no mask
-        return _plain_mask(masks, q_length, kv_length, local_size, options)
+        # the causal kernel, which needs no mask; of a window as long as the row transformers would make one
+        return _plain_mask(masks, q_length, kv_length, None, options)
     batch, device = options["batch_size"], options["device"]
     mask = pack_mask(rows.bounds or row_bounds(batch, q_length, device), window)
     if rows.refusals is not None:

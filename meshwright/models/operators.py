@@ -6,6 +6,7 @@ operator, and autograd's hooks see which tensors are saved for backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from meshwright.models.fused import Call, fused
 from meshwright.parallel.axis_group import DifferentiableCollectives
 from meshwright.spec.model_shape import KeptBytes, ModuleWork, Operator
-from meshwright.torch_compat.tensors import FakeTensorMode, TorchDispatchMode, tree_flatten
+from meshwright.torch_compat.tensors import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, tree_flatten
 
 aten = torch.ops.aten
 PRODUCTS = {aten.mm: (0, 1), aten.addmm: (1, 2), aten.bmm: (0, 1), aten.baddbmm: (1, 2)}
@@ -156,6 +157,10 @@ def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None
         return Operator(
             "product", name, (batch, m, n, k), flops, moved_bytes, saved_bytes, left.stride(-1) != 1 and k > 1
         )
+    if overload_packet is GROUPED_PRODUCT:
+        sizes, summed = _grouped_sizes(args[0], args[1], results[0])
+        saved_bytes = sum(item.numel() * item.element_size() for item in results)
+        return Operator("product", name, sizes, 2.0 * math.prod(sizes), moved_bytes, saved_bytes, summed)
     if name.startswith(ATTENTION):
         is_backward = "backward" in name
         # the backward operator's first argument is the output gradient
@@ -170,6 +175,25 @@ def _operator_of(func: Any, args: Any, kwargs: Any, out: Any) -> Operator | None
     if name.startswith("bernoulli"):
         name, moved_bytes = "draw", DRAWN_BYTES * sum(item.numel() for item in results)
     return Operator("element", name, (), 0.0, moved_bytes)
+
+
+def _grouped_sizes(
+    left: torch.Tensor, right: torch.Tensor, result: torch.Tensor
+) -> tuple[tuple[int, int, int, int], bool]:
+    """Returns (groups, M, N, K) of a product of each expert's tokens, as if all had as many, and whether it sums them.
+
+    Args:
+        left: (T, K), tokens of one expert after the other's; (M, T) of a weight's gradient; or (G, M, K).
+        right: (G, K, N); (T, N) beside a ``left`` of two dims; or (K, T) beside one of three.
+        result: (T, N), (G, M, N) or (M, T).
+    """
+    if left.dim() == right.dim() == 2:
+        groups = result.shape[0]
+        return (groups, left.shape[0], right.shape[1], left.shape[1] // groups), True
+    groups = left.shape[0] if left.dim() == 3 else right.shape[0]
+    m = left.shape[-2] if left.dim() == 3 else left.shape[0] // groups
+    n = right.shape[-1] if right.dim() == 3 else right.shape[1] // groups
+    return (groups, m, n, left.shape[-1]), False
 
 
 def measure_work(

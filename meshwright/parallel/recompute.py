@@ -21,7 +21,7 @@ from meshwright.parallel.ring_attention import RING_OPERATOR
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
-from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION
+from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION, GROUPED_PRODUCT
 from meshwright.torch_compat.varlen import VARLEN_OPERATOR
 
 KEPT = tuple(
@@ -32,6 +32,7 @@ KEPT = tuple(
         torch.ops.aten.bmm,
         torch.ops.aten.baddbmm,
         FLOAT8_PRODUCT,
+        GROUPED_PRODUCT,
         *FUSED_ATTENTION,
         VARLEN_OPERATOR,
         REFERENCE_OPERATOR,

@@ -34,6 +34,7 @@ from meshwright.torch_compat import PrivateName
 __all__ = [
     "FLOAT8_PRODUCT",
     "FUSED_ATTENTION",
+    "GROUPED_PRODUCT",
     "PRIVATE_NAMES",
     "BatchNormBase",
     "FakeTensorMode",
@@ -167,6 +168,7 @@ PRIVATE_NAMES = (
         )
     ),
     PrivateName("torch:ops.aten._scaled_mm", "the operator of products in float8, whose outputs recompute keeps"),
+    PrivateName("torch:ops.aten._grouped_mm", "the operator of experts' products, whose outputs recompute keeps"),
     *(
         PrivateName(f"torch._C._distributed_c10d:{name}", "what NCCL recorded of its collectives", needs_cuda=True)
         for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -188,6 +190,8 @@ FUSED_ATTENTION: tuple[TorchFunction, ...] = (
 """Operators behind `scaled_dot_product_attention`."""
 FLOAT8_PRODUCT: TorchFunction = torch.ops.aten._scaled_mm
 """Operator of a product of two float8 matrices with scales."""
+GROUPED_PRODUCT: TorchFunction = torch.ops.aten._grouped_mm
+"""Operator of a product of each expert's tokens with its matrix."""
 BatchNormBase = _BatchNorm
 storage_layout: Callable[[str], torch.layout] = _get_layout
 foreach_norm: TorchFunction = torch._foreach_norm

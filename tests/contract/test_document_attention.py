@@ -156,7 +156,8 @@ def test_what_the_kernel_cant_do_is_refused_before_ranks_start(
         ({}, {}, "varlen", ""),
         ({}, {"documents": False}, "auto", ""),
         ({"name": "mistral", "overrides": {"sliding_window": 32}}, {"documents": False}, "varlen", ""),
-        ({"name": "mistral", "overrides": {"sliding_window": 64}}, {"documents": False}, "auto", ""),
+        ({"name": "mistral", "overrides": {"sliding_window": 64}}, {"documents": False}, "varlen", ""),
+        ({"name": "mistral", "overrides": {"sliding_window": 65}}, {"documents": False}, "auto", ""),
         ({}, {"kind": "cpu"}, "auto", ""),
         ({}, {"precision": "float32"}, "auto", "computes in bf16 and fp16"),
         ({"name": "llama4_text"}, {}, "auto", "its mask isn't causal"),
@@ -199,6 +200,26 @@ def test_no_dense_mask_is_made() -> None:
             module(tokens, position_ids=positions, use_cache=False)
         assert {mask.shape[-1] - 1 for mask in masks if mask is not None} == ({0, 5} if bounds else {5})
         assert all(mask is None or documents.is_packed_mask(mask) for mask in masks)
+
+
+@pytest.mark.parametrize("by_documents", [False, True])
+def test_a_window_as_long_as_the_row_takes_the_causal_kernel(by_documents: bool) -> None:
+    """transformers makes a mask of it, which hides nothing and costs the flash kernel."""
+    built = build_meta(
+        ModelConfig(name="mistral", layers=2, width=32, heads=4, overrides={"sliding_window": 24}), 32, 24
+    )
+    module = built.module.to_empty(device="cpu")
+    built.fill_buffers(module, "cpu")
+    if by_documents:
+        use_varlen(module)
+    masks: list[torch.Tensor | None] = []
+    module.get_submodule(built.structure.layers[0]).register_forward_pre_hook(
+        lambda _m, _a, kwargs: masks.append(kwargs["attention_mask"]), with_kwargs=True
+    )
+    with torch.no_grad(), announce_rows(None):
+        module(torch.zeros(2, 24, dtype=torch.int64), use_cache=False)
+    (mask,) = masks
+    assert mask is None if by_documents else mask is not None and mask.shape[-2:] == (24, 24)
 
 
 class HostReads(TorchDispatchMode):

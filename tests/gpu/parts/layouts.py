@@ -385,18 +385,20 @@ class Bench:
         """Returns the device's seconds in one step by `KERNELS`, and of the longest kernels by name."""
         if self._device.type != "cuda":
             return None
-        with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             step()
             torch.cuda.synchronize()
+        # Without the tree of events, which takes seconds to build.
+        results = profiler.profiler.kineto_results if profiler.profiler is not None else None
         spent: dict[str, float] = defaultdict(float)
         by_name: dict[str, float] = defaultdict(float)
-        for event in profiler.events() or ():
-            if event.device_type is not DeviceType.CUDA:
+        for event in results.events() if results is not None else ():
+            if event.device_type() != DeviceType.CUDA:
                 continue
-            seconds, name = 1e-6 * event.time_range.elapsed_us(), event.name.lower()
+            seconds, name = 1e-9 * event.duration_ns(), event.name().lower()
             kinds = (kind for kind, words in KERNELS.items() if any(word in name for word in words))
             spent[next(kinds, "elementwise")] += seconds
-            by_name[event.name[:90]] += seconds
+            by_name[event.name()[:90]] += seconds
         longest = sorted(by_name.items(), key=lambda item: -item[1])[:LONGEST]
         return {
             **{kind: round(seconds, 7) for kind, seconds in spent.items()},
