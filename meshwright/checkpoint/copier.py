@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import threading
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -100,22 +102,34 @@ class Copier:
         if copy_event is not None:
             copy_event.synchronize()
 
-    def register(self, memory: mmap.mmap, device: torch.device) -> bool:
+    def register(self, memory: mmap.mmap, device: torch.device, pieces: Sequence[slice] = (slice(None),)) -> bool:
         """Registers memory for DMA by a GPU, once; returns False where that fails, so that copies are synchronous.
 
-        It takes a second per 15 GB whose pages are there, so a thread may do it before the first copy.
+        Meanwhile the driver lets no other thread launch anything: a second for 15 GB, much longer where the process has
+        not touched the pages. So a thread does it before the first copy, in pieces, with as long a pause behind each.
+
+        Args:
+            memory: a segment's.
+            device: the GPU.
+            pieces: bytes that are registered one after the other; no tensor may lie in two.
         """
         if id(memory) not in self._registered:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
             # A thread begins on the first GPU, where a call would make a context.
             with torch.cuda.device(device):
-                error = torch.cuda.cudart().cudaHostRegister(memory_tensor.data_ptr(), memory_tensor.numel(), 0)
-                if int(error):
-                    # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
-                    with contextlib.suppress(RuntimeError):
-                        torch.ones((), device=device)
-            self._registered[id(memory)] = int(error) == 0
+                self._registered[id(memory)] = all(self._register_piece(memory_tensor[piece]) for piece in pieces)
         return self._registered[id(memory)]
+
+    def _register_piece(self, piece: Tensor) -> bool:
+        started = time.perf_counter()
+        error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        if error:
+            # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
+            with contextlib.suppress(RuntimeError):
+                torch.ones((), device="cuda")
+        elif threading.current_thread() is not threading.main_thread():
+            time.sleep(time.perf_counter() - started)
+        return not error
 
 
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]], non_blocking: bool) -> None:

@@ -158,11 +158,13 @@ class Snapshot:
         """How many ranks wrote snapshots of this step; 0 where the writer didn't record it."""
         self.stored_shards: list[StoredShard] = []
         """Its shards, by ascending offset."""
-        offset = data_at
+        offset, align = data_at, int(table_fields.get("align", _ALIGN))
+        if not 1 <= align <= META_BYTES:
+            raise CheckpointError(f"a snapshot whose shards begin at multiples of {align} bytes")
         for shard_fields, checksum in zip(table_fields["parts"], checksums):
             shard = TensorShard.from_json(shard_fields)
             self.stored_shards.append(StoredShard(shard, offset, checksum))
-            offset += pad_to_alignment(shard.size_bytes)
+            offset += pad_to_alignment(shard.size_bytes, align)
         if offset > size:
             raise CheckpointError("a snapshot that is cut short")
 
@@ -320,9 +322,20 @@ def encode_image_header(rank: int, shards: Sequence[TensorShard], data: Sequence
     return (header_bytes + tables).ljust(data_at, b"\0")
 
 
-def encode_table(rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0) -> bytes:
-    """Encodes the table of a rank's shards; ``tensors`` is the fingerprint of the whole state's tensors."""
+def encode_table(
+    rank: int, shards: Sequence[TensorShard], tensors: str, ranks: int = 0, align: int | None = None
+) -> bytes:
+    """Encodes the table of a rank's shards.
+
+    Args:
+        rank: that saves them.
+        shards: in the order of their data.
+        tensors: fingerprint of the whole state's tensors.
+        ranks: how many ranks save some; 0 where that is unknown.
+        align: bytes to a multiple of which each shard's data is aligned; None for the usual 64.
+    """
     table_fields = {"rank": rank, "ranks": ranks, "tensors": tensors, "parts": [shard.to_json() for shard in shards]}
+    table_fields |= {} if align is None else {"align": align}
     return json.dumps(table_fields, separators=(",", ":")).encode()
 
 
@@ -337,6 +350,7 @@ def pack_header(
     ), tables
 
 
-def pad_to_alignment(size: int) -> int:
-    """Rounds a size in bytes up to a multiple of 64, where the next shard's data begins."""
-    return (size + _ALIGN - 1) // _ALIGN * _ALIGN
+def pad_to_alignment(size: int, align: int | None = None) -> int:
+    """Rounds a size in bytes up to a multiple of ``align``, by default 64, where the next shard's data begins."""
+    align = align or _ALIGN
+    return (size + align - 1) // align * align

@@ -27,6 +27,9 @@ from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
 
+_PIECE_BYTES = 1 << 28
+"""Bytes of a segment that a GPU's driver is told of at a time, which takes it a hundredth of a second."""
+
 
 class SnapshotWriter:
     """Copies a rank's saved shards into its segments in turn.
@@ -64,11 +67,13 @@ class SnapshotWriter:
     ) -> None:
         self._generation, self._device, self._threads = generation, device, threads
         self._saved_shards = [shard for _, shard in saved_shards]
-        self._table = encode_table(rank, self._saved_shards, tensors, ranks)
+        # Of whole pages each, so that a GPU's driver can be told of some without the others.
+        self._align = mmap.PAGESIZE if device is not None else None
+        self._table = encode_table(rank, self._saved_shards, tensors, ranks, self._align)
         table_end = HEADER_BYTES + len(self._table) + 4 * len(self._saved_shards) + META_BYTES
         # Data starts on a page boundary, behind the room reserved for the trainer's values.
         self._data_at = (table_end + mmap.PAGESIZE - 1) // mmap.PAGESIZE * mmap.PAGESIZE
-        size = self._data_at + sum(pad_to_alignment(shard.size_bytes) for shard in self._saved_shards)
+        size = self._data_at + sum(pad_to_alignment(shard.size_bytes, self._align) for shard in self._saved_shards)
         self.copier = Copier(local_shards, saved_shards, changing)
         """Copies the state; the next update waits for its event."""
         self._next_segment = 0
@@ -79,6 +84,7 @@ class SnapshotWriter:
         """Bytes of all its segments, resident in this process once they are allocated."""
         self._memories: list[mmap.mmap] = []
         self._views: list[list[Tensor]] = []
+        self._registering = threading.Lock()
         self._mapping: list[Future[mmap.mmap]] = [Future() for _ in segments]
         for segment, future in zip(segments, self._mapping):
             if device is None:
@@ -96,8 +102,23 @@ class SnapshotWriter:
             return segment.map(size)
         segment.allocate(size)
         memory = segment.map(size, populates=False)
-        self.copier.register(memory, self._device)
+        pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
+        for piece in pages.split(_PIECE_BYTES // mmap.PAGESIZE):
+            # Has the page in this process's table: else the driver finds each, and lets nobody launch meanwhile.
+            piece.add_(0)
+        with self._registering:
+            self.copier.register(memory, self._device, self._pieces())
         return memory
+
+    def _pieces(self) -> list[slice]:
+        """Returns the bytes of some shards after the others, in pieces of about `_PIECE_BYTES`."""
+        pieces, start, offset = [], self._data_at, self._data_at
+        for shard in self._saved_shards:
+            offset += pad_to_alignment(shard.size_bytes, self._align)
+            if offset - start >= _PIECE_BYTES:
+                pieces.append(slice(start, offset))
+                start = offset
+        return [*pieces, *([slice(start, offset)] if offset > start else [])]
 
     def _wait_for_memory(self) -> None:
         """Waits until all segments are allocated.
@@ -121,7 +142,7 @@ class SnapshotWriter:
                 count=shard.size_bytes // itemsize(shard.dtype),
             )
             views.append(flat_view.view(shard.sizes))
-            offset += pad_to_alignment(shard.size_bytes)
+            offset += pad_to_alignment(shard.size_bytes, self._align)
         return views
 
     def save(self, step: int, tensors: Mapping[str, StateTensor] | None, meta: JsonObject) -> float:
@@ -178,7 +199,7 @@ class SnapshotWriter:
         whole, data, offset = memoryview(memory), [], self._data_at
         for shard in self._saved_shards:
             data.append(whole[offset : offset + shard.size_bytes])
-            offset += pad_to_alignment(shard.size_bytes)
+            offset += pad_to_alignment(shard.size_bytes, self._align)
         if self._threads == 1:
             checksums = [zlib.crc32(one) for one in data]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import struct
 import threading
 import time
@@ -122,8 +123,9 @@ def test_memory_for_a_gpus_state_is_allocated_and_registered_by_a_thread(monkeyp
         allocate(segment, size)
 
     monkeypatch.setattr(Segment, "allocate", allocate_later)
-    monkeypatch.setattr(Copier, "register", lambda self, memory, device: registered.append((len(memory), device)))
-    state, segments = {"w": torch.zeros(5000, 3), "v": torch.ones(7)}, [Segment(), Segment()]
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_writer._PIECE_BYTES", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr(Copier, "register", lambda self, memory, *told: registered.append((len(memory), *told)))
+    state, segments = {"w": torch.zeros(5000, 3), "v": torch.ones(7), "u": torch.ones(3)}, [Segment(), Segment()]
     writer = writer_of(state, segments, device=torch.device("cuda:1"), threads=3)
     assert not registered and [segment.size for segment in segments] == [0, 0], "the constructor doesn't wait"
     allowed.set()
@@ -131,14 +133,21 @@ def test_memory_for_a_gpus_state_is_allocated_and_registered_by_a_thread(monkeyp
         state["w"].fill_(step)
         writer.save(step, state, {})
     writer.wait()
-    assert registered == [(segment.size, torch.device("cuda:1")) for segment in segments], "once each"
+    assert [told[:2] for told in registered] == [(segment.size, torch.device("cuda:1")) for segment in segments]
+    assert registered[0][2] == registered[1][2]
     assert sum(segment.size for segment in segments) == writer.mapped_bytes
     # Three threads' checksums are one's, each shard's own.
     plain = writer_of(state, [Segment()])
     plain.save(2, state, {})
     plain.wait()
     one, other = (Snapshot(memoryview(each._memories[at])) for each, at in ((writer, 1), (plain, 0)))
-    assert one.stored_shards == other.stored_shards and len({shard.checksum for shard in one.stored_shards}) == 2
+    sums = [[stored.checksum for stored in each.stored_shards] for each in (one, other)]
+    assert sums[0] == sums[1] and len(set(sums[0])) == 3
+    # Whole pages, so that no shard lies in two pieces that the driver is told of one after the other.
+    pieces, shards = registered[0][2], [(stored.offset, stored.shard.size_bytes) for stored in one.stored_shards]
+    assert len(pieces) == 2 and pieces[0].stop == pieces[1].start and pieces[-1].stop == segments[0].size
+    assert all(piece.start % mmap.PAGESIZE == piece.stop % mmap.PAGESIZE == 0 for piece in pieces)
+    assert all(sum(piece.start <= at and at + size <= piece.stop for piece in pieces) == 1 for at, size in shards)
     step, found = newest(segments)
     assert step == 2 and torch.equal(found["w"], state["w"])
 
