@@ -65,8 +65,12 @@ class GridSizes:
     """Elements of the optimizer's update beside `elements`."""
 
     def thinned(self) -> GridSizes:
-        """Returns every second size, from the first on; all elements of a GPU, where small operations cost a launch."""
-        fields = ["tokens", "widths", "sequences", "heads", "head_sizes", *(() if self.heat_s else ("elements",))]
+        """Returns every second size, from the first on.
+
+        A GPU keeps all elements, of which few take it a launch, and all tokens, of which few leave it idle: what lies
+        between two sizes that are far apart isn't between their rates.
+        """
+        fields = ["widths", "sequences", "heads", "head_sizes", *(() if self.heat_s else ("tokens", "elements"))]
         return dataclasses.replace(self, **{name: getattr(self, name)[::2] for name in fields})  # type: ignore[arg-type]
 
 
