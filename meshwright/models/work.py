@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError
-from meshwright.models.attention import skip_packing_check
+from meshwright.models.attention import VARLEN, skip_packing_check, use_varlen
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import model_output
 from meshwright.models.operators import BlankGroup, faked, measure_work
 from meshwright.models.random_draws import may_draw
 from meshwright.parallel import tensor
+from meshwright.parallel.document_attention import document_attention
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
 from meshwright.spec.model_shape import KeptBytes, ModelWork, ModuleWork
@@ -59,6 +62,8 @@ def measure_model(
         assert table is not None
         # the axis group is a stand-in that records what a rank would send
         tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
+    if built.config.attention == VARLEN:
+        use_varlen(module)
     layers = [module.get_submodule(name) for name in built.structure.layers]
     kinds = _LayerKinds(layers, axis_group, partition)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
@@ -71,7 +76,13 @@ def measure_model(
 
     try:
         # A module of one's own may hold a transformers model.
-        with _silence_fake_errors(), faked(module, dtype), skip_packing_check(False), _random_ops_mode(built):
+        with (
+            _silence_fake_errors(),
+            faked(module, dtype),
+            skip_packing_check(False),
+            _random_ops_mode(built),
+            _WholeRows(),
+        ):
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             # outside_layers counts embedding, head and loss: layers hide their own work from it
             kinds.watch()
@@ -106,6 +117,20 @@ def _silence_fake_errors() -> Iterator[None]:
 def _random_ops_mode(built: BuiltModel) -> contextlib.AbstractContextManager[Any]:
     """Returns a mode that draws masks as the runtime does, where a model may draw; else a mode that does nothing."""
     return RandomOpsMode(_Masks()) if may_draw(built) else contextlib.nullcontext()
+
+
+class _WholeRows(TorchFunctionMode):
+    """Has attention by documents take torch's causal kernel, which keeps the same and computes a whole row's pairs."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replaces `document_attention`."""
+        if func is not document_attention:
+            return func(*args, **(kwargs or {}))
+        query, key, value, _, scale = args
+        shares_heads = query.shape[1] != key.shape[1]
+        return functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=shares_heads
+        ).transpose(1, 2)
 
 
 class _Masks(RandomSource):

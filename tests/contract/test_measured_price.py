@@ -107,6 +107,32 @@ def test_ranks_that_share_cores_leave_their_share_to_the_others() -> None:
     assert shared.step_s >= busy
 
 
+def test_products_of_experts_are_products() -> None:
+    """Each token goes to two experts of three matrices each, 2 FLOP a weight, and twice as many in backward."""
+    work = make_measure(MIXTURE, 32, "bf16")(Layout.parse("precision=bf16"), 8)
+    assert work is not None
+    for is_backward, factor in ((False, 2), (True, 4)):
+        grouped = [(count, one) for count, one in work.operators(is_backward) if one.name == "_grouped_mm"]
+        flops = sum(count * one.flops for count, one in grouped)
+        assert flops == factor * 4 * (8 * 32 * 2) * 3 * 64 * 128
+        # As if all experts had as many tokens.
+        assert {one.kind for _, one in grouped} == {"product"} and {one.sizes[0] for _, one in grouped} == {4}
+        assert any(one.summed for _, one in grouped) is is_backward
+
+
+def test_attention_by_documents_is_measured_without_the_mask_that_it_replaces() -> None:
+    """With a mask transformers repeats the shared heads' keys and values, and both are kept."""
+    sizes = ModelConfig(name="mistral", layers=2, width=64, heads=4, kv_heads=1, ffn=128, vocab=256, context=32)
+    kept = {}
+    for attention, window in (("auto", 32), ("varlen", 32), ("varlen", 8), ("auto", 64)):
+        one = dataclasses.replace(sizes, attention=attention, overrides={"sliding_window": window})
+        work = make_measure(build_meta(one), 32, "bf16")(Layout.parse("precision=bf16"), 8)
+        assert work is not None and any(item.kind == "attention" for _, item in work.operators())
+        kept[attention, window] = work.layers[0].kept.saved[0]
+    # Keys and values of a head of 16, in 2 bytes: a window as long as the row has a mask in "auto".
+    assert kept["varlen", 32] == kept["varlen", 8] == kept["auto", 64] == kept["auto", 32] - 2 * 16 * (8 * 32) * 2
+
+
 def test_an_island_of_one_rank_computes_beside_the_others() -> None:
     """One rank of a node that computes alone is measured apart, and may have cores of its own."""
     made = calibration(4, 2)
