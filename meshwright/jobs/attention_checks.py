@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable
+from weakref import WeakKeyDictionary
+
+from torch import nn
 
 from meshwright.data.config import DataConfig
 from meshwright.data.tokens import TokenSet
@@ -87,12 +90,40 @@ def choose_attention(
     has_documents = data.mask_documents and len(token_set.train.ends) > 1
     if devices.kind != "cuda" or not needs_mask(built, data.sequence, has_documents):
         return model
-    if refusal := _kernel_refusal(built, precision) or varlen_refusal(built):
+    if refusal := _kernel_refusal(built, precision) or _varlen_refusal(built):
         if say is not None:
             say(f"attention reads a mask (B, 1, S, S), since {refusal}")
         return model
     config = dataclasses.replace(built.config, attention=VARLEN)
     return dataclasses.replace(model, built=dataclasses.replace(built, config=config))
+
+
+def as_run_on(built: BuiltModel, precision: str, tokens: int, devices: Devices) -> BuiltModel:
+    """Returns a model as it is to be measured for its plan: on GPUs it has no mask of a window (`choose_attention`).
+
+    Rows with documents are measured as whole ones, and these have no mask either way.
+
+    Args:
+        built: the model, on meta.
+        precision: of the layout.
+        tokens: of a row.
+        devices: of this node.
+    """
+    if devices.kind != "cuda" or not needs_mask(built, tokens, has_documents=False):
+        return built
+    if _kernel_refusal(built, Layout(precision=precision).compute_precision) or _varlen_refusal(built):
+        return built
+    return dataclasses.replace(built, config=dataclasses.replace(built.config, attention=VARLEN))
+
+
+_REFUSALS: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+"""What a trial of a clone found, which takes a second, by the model on meta."""
+
+
+def _varlen_refusal(built: BuiltModel) -> str:
+    if built.module not in _REFUSALS:
+        _REFUSALS[built.module] = varlen_refusal(built)
+    return _REFUSALS[built.module]
 
 
 def needs_mask(built: BuiltModel, tokens: int, has_documents: bool) -> bool:

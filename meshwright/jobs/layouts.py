@@ -10,6 +10,7 @@ from itertools import combinations
 from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, ConfigError, PlanError
+from meshwright.jobs.attention_checks import as_run_on
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
 from meshwright.jobs.progress import Say, to_stderr
@@ -64,7 +65,7 @@ def make_plans(
     try:
         question = _make_question(config, model, machines, layout.precision)
         host_shortage_text = host_shortage(question.job, layout, question.cluster, question.runtime)
-        measure = make_measure(model.built, config.data.sequence, layout.precision)
+        measure = _make_measure(config, model, machines, layout.precision)
         return [(predict.named_plan(question, layout, model_weights, measure), analysis)]
     except (ClusterError, PlanError) as error:
         if host_shortage_text:
@@ -228,7 +229,7 @@ def replan_layout(config: RunConfig, model: ReadModel, machines: Machines, reque
         PlanError, ClusterError: where nothing can be priced.
     """
     layout, machines = request.layout, machines.for_ranks(request.layout.world)
-    measure = make_measure(model.built, config.data.sequence, layout.precision)
+    measure = _make_measure(config, model, machines, layout.precision)
     question = measure_activations(_make_question(config, model, machines, layout.precision), measure)
     freedom = Freedom(
         degrees=may_change_degrees(config, layout),
@@ -273,7 +274,7 @@ def name_leaner_layout(config: RunConfig, model: ReadModel, machines: Machines, 
         question = _make_question(config, model, machines.for_ranks(plan.ranks), precision)
         if plan.layout.offload != "none":  # the plan's total includes bytes in host memory; compare the device's alone
             planned = price_candidate(question, plan.layout).price.peak
-        measure = make_measure(model.built, config.data.sequence, precision)
+        measure = _make_measure(config, model, machines, precision)
         front = reprice_choice(question, choose(question), measure).front
     except (ClusterError, PlanError):
         front = ()
@@ -309,7 +310,7 @@ def leaner_plan(
     machines = machines.for_ranks(plan.ranks)
     try:
         question = _make_question(config, model, machines, plan.layout.precision)
-        measure = make_measure(model.built, config.data.sequence, plan.layout.precision)
+        measure = _make_measure(config, model, machines, plan.layout.precision)
         question = measure_activations(question, measure)
         # Those of every layout alike, which none saves.
         fixed_bytes = question.runtime.context_bytes + question.runtime.allocator_bytes
@@ -387,7 +388,7 @@ def _planner_plans(
     precision = precision or ("bf16" if devices.kind == "cuda" else "float32")
     try:
         question = _make_question(config, model, machines, precision)
-        measure = make_measure(model.built, config.data.sequence, precision)
+        measure = _make_measure(config, model, machines, precision)
         question = measure_activations(question, measure)
         choice = choose_finalists(question, FINALISTS, measure, config.allow)
     except (ClusterError, PlanError) as error:
@@ -439,6 +440,12 @@ def _allowed_plans(
     if not plans:
         raise PlanError(f"none of the best layouts can run: {refused[0]}; name one with --layout")
     return plans
+
+
+def _make_measure(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Measure:
+    """Returns what measures the model for a layout, as these machines run it."""
+    tokens = config.data.sequence
+    return make_measure(as_run_on(model.built, precision, tokens, machines.devices), tokens, precision)
 
 
 def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:

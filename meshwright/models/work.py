@@ -56,14 +56,9 @@ def measure_model(
     Raises:
         ConfigError: when the model's code needs values, and can't run without: routers that count tokens.
     """
-    module = copy.deepcopy(built.module).train()
+    # the axis group is a stand-in that records what a rank would send
     axis_group = BlankGroup(degree)
-    if degree > 1:
-        assert table is not None
-        # the axis group is a stand-in that records what a rank would send
-        tensor.wrap_model(module, table, axis_group, degree, split_tokens)  # type: ignore[arg-type]
-    if built.config.attention == VARLEN:
-        use_varlen(module)
+    module = _as_run(built, table, axis_group, split_tokens)
     layers = [module.get_submodule(name) for name in built.structure.layers]
     kinds = _LayerKinds(layers, axis_group, partition)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
@@ -98,6 +93,17 @@ def measure_model(
         # wrap_model has split the weights of tp already.
         gradients=tuple(weight.numel() for weight in module.parameters() if weight.requires_grad),
     )
+
+
+def _as_run(built: BuiltModel, table: ShardingTable | None, axis_group: BlankGroup, split_tokens: bool) -> nn.Module:
+    """Returns a copy of the module as a rank runs it: split by tp, and attending by documents where that was chosen."""
+    module = copy.deepcopy(built.module).train()
+    if axis_group.size > 1:
+        assert table is not None
+        tensor.wrap_model(module, table, axis_group, axis_group.size, split_tokens)  # type: ignore[arg-type]
+    if built.config.attention == VARLEN:
+        use_varlen(module)
+    return module
 
 
 @contextlib.contextmanager

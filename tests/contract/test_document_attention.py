@@ -180,6 +180,24 @@ def test_auto_takes_the_kernel_in_place_of_a_mask(
     assert found.built.config.attention == chosen and [reason in line for line in said] == [True] * bool(reason)
 
 
+def test_a_plan_for_gpus_is_measured_without_the_mask_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention_checks, "least_compute_capability", lambda: 9.0)
+    tried: list[str] = []
+    trial = attention_checks.varlen_refusal
+    monkeypatch.setattr(attention_checks, "varlen_refusal", lambda built: tried.append("") or trial(built))
+    windowed = build_meta(ModelConfig(name="mistral", overrides={"sliding_window": 32}), 128, 64)
+    plain = build_meta(ModelConfig(name="llama"), 128, 64)
+
+    def measured_as(built: Any, precision: str, kind: Any, tokens: int = 64) -> str:
+        devices = Devices(kind=kind, count=2, found=2, cores=2)
+        return str(attention_checks.as_run_on(built, precision, tokens, devices).config.attention)
+
+    assert [measured_as(windowed, precision, "cuda") for precision in ("bf16", "fp8")] == ["varlen"] * 2
+    assert tried == [""], "the model is tried once"
+    assert measured_as(windowed, "bf16", "cpu") == measured_as(windowed, "float32", "cuda") == "auto"
+    assert measured_as(windowed, "bf16", "cuda", tokens=31) == measured_as(plain, "bf16", "cuda") == "auto"
+
+
 def test_no_dense_mask_is_made() -> None:
     """Every mask of a model with windows is a document mask, also for rows without a boundary."""
     config = ModelConfig(name="gemma3_text", layers=6, width=32, heads=4, overrides={"sliding_window": 5})
