@@ -71,13 +71,7 @@ def measure_model(
 
     try:
         # A module of one's own may hold a transformers model.
-        with (
-            _silence_fake_errors(),
-            faked(module, dtype),
-            skip_packing_check(False),
-            _random_ops_mode(built),
-            _WholeRows(),
-        ):
+        with _fake_rows(module, dtype), _random_ops_mode(built), _WholeRows():
             tokens = torch.zeros(rows, sequence, dtype=torch.int64)
             # outside_layers counts embedding, head and loss: layers hide their own work from it
             kinds.watch()
@@ -104,6 +98,13 @@ def _as_run(built: BuiltModel, table: ShardingTable | None, axis_group: BlankGro
     if built.config.attention == VARLEN:
         use_varlen(module)
     return module
+
+
+@contextlib.contextmanager
+def _fake_rows(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Has a module run on fake tensors, of which none says whether its rows have several documents."""
+    with _silence_fake_errors(), faked(module, dtype), skip_packing_check(False):
+        yield
 
 
 @contextlib.contextmanager
