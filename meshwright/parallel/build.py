@@ -106,7 +106,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
         finalise_fsdp_shards(stage.module)
         for sync in stage.gradient_syncs:
             if isinstance(sync, MasterGradients):
-                sync.make_compute_copies()
+                sync.make_compute_copies(device)
         stage.module.train()
     if context.make_program is not None:
         program = context.make_program(context, clock)

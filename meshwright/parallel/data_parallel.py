@@ -30,13 +30,14 @@ from meshwright.spec.groups import gradient_axes
 def _apply(context: TransformContext) -> None:
     """Applies the data axes: FSDP2 where the layout shards, offloads or computes in a lower precision, else copies.
 
-    Copies may compute in a lower precision without FSDP2, where the optimizer keeps up their weights of that type.
+    Copies may compute in a lower precision without FSDP2, and a single rank with masters in host memory, where the
+    optimizer keeps up the weights that compute.
     """
     layout = context.layout
     for stage in context.stages:
-        if layout.has_compute_copies and context.source.keeps_copies:
+        if (layout.has_compute_copies or layout.has_host_masters) and context.source.keeps_copies:
             dtype, is_summed = DTYPES[layout.compute_precision], not layout.sums_no_gradients
-            stage.gradient_syncs.insert(0, MasterGradients(stage, dtype, is_summed))
+            stage.gradient_syncs.insert(0, MasterGradients(stage, dtype, is_summed, layout.has_host_masters))
             _sum_copies(context, stage)
         elif layout.zero or layout.is_mixed_precision or layout.offload == "parameters":
             _shard(context, stage)

@@ -292,6 +292,11 @@ class Layout:
         return self.is_mixed_precision and rests and not self.compress
 
     @property
+    def has_host_masters(self) -> bool:
+        """Whether a single rank keeps all of its weights on the device to compute, and their masters in host memory."""
+        return self.offload == "parameters" and self.world == 1
+
+    @property
     def sums_no_gradients(self) -> bool:
         """Whether no axis has ranks that read other data than their peers and so sum gradients with them."""
         return all(self.degree(axis) == 1 for axis in gradient_axes(()))

@@ -113,6 +113,41 @@ def of_both(name: str, text: str, rank: int) -> tuple[dict[str, Any], dict[str, 
     return own, sharded
 
 
+HOST_MASTERS = ["precision=float32", "microbatches=2,precision=float32", "microbatches=3,precision=bf16",
+                "precision=fp16,recompute=full", "precision=float64"]  # fmt: skip
+
+
+def test_masters_in_host_memory_have_the_usual_bits() -> None:
+    """Here host and device are the same processor: what differs from a GPU is when copies are made, not which.
+
+    The usual way is FSDP2 on a group of one for bf16 and fp16, and the model as it is for the others.
+    """
+    for name in MODELS:
+        table_of(name)
+
+    def work(rank: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+        torch.set_num_threads(1)
+        results = []
+        for name, text in ((name, text) for name in MODELS for text in HOST_MASTERS):
+            with mock.patch.object(Layout, "has_compute_copies", property(lambda _: False)):
+                usual = trained(name, text, rank)
+            with mock.patch.object(Layout, "has_host_masters", property(lambda _: True)):
+                own = trained(name, text, rank)
+            del own["parameters"], usual["parameters"]
+            results.append((f"{name} {text}", own, usual))
+        return results
+
+    ((*results,),) = run_ranks(1, work, timeout=250)
+    for case, own, usual in results:
+        assert usual["sharded"] is ("16" in case) and not own["sharded"]
+        for part in ("losses", "evaluated", "halved"):
+            assert torch.equal(torch.as_tensor(own[part]), torch.as_tensor(usual[part])), (case, part)
+        assert own["norms"] == pytest.approx(usual["norms"], rel=1e-6), case
+        assert all(torch.equal(*pair) for pair in zip(own["state"], usual["state"], strict=True)), case
+        # Whatever the type of compute, what is updated has the masters'.
+        assert own["types"] == {torch.float64 if "float64" in case else torch.float32}, case
+
+
 @pytest.mark.parametrize(("world", "texts"), [(1, ALONE), (2, SPLIT)])
 def test_bits_are_those_of_fsdp2_on_a_group_of_one(world: int, texts: list[str]) -> None:
     for name in MODELS:
@@ -154,7 +189,7 @@ def test_a_program_that_is_dropped_leaves_no_weights() -> None:
     """A hook on a tensor is out of the garbage collector's sight: it must not hold what holds the tensor."""
     stage = StageModule(nn.Linear(4, 4), [])
     gradients = MasterGradients(stage, torch.bfloat16, False)
-    gradients.make_compute_copies()
+    gradients.make_compute_copies(torch.device("cpu"))
     gradients.begin_microbatch(is_last=True, no_gradients=True)
     stage.module(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
     compute = weakref.ref(stage.module.weight)
