@@ -17,7 +17,7 @@ from meshwright.train.step import Stepper
 from tests.ghost.log import collectives, disagreements
 from tests.runs import call, warm, write_corpus
 
-COUNTERS = ("launches", "syncs", "to_device", "to_host")
+COUNTERS = ("launches", "syncs", "to_device", "to_host", "pageable")
 LIMIT_S = 400.0
 SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
@@ -39,9 +39,10 @@ class GhostRun:
     folder: Path
     """Its run directory."""
     steps: list[dict[str, int]]
-    """Counters of each step of rank 0: kernel launches, host synchronisations, copies to and from the device;
-    ``largest``, the bytes of its largest allocation; and ``queued``, the fewest kernels that a real device would still
-    have had to run when the host got what it had waited for, from the end of the step before to the end of this one."""
+    """Counters of each step of rank 0: kernel launches, host synchronisations, copies to and from the device, those of
+    a page or more of host memory that isn't pinned; ``largest``, the bytes of its largest allocation; and ``queued``,
+    the fewest kernels that a real device would still have had to run when the host got what it had waited for, from
+    the end of the step before to the end of this one."""
     disagreements: list[str]
     """What the ranks of a group asked of NCCL otherwise than their peers."""
     collectives: int

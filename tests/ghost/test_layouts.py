@@ -104,6 +104,7 @@ def test_a_layout_trains_on_gpus(root: Path, model: str, devices: int, layout: s
     assert devices == 1 or run.collectives
     # How often threads beside the step wait (snapshots, clocks) depends on when they run: `syncs` has no bound.
     assert run.steps[-1]["to_host"] <= waits_allowed(model, layout), run.steps[-1]
+    assert not run.steps[-1]["pageable"], run.steps[-1]
 
 
 VOCAB = 4096

@@ -10,7 +10,7 @@ void *ghost_alloc(size_t bytes);
 void ghost_free(void *pointer);
 
 /* Counters of this process, read by ctypes through ghost_count. */
-enum ghost_counter { GHOST_LAUNCHES, GHOST_SYNCS, GHOST_TO_DEVICE, GHOST_TO_HOST, GHOST_COUNTERS };
+enum ghost_counter { GHOST_LAUNCHES, GHOST_SYNCS, GHOST_TO_DEVICE, GHOST_TO_HOST, GHOST_PAGEABLE, GHOST_COUNTERS };
 extern long ghost_counts[GHOST_COUNTERS];
 long ghost_count(int counter);
 long ghost_largest(void);

@@ -203,15 +203,41 @@ cudaError_t cudaMalloc(void **pointer, size_t bytes) {
 cudaError_t cudaFree(void *pointer) { ghost_free(pointer); return cudaSuccess; }
 cudaError_t cudaMallocAsync(void **pointer, size_t bytes, cudaStream_t stream) { return cudaMalloc(pointer, bytes); }
 cudaError_t cudaFreeAsync(void *pointer, cudaStream_t stream) { return cudaFree(pointer); }
-cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) { return cudaMalloc(pointer, bytes); }
-cudaError_t cudaFreeHost(void *pointer) { return cudaFree(pointer); }
-cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
-    return last_error = getenv("GHOST_REGISTERS_NOTHING") ? cudaErrorNotSupported : cudaSuccess;
+/* Host memory that a device reads by itself; a copy of any other waits. */
+#define PINNED (1 << 12)
+static struct { const char *start, *end; } pinned[PINNED];
+static void pin(const void *pointer, size_t bytes) {
+    for (long i = 0; i < PINNED; i++)
+        if (__sync_bool_compare_and_swap(&pinned[i].start, NULL, (const char *)pointer)) {
+            pinned[i].end = (const char *)pointer + bytes;
+            return;
+        }
+    ghost_fail("more than %d blocks of pinned memory", PINNED);
 }
-cudaError_t cudaHostUnregister(void *pointer) { return cudaSuccess; }
+static long pinned_block(const void *pointer) {
+    for (long i = 0; i < PINNED; i++)
+        if (pinned[i].start && (const char *)pointer >= pinned[i].start && (const char *)pointer < pinned[i].end) return i;
+    return -1;
+}
+static void unpin(const void *pointer) {
+    long block = pinned_block(pointer);
+    if (block >= 0) pinned[block].end = pinned[block].start = NULL;
+}
+cudaError_t cudaHostAlloc(void **pointer, size_t bytes, unsigned flags) {
+    cudaError_t error = cudaMalloc(pointer, bytes);
+    if (!error) pin(*pointer, bytes);
+    return error;
+}
+cudaError_t cudaFreeHost(void *pointer) { unpin(pointer); return cudaFree(pointer); }
+cudaError_t cudaHostRegister(void *pointer, size_t bytes, unsigned flags) {
+    if (getenv("GHOST_REGISTERS_NOTHING")) return last_error = cudaErrorNotSupported;
+    pin(pointer, bytes);
+    return last_error = cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void *pointer) { unpin(pointer); return cudaSuccess; }
 cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *pointer) {
     memset(attributes, 0, sizeof *attributes);
-    attributes->type = cudaMemoryTypeUnregistered;
+    attributes->type = pinned_block(pointer) < 0 ? cudaMemoryTypeUnregistered : cudaMemoryTypeHost;
     attributes->device = current;
     attributes->devicePointer = attributes->hostPointer = (void *)pointer;
     return cudaSuccess;
@@ -224,6 +250,8 @@ static void count_copy(enum cudaMemcpyKind kind) {
 cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind, cudaStream_t stream) {
     memmove(to, from, bytes);
     count_copy(kind);
+    const void *host = kind == cudaMemcpyHostToDevice ? from : kind == cudaMemcpyDeviceToHost ? to : NULL;
+    if (host && bytes >= PAGE && pinned_block(host) < 0) count(GHOST_PAGEABLE);
     return cudaSuccess;
 }
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
