@@ -4,16 +4,23 @@ A model of tiny operators runs under a few layouts. The processor time of its st
 operators is the host's, and is divided by the number of operators, FSDP units or pipeline actions. Processor time
 includes neither other programs nor waiting for other ranks. A GPU is done with such operators before the next comes, so
 that there all of a step's time is the host's.
+
+Of a GPU's host it also times what state that is offloaded to it costs there: an update and a norm, on all cores.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
+
+import torch
 
 from meshwright.calibrate.practice import practise_parts
 from meshwright.cluster.calibration import Calibration
+from meshwright.cluster.host import HOST_WEIGHTS, NORM, UPDATE
 from meshwright.errors import MeshwrightError
+from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.models.build import build_meta
@@ -21,13 +28,20 @@ from meshwright.models.config import ModelConfig
 from meshwright.planner.cost.operators import operator_s
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, Operator
+from meshwright.torch_compat.tensors import fused_adamw_
 from meshwright.train.model_analysis import analyse_model, check_shapes
+from meshwright.train.step import norms_by_row
 
 TINY = ModelConfig(name="llama", layers=2, width=32, heads=2, ffn=64, vocab=64, context=8)
 FEW, MANY = 2, 10
 """Layers of the two models: the difference between their times is that of layers."""
 STEPS, MICROBATCHES = 12, 8
 LIMIT_S = 60.0
+OFFLOADED = (8, 1 << 22)
+"""Tensors of offloaded state, and elements of each: half a gigabyte of it, which no cache holds, in matrices of a usual
+size."""
+REPEATS = 5
+"""How often an update and a norm of them are timed; the fastest counts."""
 
 PartSeconds = dict[str, float]
 """Seconds of a step by part, with ``rest`` for everything after backward."""
@@ -39,7 +53,8 @@ def host_times(
     """Measures (item, seconds) for the calibration's ``host`` table.
 
     Items are an operator's forward and backward, a micro-batch, a step, a layer of a step, an operator that selective
-    recompute inspects, a ZeRO-3 unit in forward and backward, and a pipeline action.
+    recompute inspects, a ZeRO-3 unit in forward and backward, and a pipeline action; on a GPU's host also an update and
+    a norm of `HOST_WEIGHTS` weights on all cores.
 
     Args:
         calibration: times of operators and collectives; with several nodes, each measures its own ranks.
@@ -72,6 +87,9 @@ def host_times(
     recompute_s = (selective["forward"] + selective["backward"] - many_pass_s) / MANY - layer_s["forward"]
     host_seconds["selective_operator"] = max(0.0, recompute_s) / (2 * forward_operators.count)
     if on_gpu:
+        one_rank = ForkLauncher(1, devices=devices.only([0]))
+        (offload_s,) = one_rank.run(time_offloaded_state, OFFLOADED, timeout_s=LIMIT_S)
+        host_seconds |= offload_s
         return tuple((name, round(seconds, 9)) for name, seconds in host_seconds.items())
     # A node's only rank shares its core with a second one here, which processor time doesn't notice.
     test_ranks = 2 if calibration.nodes > 1 and ranks == 1 else ranks
@@ -87,6 +105,37 @@ def host_times(
         action_pair_s = pipelined["pipeline"] / MICROBATCHES
         host_seconds["action"] = max(0.0, action_pair_s - FEW / 2 * layer_pass_s - host_seconds["microbatch"] / 2) / 2
     return tuple((name, round(seconds * calibration.crowd, 9)) for name, seconds in host_seconds.items())
+
+
+def time_offloaded_state(context: RankContext, sizes: tuple[int, int]) -> dict[str, float]:
+    """Returns seconds of an AdamW update (`UPDATE`) and of a norm (`NORM`) of `HOST_WEIGHTS` weights in host memory.
+
+    Args:
+        context: of a rank that has all cores of the node.
+        sizes: number of tensors, and elements of each.
+    """
+    count, elements = sizes
+    # As `train.optimizer.LocalAdamW` keeps them: weights and gradients in memory that a device copies from and to.
+    pin = context.device != "cpu"
+    weights, gradients = ([torch.full((elements,), 1e-3, pin_memory=pin) for _ in range(count)] for _ in range(2))
+    moments = [[torch.zeros(elements) for _ in range(count)] for _ in range(2)]
+    steps = [torch.ones(()) for _ in range(count)]
+    options = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
+
+    def update() -> object:
+        return fused_adamw_(weights, gradients, *moments, [], steps, **options, amsgrad=False, maximize=False)
+
+    works: dict[str, Callable[[], object]] = {UPDATE: update, NORM: lambda: [norms_by_row(item) for item in gradients]}
+    seconds = {}
+    for name, work in works.items():
+        work()  # The kernel gives the pages out.
+        spans = []
+        for _ in range(REPEATS):
+            began = time.perf_counter()
+            work()
+            spans.append(time.perf_counter() - began)
+        seconds[name] = min(spans) / (count * elements) * HOST_WEIGHTS
+    return seconds
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import Any
 from meshwright.cluster import catalogue
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.device import Device
+from meshwright.cluster.host import HOST_WEIGHTS, NORM, NORM_BYTES, UPDATE, UPDATE_BYTES
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import Node
 from meshwright.errors import ClusterError
@@ -31,7 +32,12 @@ def fitted_node(calibration: Calibration, node: Node, ranks: int) -> Node:
         node: of the catalogue.
         ranks: of the cluster; with another number than measured, links keep the catalogue's figures.
     """
-    node = dataclasses.replace(node, device=fitted_device(calibration, node.device))
+    node = dataclasses.replace(
+        node,
+        device=fitted_device(calibration, node.device),
+        host_update_share=_host_share(calibration, node, UPDATE, UPDATE_BYTES) or node.host_update_share,
+        host_norm_share=_host_share(calibration, node, NORM, NORM_BYTES) or node.host_norm_share,
+    )
     if calibration.ranks != ranks or calibration.ranks % calibration.nodes:
         return node
     # Groups inside a node give the inside link, groups of one rank a node the network.
@@ -47,6 +53,14 @@ def fitted_node(calibration: Calibration, node: Node, ranks: int) -> Node:
         # The switches are part of what was measured.
         oversubscription=1.0,
     )
+
+
+def _host_share(calibration: Calibration, node: Node, item: str, weight_bytes: float) -> float:
+    """Returns the measured share of the host's bandwidth; 0 where either is unknown."""
+    seconds = calibration.host_s(item)
+    if not seconds or not node.host_bandwidth_bytes_per_s:
+        return 0.0
+    return HOST_WEIGHTS * weight_bytes / seconds / node.host_bandwidth_bytes_per_s
 
 
 def fitted_device(calibration: Calibration, device: Device) -> Device:

@@ -33,6 +33,10 @@ class Node:
     host_bandwidth_bytes_per_s: float = 0.0
     """Nominal bandwidth of that memory, all processors of the host together; 0 where unknown, which rules out
     offload."""
+    host_update_share: float = 0.0
+    """Share of that bandwidth that an AdamW update by all of the host's cores reaches; 0 where it wasn't measured."""
+    host_norm_share: float = 0.0
+    """The same of the norm of tensors there."""
     host_link: Link | None = None
     """Link between one device and host memory; None rules out offload."""
     rack: int = 1
@@ -47,6 +51,8 @@ class Node:
                 f"node of {self.device.name}: rack is at least 1, host_memory_bytes and host_bandwidth_bytes_per_s not "
                 "below 0"
             )
+        if self.host_update_share < 0 or self.host_norm_share < 0:
+            raise ClusterError(f"node of {self.device.name}: host_update_share and host_norm_share are not below 0")
         if not self.oversubscription >= 1:
             raise ClusterError(
                 f"node of {self.device.name}: oversubscription = {self.oversubscription}; it is 1 where the switches "

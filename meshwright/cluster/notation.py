@@ -29,6 +29,8 @@ NODE_KEYS = (
     "oversubscription",
     "host_memory_bytes",
     "host_bandwidth_bytes_per_s",
+    "host_update_share",
+    "host_norm_share",
     "host_link",
     "rack",
 )
@@ -123,6 +125,8 @@ def _read_group(
         host_bandwidth_bytes_per_s=_read_number(
             values, "host_bandwidth_bytes_per_s", node.host_bandwidth_bytes_per_s, key_prefix, "bytes per second"
         ),
+        host_update_share=_read_number(values, "host_update_share", node.host_update_share, key_prefix, "a share"),
+        host_norm_share=_read_number(values, "host_norm_share", node.host_norm_share, key_prefix, "a share"),
         rack=rack,
     )
     return node, _read_int(values, "nodes", 1, key_prefix)
@@ -206,6 +210,9 @@ def write_nodes(name: str, groups: Sequence[tuple[Node, int]]) -> JsonObject:
             row[key] = "none" if link is None else _store_named(links, link)
         row |= {"host_memory_bytes": node.host_memory_bytes, "rack": node.rack}
         row["host_bandwidth_bytes_per_s"] = node.host_bandwidth_bytes_per_s
+        for key in ("host_update_share", "host_norm_share"):
+            if getattr(node, key):
+                row[key] = getattr(node, key)
         if node.outside is not None:
             row["outside_count"] = node.outside_count
             row["oversubscription"] = node.oversubscription

@@ -19,7 +19,7 @@ from meshwright.planner.space import Space, layout_of
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.units import format_bytes
 
-UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10)
+UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10, norm_bytes_per_s=1e10)
 """A host with unlimited memory, to search for what would fit; its rates don't matter for that."""
 
 

@@ -34,7 +34,8 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     if OUTER in price.memory and OUTER not in state.memory:
         other_memory[OUTER] = int(price.memory[OUTER])
     parts = {"optimizer": price.parts["optimizer"], "reduce": price.parts["reduce"]}
-    if candidate.layout.offload == "optimizer":  # its copies are part of the update, as it is measured
+    # Its copies are part of the update, as it is measured.
+    if candidate.layout.offload == "optimizer" or candidate.layout.has_host_masters:
         parts["optimizer"] += price.parts["offload"]
     if candidate.layout.degree(Mechanics.STAGES) > 1:
         after_pipeline_s = sum(price.parts[name] for name in AFTER_PIPELINE)

@@ -41,6 +41,9 @@ FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
 """Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
 PRECISIONS = ("float32", "float64", "tf32", "bf16", "fp16", *FLOAT8_RECIPES)
 OFFLOADS = ("none", "optimizer", "parameters")
+HOST_CHUNK = 1 << 23
+"""Weights that are updated in host memory between two copies to the device. 32 MiB of float32: on an H100's host of 16
+cores a copy of 0.6 ms and an update of 1.5 ms, beside the 0.1 ms that the host takes to begin them."""
 ATTENTIONS = ("heads", "gather", "ring")
 """Ways in which ``cp`` computes attention."""
 BALANCED_ATTENTIONS = ("gather", "ring")

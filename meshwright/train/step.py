@@ -118,23 +118,27 @@ def squared_norm(shards: Iterable[tuple[Weight, torch.Tensor]], device: torch.de
         # One fused kernel per replication factor; float64 sums keep the norm independent of the layout.
         large = [view for view in views if view.device.type == "cpu" and view.numel() >= 2 * ROW]
         rest = [view for view in views if view.device.type != "cpu" or view.numel() < 2 * ROW]
-        norms = [torch.linalg.vector_norm(row, dim=-1).view(-1) for view in large for row in _rows(view)]
+        norms = [norm for view in large for norm in norms_by_row(view)]
         if rest:
             norms.append(torch.stack(foreach_norm(rest, 2, dtype=torch.promote_types(dtype, torch.float32))))
         total += torch.cat(norms).to(torch.float64).square().sum() / copies
     return total
 
 
-def _rows(view: torch.Tensor) -> list[torch.Tensor]:
-    """Returns a tensor of any shape as rows of `ROW` elements, (n, ROW), and the rest, (m,), in float32 at least.
+def norms_by_row(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns norms of a tensor's parts, each (n,), in float32 at least: of rows of `ROW` elements, and of the rest.
 
     Of a whole tensor of the CPU torch takes the norm with one thread and one sum in float32, whatever its size (in 2^25
     normal numbers its square was 0.1 % off); of rows it takes one a thread.
     Source: torch 2.13, aten/src/ATen/native/cpu/ReduceOpsKernel.cpp, norm_kernel_tensor_iterator_impl.
+
+    Args:
+        tensor: of any shape.
     """
-    flat = view.reshape(-1).to(torch.promote_types(view.dtype, torch.float32))
+    flat = tensor.reshape(-1).to(torch.promote_types(tensor.dtype, torch.float32))
     whole = flat.numel() // ROW * ROW
-    return [flat[:whole].view(-1, ROW), *([flat[whole:]] if whole < flat.numel() else [])]
+    rows, rest = flat[:whole].view(-1, ROW), flat[whole:]
+    return [torch.linalg.vector_norm(rows, dim=-1), *([rest.norm().view(1)] if rest.numel() else [])]
 
 
 def fill_missing(program: Program, is_summed: bool = False) -> None:

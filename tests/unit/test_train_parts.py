@@ -209,7 +209,7 @@ def test_adamw_equals_torch_to_the_bit(
     implementation: str, dtype: torch.dtype, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # In host memory one weight after the other.
-    monkeypatch.setattr(train_optimizer, "CHUNK", 1)
+    monkeypatch.setattr(train_optimizer, "HOST_CHUNK", 1)
     ours, theirs = small(dtype), small(dtype)
     options = {implementation: True} if implementation != "single" else {"foreach": False, "fused": False}
     groups = [

@@ -1,12 +1,15 @@
 """Prices state in host memory: bytes off the device, bytes on the host, seconds of the copies and of the update.
 
 ``optimizer``: the moments lie in host memory with a copy of the masters. The masters stay on the device too, because
-FSDP2 gathers from them (`train.optimizer.LocalAdamW`). After the last backward gradients are copied to the host, the
-processor updates, new masters are copied back: in sequence, with no overlap.
-``parameters``: FSDP2's CPUOffloadPolicy. Shards, their gradients and moments lie in host memory, and the processor
-updates them there. Each gather begins with the copy of a float32 shard on a separate stream. Each reduce-scatter ends
-with the copy of its shard to the host, under backward; with gradient accumulation the host waits for the copy. A single
-rank gathers nothing, and copies on the compute stream.
+FSDP2 gathers from them (`train.optimizer.LocalAdamW`). After the last backward the processor updates chunk by chunk;
+meanwhile gradients of the next are copied to the host, and new masters of those before back. What isn't under the
+update are the first copy, the last one, and what copies take longer than it.
+``parameters``: shards, their gradients and moments lie in host memory, and the processor updates them there. A single
+rank keeps weights that compute on the device (`Layout.has_host_masters`), as FSDP2 does from its forward to its
+backward: a gradient leaves under the last backward, new weights come up chunk by chunk under the update. Several ranks
+use FSDP2's CPUOffloadPolicy: each gather begins with the copy of a float32 shard on a separate stream. Each
+reduce-scatter ends with the copy of its shard to the host, under backward; with gradient accumulation the host waits
+for the copy. Where a group of shards is one rank it gathers nothing, and copies on the compute stream.
 Source: torch 2.13, torch/distributed/fsdp/_fully_shard, _fsdp_param.py (all_gather_inputs), _fsdp_param_group.py
 (wait_for_unshard), _fsdp_collectives.py (foreach_reduce).
 """
@@ -21,7 +24,7 @@ from meshwright.array_types import Values
 from meshwright.cluster.host import HostShare
 from meshwright.planner.cost.framework_profile import StateBytesPerParameter
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.spec.layout import OFFLOADS
+from meshwright.spec.layout import HOST_CHUNK, OFFLOADS
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44
@@ -31,6 +34,9 @@ HOST_USABLE = 0.85
 """Share of host memory that state may fill; the rest is for the system, the ranks' processes and the data."""
 ADAM_PASSES = 7.0
 """Passes over the state of an AdamW update: masters, gradients, two moments read; all but the gradients written."""
+SCALE_PASSES = 1.0
+"""Further passes where the update scales gradients that lie in host memory: it writes them back, scaled. Source: torch
+2.13, aten/src/ATen/native/cpu/FusedAdamKernel.cpp, adam_fused_step_impl (grad_scale_ptr)."""
 NORM_PASSES = 1.0
 """Passes for the gradient norm: gradients are read once."""
 ADD_PASSES = 3.0
@@ -88,7 +94,7 @@ def host_update_bound_s(parameters: float, sharing: Values, host: HostShare, siz
 
 
 def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> tuple[Array, Array]:
-    """Returns seconds of the update in host memory and of exposed copies, (N, P) each; 0 without offload.
+    """Returns seconds of norm and update in host memory and of exposed copies, (N, P) each; 0 without offload.
 
     Args:
         ranks: `ranks.RankTimes`, whose compute hides copies.
@@ -101,7 +107,8 @@ def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> t
     pass_s, copy_s = size * trained / host.kernel_bytes_per_s, size * trained / host.copy_bytes_per_s
     is_pipelined = layouts.pp[:, None] > 1
     accumulates = accumulates_on_host(layouts)[:, None]
-    update = (ADAM_PASSES + np.where(mode == PARAMETERS, NORM_PASSES, 0.0)) * pass_s
+    norm_s = NORM_PASSES * size * trained / host.norm_bytes_per_s
+    update_s = (ADAM_PASSES + np.where(mode == PARAMETERS, SCALE_PASSES, 0.0)) * pass_s
     # To the host: backward hides the copy of a gradient shard, unless it is accumulated there.
     hidden_s = np.where(is_pipelined, 0.0, runtime.dp_overlap) * ranks.backward_busy
     accumulate_s = np.where(accumulates, (microbatches - 1.0) * (copy_s + ADD_PASSES * pass_s), 0.0)
@@ -112,10 +119,15 @@ def price_offload(ranks: Any, trained: Array, host: HostShare, size: float) -> t
     forward_s = np.maximum(copy_s - overlap * ranks.forward_busy, (1.0 - overlap) * copy_s)
     backward_s = np.maximum(again_s - overlap * ranks.backward_busy, (1.0 - overlap) * again_s)
     up = np.where((zero == 3) & ~is_pipelined, microbatches * (forward_s + backward_s), forward_s)
-    # `optimizer` copies gradients down and masters up once a step, with nothing left to hide them.
-    copies = np.where(mode == PARAMETERS, down + up, 2.0 * copy_s)
+    # Beside the update, either way at once: what is longer than it, the first copy down and the last one up.
+    end_s = size * np.minimum(trained, HOST_CHUNK) / host.copy_bytes_per_s
+    beside_s = np.maximum(copy_s - update_s, 0.0) + end_s
+    is_single = (layouts.world == 1)[:, None] & ranks.engine.states.compute_copies
+    copies = np.where(is_single, down + beside_s, down + up)
+    copies = np.where(mode == PARAMETERS, copies, beside_s + end_s)
+    update_s = update_s + np.where(mode == PARAMETERS, norm_s, 0.0)
     offloads = mode > 0
-    return np.where(offloads, update, 0.0), np.where(offloads, copies, 0.0)
+    return np.where(offloads, update_s, 0.0), np.where(offloads, copies, 0.0)
 
 
 def accumulates_on_host(layouts: LayoutBatch) -> Array:
