@@ -94,7 +94,7 @@ def _everything(asked: Question) -> tuple[float, int, str]:
         ("2xa100-40", MIXTURE, 64, 0.3, "parameters"),
         ("4xa100-40", SHORT, 512, 0.24, "optimizer"),  # others recompute more, or shard
         ("4xh100", SHORT, 512, 0.165, "optimizer"),
-        ("4xh100", MIXTURE, 512, 0.25, "parameters"),
+        ("4xh100", MIXTURE, 512, 0.22, "parameters"),
         ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
     ],
 )
