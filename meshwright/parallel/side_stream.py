@@ -34,7 +34,7 @@ class SideStream:
         return self._stream.record_event() if self._stream is not None else None
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Has a tensor's memory stay until what is queued here has read it, although it is dropped."""
+        """Has the memory of a tensor of any shape stay until what is queued here has read it, although it is dropped."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 

@@ -185,13 +185,11 @@ class LocalAdamW:
         arrivals = [self._fetch_gradients(chunk.pairs, factor) for chunk in self._chunks]
         # Waits for the norm, and for copies of a snapshot.
         factor = factor.to("cpu")
-        is_finite = bool(torch.isfinite(factor))
         for chunk, arrival in zip(self._chunks, arrivals):
             if arrival is not None:
                 arrival.synchronize()
-            if is_finite:
-                self._run_kernel(chunk, lr, None if self._on_host else factor)
-                self._send_weights(chunk.pairs)
+            self._run_kernel(chunk, lr, factor)
+            self._send_weights(chunk.pairs)
         # Ahead of the next forward.
         self._down.join()
         self._up.join()
@@ -247,16 +245,18 @@ class LocalAdamW:
         betas, decay = (self.config.beta1, self.config.beta2), self.config.weight_decay
         return self._kernels.Update(tensors, states[0]["step"], betas, self.config.eps, decay)
 
-    def _run_kernel(self, chunk: _Chunk, lr: float, factor: torch.Tensor | None) -> None:
-        """Runs torch's kernel; ``factor``: () float64, where the parameters are; None where gradients have it."""
+    def _run_kernel(self, chunk: _Chunk, lr: float, factor: torch.Tensor) -> None:
+        """Runs torch's kernel; ``factor``: () float64, where the parameters are."""
         optimizer: Any = chunk.optimizer
         for group in optimizer.param_groups:
             group["lr"] = lr
         # The fused kernel divides gradients by grad_scale and skips on found_inf, like torch.amp: no pass of its own,
         # and no device synchronisation to test the factor.
         fused = self.config.implementation == "fused"
-        if factor is None:
-            optimizer.step()
+        if self._on_host:
+            # Gradients were scaled as they came down.
+            if bool(torch.isfinite(factor)):
+                optimizer.step()
         elif fused and all(parameter.dtype == torch.float32 for _, parameter in chunk.pairs):
             optimizer.grad_scale = (1.0 / factor).to(torch.float32)
             optimizer.found_inf = (~torch.isfinite(factor)).to(torch.float32)
