@@ -34,7 +34,7 @@ class SideStream:
         return self._stream.record_event() if self._stream is not None else None
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Has the memory of a tensor of any shape stay until what is queued here has read it, although it is dropped."""
+        """Has a tensor of any shape keep its memory, although it is dropped, until what is queued here has read it."""
         if self._stream is not None:
             tensor.record_stream(self._stream)
 
