@@ -49,7 +49,7 @@ class FetchedCheckpoint(NamedTuple):
 
 
 def check_mirror(url: str) -> None:
-    """Refuses a path whose protocol is unknown or not installed, without touching the network; empty is fine.
+    """Refuses an unknown or missing protocol, and a local path through a file; asks no network. Empty is fine.
 
     Raises:
         ConfigError: with the missing package or valid forms.
@@ -64,6 +64,14 @@ def check_mirror(url: str) -> None:
             f"checkpoint.mirror = {url}: {error}; give a path that fsspec knows, as s3://bucket/runs, gs://bucket/runs "
             "or file:///mnt/runs"
         ) from None
+    if protocol in ("file", "local"):
+        folder = Path(url_to_fs(url)[1])
+        for folder_or_parent in (folder, *folder.parents):
+            if folder_or_parent.exists() and not folder_or_parent.is_dir():
+                raise ConfigError(
+                    f"checkpoint.mirror = {url}: {folder_or_parent} is a file, and copies need a folder; give another "
+                    "path"
+                )
 
 
 class Mirror:

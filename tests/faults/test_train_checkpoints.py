@@ -65,6 +65,26 @@ def test_only_damaged_checkpoints_end_the_run_with_a_cure(root: Path, stopped: P
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
 
 
+def test_cut_checkpoints_are_refused_before_a_rank_starts(root: Path, stopped: Path) -> None:
+    for folder, name in (("step-00000009", "rank-00000.image"), ("step-00000012", "manifest.json")):
+        file = stopped / "checkpoints" / folder / name
+        file.write_bytes(file.read_bytes()[:-5])
+    plan = (stopped / "plan.json").read_bytes()
+    status, text = call(words(root, stopped.name, layout="replicate=2", devices=2), root / "log")
+    assert status == 1
+    told = ("step-00000012: manifest.json is damaged", "step-00000009: rank-00000.image has", "another --run")
+    assert all(part in text for part in told) and "[rank" not in text, text
+    assert (stopped / "plan.json").read_bytes() == plan and last_step(stopped) == 12
+
+
+def test_weights_of_another_type_are_refused_before_a_rank_starts(root: Path, stopped: Path) -> None:
+    status, text = call(words(root, stopped.name, layout="replicate=2,precision=float64", devices=2), root / "log")
+    assert status == 2
+    told = ("step-00000012 has weights of float32", "precision=float64", "write precision=float32", "another --run")
+    assert all(part in text for part in told) and "[rank" not in text, text
+    assert last_step(stopped) == 12
+
+
 def test_a_run_of_another_config_is_refused(root: Path, stopped: Path) -> None:
     config = (stopped / "config.toml").read_bytes()
     for flag, value, told in (
