@@ -14,6 +14,7 @@ import tomli_w
 from meshwright.config import read_toml
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.jobs.resumption import differences
+from meshwright.monitor.rundir import EVENTS, METRICS
 from meshwright.resilience.run_lock import FOLDER as OWNER
 from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
@@ -39,6 +40,18 @@ def claim_directory(config: RunConfig) -> RunConfig:
         if folder_or_parent.exists() and not folder_or_parent.is_dir():
             raise ConfigError(
                 f"run = {folder}: {folder_or_parent} is a file, and a run is a directory; give another --run"
+            )
+    for name in (CONFIG, PLAN, METRICS, EVENTS, "report.html"):
+        if (folder / name).is_dir():
+            raise ConfigError(
+                f"run directory {folder}: {name} is a folder, and a run writes a file of that name; move it away, or "
+                "give another --run"
+            )
+    for name in ("checkpoints", "tensorboard", "chaos", OWNER, LAUNCH):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ConfigError(
+                f"run directory {folder}: {name} is a file, and a run makes a folder of that name; move it away, or "
+                "give another --run"
             )
     # An existing run is resumed only by a config of the same curve.
     if (folder / CONFIG).exists():

@@ -112,6 +112,12 @@ class RunConfig(Config):
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
             )
+        if self.model.context is not None and self.data.sequence > self.model.context:
+            raise ConfigError(
+                f"data.sequence = {self.data.sequence} tokens a row are more than model.context = {self.model.context}, the "
+                "longest that the model is made for; shorten the rows, or leave model.context out, which is then "
+                "as long as they are"
+            )
         self._check_noise()
         if self.recovery.on_device_error == "drain" and not (self.recovery.enabled and self.monitor.health_s):
             raise ConfigError(

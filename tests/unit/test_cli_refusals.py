@@ -54,6 +54,10 @@ FLAGS = [
     (["--checkpoint.keep", "0"], ["checkpoint.keep = 0", "1 or more"]),
     (["--data.sequence", "0"], ["data.sequence = 0", "1 or more"]),
     (["--launch.collective-s", "0"], ["launch.collective_s = 0", "above 0"]),
+    (["--launch.group-s", "1e-9"], ["launch.group_s = 1e-09", "at least 1 second"]),
+    (["--launch.collective-s", "0.1"], ["launch.collective_s = 0.1", "at least 1 second"]),
+    (["--model.context", "15"], ["data.sequence = 16", "model.context = 15", "shorten the rows"]),
+    (["--model", "llama", "--model.context", "15"], ["data.sequence = 16", "leave model.context out"]),
     (["--checkpoint.backend", "tape"], ["checkpoint.backend = 'tape'", "dcp"]),
     (["--model.heads", "5"], ["model.width = 32", "model.heads = 5"]),
     (["--launch.network", "ethernet-26g"], ["ethernet-26g", "ethernet-25g"]),
@@ -111,6 +115,10 @@ FALLBACKS = [
     ("replicate", ["'replicate' has no value"]),
 ]
 MODELS = [
+    (["--model", ""], ["model.name is empty", "a type such as llama"]),
+    (["--model", "llama", "--model.overrides", "attention_dropout", "2"], ["attention_dropout = 2", "from 0 to 1"]),
+    (["--model.overrides", "attn_pdrop", "-0.5"], ["attn_pdrop = -0.5", "from 0 to 1", "model.dropout"]),
+    (["--model", "llama", "--model.overrides", "hidden_act", "zzz"], ["KeyError: 'zzz'"]),
     (["--model", "gpt3"], ["model.name = 'gpt3'", "no directory, function or model type; did you mean"]),
     (["--model", "./nowhere"], ["./nowhere", "no such directory"]),
     (["--model", "tests.nowhere:build"], ["tests.nowhere:build", "can't import"]),
@@ -253,6 +261,18 @@ def test_a_file_is_no_run(below: str, root: Path, capsys: pytest.CaptureFixture[
         assert "letter" in capsys.readouterr().err
     assert main(["train", str(root / "letter" / "recipe.toml")]) == 2
     assert "no such recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "plan.json", "report.html", "checkpoints"])
+def test_an_entry_of_another_kind_in_a_run_directory(name: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = root / f"odd-{name}"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    (run / name).mkdir() if "." in name else (run / name).write_text("dear")
+    assert main(words(root, run.name)) == 2
+    message = capsys.readouterr().err
+    assert f"{name} is a {'folder' if '.' in name else 'file'}" in message and "move it away" in message
+    assert not (run / "owner").exists()
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
