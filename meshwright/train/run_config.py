@@ -114,9 +114,9 @@ class RunConfig(Config):
             )
         if self.model.context is not None and self.data.sequence > self.model.context:
             raise ConfigError(
-                f"data.sequence = {self.data.sequence} tokens a row are more than model.context = {self.model.context}, the "
-                "longest that the model is made for; shorten the rows, or leave model.context out, which is then "
-                "as long as they are"
+                f"data.sequence = {self.data.sequence} tokens a row are more than model.context = "
+                f"{self.model.context}, the longest that the model is made for; shorten the rows, or leave "
+                "model.context out, which is then as long as they are"
             )
         self._check_noise()
         if self.recovery.on_device_error == "drain" and not (self.recovery.enabled and self.monitor.health_s):
