@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tomli_w
 
 from meshwright.config import read_toml
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, LaunchError, MeshwrightError
 from meshwright.jobs.resumption import differences
 from meshwright.monitor.rundir import EVENTS, METRICS
 from meshwright.resilience.run_lock import FOLDER as OWNER
@@ -21,6 +23,7 @@ from meshwright.train.run_config import RunConfig
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LAUNCH = "launch"
 """Folder of what a scheduler was given and of what it printed; it stands before the run does."""
 
@@ -70,6 +73,24 @@ def claim_directory(config: RunConfig) -> RunConfig:
     return config
 
 
+@contextlib.contextmanager
+def reporting_full_disk(run_dir: Path) -> Iterator[None]:
+    """Turns the errors of a disk that is full or read-only into a sentence.
+
+    Raises:
+        LaunchError: names the file, where the system does.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise LaunchError(
+            f"{error.filename or run_dir} can't be written: {error.strerror}; free space, and the same command goes on "
+            "from the run's newest checkpoint, or give another --run"
+        ) from error
+
+
 def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     """Writes config and plan into a run's directory, which is made; how islands joined stays where none are left."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -77,8 +98,13 @@ def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
         # Renamed into place: a kill in between must not leave a run that no longer knows its config.
         temporary_path = run_dir / f".{name}.new"
-        temporary_path.write_text(text, encoding="utf-8")
-        temporary_path.replace(run_dir / name)
+        try:
+            temporary_path.write_text(text, encoding="utf-8")
+            temporary_path.replace(run_dir / name)
+        except OSError:
+            # What is left of it would make the directory look like somebody else's.
+            temporary_path.unlink(missing_ok=True)
+            raise
 
 
 def wait_for(path: Path, limit_s: float) -> None:

@@ -29,7 +29,14 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.product_checks import check_products, float8_header_row
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
-from meshwright.jobs.run_directory import PLAN, claim_directory, planned_outer, wait_for, write_run
+from meshwright.jobs.run_directory import (
+    PLAN,
+    claim_directory,
+    planned_outer,
+    reporting_full_disk,
+    wait_for,
+    write_run,
+)
 from meshwright.jobs.start_checks import check_before_start, check_checkpoints
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
@@ -96,14 +103,15 @@ def train(
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     if nodes is not None:
         node_place, config = nodes.resolve(config), claim_directory(config)
-        with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
+        run_dir = Path(config.run)
+        with reporting_full_disk(run_dir), RunLock(run_dir, config.launch.owner_s, nodes.node):
             return _train(config, node_place, tuple(hooks), say)
     config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
     # Under torchrun rank 0 holds the lock for all ranks.
     if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
         return _train(config, launcher, tuple(hooks), say)
     # One command at a time owns a run directory.
-    with RunLock(Path(config.run), config.launch.owner_s):
+    with reporting_full_disk(Path(config.run)), RunLock(Path(config.run), config.launch.owner_s):
         return _train(config, launcher, tuple(hooks), say)
 
 

@@ -149,6 +149,36 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, de
     assert curve(run) == curve(whole)
 
 
+def _no_room_for_configs() -> None:
+    """Lets the disk be full when a run's config is written."""
+    write = Path.write_text
+
+    def full(self: Path, *arguments, **options) -> int:  # type: ignore[no-untyped-def]
+        if self.name == ".config.toml.new":
+            self.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *arguments, **options)
+
+    Path.write_text = full  # type: ignore[method-assign]
+
+
+def test_a_full_disk_before_the_first_step_is_told_and_the_same_command_goes_on(root: Path) -> None:
+    argv = words(root, "full", "--train.steps", "4")
+    status, text = call(argv, root / "log", before=_no_room_for_configs)
+    assert status == 1 and f"{root / 'full'} can't be written: No space left on device; free space" in text, text
+    assert "Traceback" not in text and "[rank" not in text
+    status, text = call(argv, root / "log")
+    assert status == 0, text
+
+
+def test_a_run_whose_copies_failed_says_so_at_its_end(root: Path) -> None:
+    (root / "copies").mkdir()
+    (root / "copies" / "alone").write_text("dear")
+    argv = words(root, "alone", "--train.steps", "4", "--checkpoint.mirror", str(root / "copies"))
+    status, text = call(argv, root / "log")
+    assert status == 0 and "the newest checkpoint is there alone: step-00000004 can't be copied" in text, text
+
+
 def test_a_machine_without_its_run_goes_on_from_the_copy_elsewhere(root: Path) -> None:
     mirror = ("--checkpoint.mirror", f"file://{root}/elsewhere", "--checkpoint.keep", "9")
     status, text = call(words(root, "moved", *mirror), root / "moved.log")
