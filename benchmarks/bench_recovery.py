@@ -112,7 +112,7 @@ def _recovery(folder: Path, layout: str, ranks: int, policy: str, fault: str) ->
         *("train", "--model", "gpt2", "--model.layers", "4", "--model.width", "64", "--data", str(folder / "text.txt")),
         *("--data.tokenizer", "chars", "--data.sequence", "64", "--data.cache", str(folder / "prepared")),
         *("--train.batch", "8", "--train.steps", str(STEPS), "--train.sample-tokens", "0", "--schedule.warmup", "2"),
-        *("--evaluation.every", "0", "--evaluation.rows", "8", "--checkpoint.every", "0", "--monitor.display", "none"),
+        *("--evaluation.every", "0", "--checkpoint.every", "0", "--monitor.display", "none"),
         *("--monitor.no-tensorboard", "--monitor.no-report", "--layout", layout, "--devices", str(ranks)),
         "--train.no-prove",
         *("--run", str(run), "--recovery.snapshot-every", "1", "--recovery.on-death", policy),

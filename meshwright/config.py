@@ -13,9 +13,18 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from meshwright.errors import ConfigError, nearest
+
+
+class IdleSetting(NamedTuple):
+    """A setting that can't have an effect, since another one rules it out."""
+
+    path: str
+    """Its dotted path."""
+    message: str
+    """The rule, and the nearest that works."""
 
 
 class Config:
@@ -25,6 +34,23 @@ class Config:
 
     def check(self) -> None:
         """Raises `ConfigError` when fields contradict each other. A config with cross-field rules overrides it."""
+
+    def idle_settings(self) -> tuple[IdleSetting, ...]:
+        """Returns the settings that differ from their default and can't have an effect; `check` refuses them."""
+        return ()
+
+    def value(self, path: str) -> Any:
+        """Returns the value of a setting by its dotted path."""
+        value: Any = self
+        for name in path.split("."):
+            value = getattr(value, name)
+        return value
+
+    def with_value(self, path: str, value: Any) -> Self:
+        """Returns the config with another value of one setting, by its dotted path."""
+        name, _, below = path.partition(".")
+        changed = {name: getattr(self, name).with_value(below, value) if below else value}
+        return dataclasses.replace(self, **changed)  # type: ignore[type-var]
 
     def check_all(self, where: str = "") -> None:
         """Refuses numbers that aren't finite, and runs `check`, on this config and on every config below it.

@@ -6,6 +6,7 @@ as no checkpoint, so that an object store needs no atomic rename.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -49,7 +50,7 @@ class FetchedCheckpoint(NamedTuple):
 
 
 def check_mirror(url: str) -> None:
-    """Refuses a path whose protocol is unknown or not installed, without touching the network; empty is fine.
+    """Refuses an unknown or missing protocol, and a local path that can't be written; asks no network. Empty is fine.
 
     Raises:
         ConfigError: with the missing package or valid forms.
@@ -64,6 +65,20 @@ def check_mirror(url: str) -> None:
             f"checkpoint.mirror = {url}: {error}; give a path that fsspec knows, as s3://bucket/runs, gs://bucket/runs "
             "or file:///mnt/runs"
         ) from None
+    if protocol in ("file", "local"):
+        folder = Path(url_to_fs(url)[1])
+        for folder_or_parent in (folder, *folder.parents):
+            if folder_or_parent.exists() and not folder_or_parent.is_dir():
+                raise ConfigError(
+                    f"checkpoint.mirror = {url}: {folder_or_parent} is a file, and copies need a folder; give another "
+                    "path"
+                )
+        nearest_folder = next(path for path in (folder, *folder.parents) if path.is_dir())
+        if not os.access(nearest_folder, os.W_OK):
+            raise ConfigError(
+                f"checkpoint.mirror = {url}: {nearest_folder} can't be written, and each checkpoint is copied there; "
+                "give another path, or leave it out"
+            )
 
 
 class Mirror:

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast, get_type_hints
 
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
+from meshwright.jobs.progress import to_stderr
 
 SHORT = {"--model": "--model.name", "--data": "--data.paths", "--outer": "--outer.kind", "--run-dir": "--run"}
 """Short forms of flags: the section's name stands for its main field. torchrun takes ``--run`` for its own
@@ -93,7 +94,23 @@ def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | No
         raise ConfigError(
             _unframe_message(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid"
         ) from None
+    if base is not None:
+        config = _leave_out_idle(base, config)
     config.check_all()
+    return config
+
+
+def _leave_out_idle(recipe: C, config: C) -> C:
+    """Returns the config without a recipe's settings that flags have taken the effect from, and says so.
+
+    The flags' own settings, and a recipe's that never had an effect, stay and are refused.
+    """
+    idle_in_recipe = {setting.path for setting in recipe.idle_settings()}
+    for path, _ in config.idle_settings():
+        value = config.value(path)
+        if recipe.value(path) == value and path not in idle_in_recipe:
+            to_stderr(f"{path} = {value} of the recipe has no effect with these flags, and is left out")
+            config = config.with_value(path, type(recipe)().value(path))
     return config
 
 

@@ -40,6 +40,8 @@ def show_result(result: TrainResult) -> None:
         lines += ["", "sample:", f"  | {result.prompt}".replace("\n", "\n  | ") + "[...]"]
         lines += ["  | " + line for line in result.sample.strip("\n").split("\n")]
     lines += ["", f"run directory: {result.run}"]
+    if result.not_mirrored:
+        lines.append(f"the newest checkpoint is there alone: {result.not_mirrored}")
     if result.report:
         lines.append(f"report: {result.report}")
     say("\n".join(lines))

@@ -71,10 +71,18 @@ def conclude(
     if config.monitor.report:
         result = dataclasses.replace(result, report=str(write_report(run_dir, config.monitor.drift_bound)))
     energy = token_energy(read_health(run_dir), read_run(run_dir).plan).to_json()
+    if config.checkpoint.mirror:
+        result = dataclasses.replace(result, not_mirrored=_copy_failure(run_dir))
     result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir), energy=energy)
     if result.finished and result.time:
         _record_history(plan, run_dir, result.time, machines.for_ranks(plan.ranks))
     return result
+
+
+def _copy_failure(run_dir: Path) -> str | None:
+    """Returns why the newest checkpoint couldn't be copied to the mirror; None where it was."""
+    saved = read_run(run_dir).of_kind("checkpoint_saved")
+    return saved[-1].get("copy_failed") if saved else None
 
 
 def _state_bytes(run_dir: Path) -> dict[str, dict[str, int]]:

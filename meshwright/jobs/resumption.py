@@ -24,7 +24,8 @@ def differences(old: RunConfig, new: RunConfig) -> list[str]:
         old: that of the run directory.
         new: that of the command.
     """
-    return _differing_settings(*_with_resolved_defaults(old, new))
+    # What can't have an effect was accepted once: it must not keep a run from being resumed without it.
+    return _differing_settings(*_with_resolved_defaults(old.without_idle_settings(), new.without_idle_settings()))
 
 
 def _with_resolved_defaults(old: RunConfig, new: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:

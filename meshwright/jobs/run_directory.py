@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
+import errno
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import tomli_w
 
 from meshwright.config import read_toml
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, LaunchError, MeshwrightError
 from meshwright.jobs.resumption import differences
+from meshwright.monitor.rundir import EVENTS, METRICS
 from meshwright.resilience.run_lock import FOLDER as OWNER
 from meshwright.spec.plan import Plan
 from meshwright.train.run_config import RunConfig
 
 CONFIG = "config.toml"
 PLAN = "plan.json"
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 LAUNCH = "launch"
 """Folder of what a scheduler was given and of what it printed; it stands before the run does."""
 
@@ -40,6 +44,18 @@ def claim_directory(config: RunConfig) -> RunConfig:
             raise ConfigError(
                 f"run = {folder}: {folder_or_parent} is a file, and a run is a directory; give another --run"
             )
+    for name in (CONFIG, PLAN, METRICS, EVENTS, "report.html"):
+        if (folder / name).is_dir():
+            raise ConfigError(
+                f"run directory {folder}: {name} is a folder, and a run writes a file of that name; move it away, or "
+                "give another --run"
+            )
+    for name in ("checkpoints", "tensorboard", "chaos", OWNER, LAUNCH):
+        if (folder / name).exists() and not (folder / name).is_dir():
+            raise ConfigError(
+                f"run directory {folder}: {name} is a file, and a run makes a folder of that name; move it away, or "
+                "give another --run"
+            )
     # An existing run is resumed only by a config of the same curve.
     if (folder / CONFIG).exists():
         planned = planned_outer(folder)
@@ -57,6 +73,24 @@ def claim_directory(config: RunConfig) -> RunConfig:
     return config
 
 
+@contextlib.contextmanager
+def reporting_full_disk(run_dir: Path) -> Iterator[None]:
+    """Turns the errors of a disk that is full or read-only into a sentence.
+
+    Raises:
+        LaunchError: names the file, where the system does.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        raise LaunchError(
+            f"{error.filename or run_dir} can't be written: {error.strerror}; free space, and the same command goes on "
+            "from the run's newest checkpoint, or give another --run"
+        ) from error
+
+
 def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     """Writes config and plan into a run's directory, which is made; how islands joined stays where none are left."""
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -64,8 +98,13 @@ def write_run(run_dir: Path, config: RunConfig, plan: Plan) -> None:
     for name, text in ((CONFIG, tomli_w.dumps(config.to_dict())), (PLAN, plan.dumps())):
         # Renamed into place: a kill in between must not leave a run that no longer knows its config.
         temporary_path = run_dir / f".{name}.new"
-        temporary_path.write_text(text, encoding="utf-8")
-        temporary_path.replace(run_dir / name)
+        try:
+            temporary_path.write_text(text, encoding="utf-8")
+            temporary_path.replace(run_dir / name)
+        except OSError:
+            # What is left of it would make the directory look like somebody else's.
+            temporary_path.unlink(missing_ok=True)
+            raise
 
 
 def wait_for(path: Path, limit_s: float) -> None:

@@ -8,9 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.contract import find_backend
-from meshwright.checkpoint.mirror import check_mirror
-from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, choose_attention
@@ -18,7 +15,6 @@ from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
-    check_fallback_layouts,
     leaner_plan,
     make_plans,
     name_leaner_layout,
@@ -33,8 +29,15 @@ from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.product_checks import check_products, float8_header_row
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.run_contents import write_contents
-from meshwright.jobs.run_directory import PLAN, claim_directory, planned_outer, wait_for, write_run
-from meshwright.jobs.site_probe import probe_server
+from meshwright.jobs.run_directory import (
+    PLAN,
+    claim_directory,
+    planned_outer,
+    reporting_full_disk,
+    wait_for,
+    write_run,
+)
+from meshwright.jobs.start_checks import check_before_start, check_checkpoints
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
@@ -57,9 +60,7 @@ from meshwright.resilience.supervisor import Supervisor
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
-from meshwright.train.fragments import check_fragments
 from meshwright.train.hooks import Hook
-from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import ModelAnalysis
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.page_requests import PageRequests
@@ -102,14 +103,15 @@ def train(
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
     if nodes is not None:
         node_place, config = nodes.resolve(config), claim_directory(config)
-        with RunLock(Path(config.run), config.launch.owner_s, nodes.node):
+        run_dir = Path(config.run)
+        with reporting_full_disk(run_dir), RunLock(run_dir, config.launch.owner_s, nodes.node):
             return _train(config, node_place, tuple(hooks), say)
     config, launcher = claim_directory(config), choose_launcher(config.devices, config=config.launch)
     # Under torchrun rank 0 holds the lock for all ranks.
     if not isinstance(launcher, ForkLauncher) and launcher.context.rank:
         return _train(config, launcher, tuple(hooks), say)
     # One command at a time owns a run directory.
-    with RunLock(Path(config.run), config.launch.owner_s):
+    with reporting_full_disk(Path(config.run)), RunLock(Path(config.run), config.launch.owner_s):
         return _train(config, launcher, tuple(hooks), say)
 
 
@@ -198,7 +200,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     offers = make_plans(config.joining(planned_outer(run_dir)), model, machines, max(1, trial_count), say)
     model = choose_attention(model, *offers[0], config.data, token_set, machines.devices, say if leads else None)
     check_products(offers[0][0].layout, machines.devices)
-    _check_before_start(config, model, offers[0][0], machines.devices, token_set)
+    check_before_start(config, model, offers[0][0], machines, token_set)
     watched = config.recovery.enabled and context is None
     check_replan(config, offers[0][0].layout, watched, machines.devices.kind)
     job = _make_job(config, model, token_set, offers[0], hooks)
@@ -241,8 +243,12 @@ def _prepare_run_directory(job: TrainJob, leads: bool, several_nodes: bool, toke
     """
     if leads:
         await_keeper(job.run_dir, job.config.checkpoint.wait_s, say)
+        # A mirror may have what is damaged here; it is asked once the run directory stands.
+        if not job.config.checkpoint.mirror:
+            check_checkpoints(job.config, job.plan.layout, several_nodes)
         write_run(job.run_dir, job.config, job.plan)
-        fetch_checkpoint(job.config, job.run_dir, say)
+        if fetch_checkpoint(job.config, job.run_dir, say):
+            check_checkpoints(job.config, job.plan.layout, several_nodes)
     else:
         wait_for(job.run_dir / PLAN, job.config.launch.group_s)
     if leads or several_nodes:
@@ -329,26 +335,6 @@ def _make_planning(
         leaner_plan=next_leaner_plan,
         replan=replan,
     )
-
-
-def _check_before_start(config: RunConfig, model: ReadModel, plan: Plan, devices: Devices, token_set: TokenSet) -> None:
-    """Refuses before a rank starts what would be refused later: too little text, a layout for fewer ranks."""
-    config, layout = config.joining(plan.outer), plan.layout
-    check_islands(config, layout, resumes=(Path(config.run) / PLAN).exists())
-    if config.outer.meet:
-        probe_server(config, model, layout)
-    if layout.islands > 1:
-        trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
-        check_fragments(trained, config.outer.fragment_count)
-    check_fallback_layouts(config, model, layout, devices)
-    find_backend(config.checkpoint.backend)
-    check_mirror(config.checkpoint.mirror)
-    if config.launch.wire == "shm" and devices.kind != "cpu":
-        raise ConfigError(
-            "launch.wire = shm is between CPU ranks, and these are on GPUs, whose collectives NCCL sends; leave it out"
-        )
-    rows, sequence = config.train.batch, config.data.sequence
-    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
 
 
 def _make_header(

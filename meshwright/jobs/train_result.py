@@ -41,6 +41,8 @@ class TrainResult:
     """Text of the trained model; None when none was asked for."""
     report: str | None = None
     """Path of ``report.html``; None when none was asked for."""
+    not_mirrored: str | None = None
+    """Why the newest checkpoint isn't in ``checkpoint.mirror``; None where it is, or none is named."""
     state: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """Bytes of a rank's state by part and in ``total``: ``planned`` and ``measured``; empty where none was measured."""
     time: Mapping[str, float] = field(default_factory=dict)

@@ -12,6 +12,8 @@ from meshwright.errors import ConfigError
 
 LONGEST_WAIT_S = 2_000_000
 """torch counts the limits of a process group in milliseconds of 31 bits."""
+SHORTEST_WAIT_S = 1.0
+"""Least wait for another process: ranks share cores, and within less some of them haven't run at all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,6 +47,11 @@ class LaunchConfig(Config):
             value = getattr(self, name)
             if not value > 0:
                 raise ConfigError(f"launch.{name} = {value}: every wait has a limit above 0 seconds; write 60, say")
+            if name in ("group_s", "collective_s") and value < SHORTEST_WAIT_S:
+                raise ConfigError(
+                    f"launch.{name} = {value:g}: processes need a moment to answer each other; at least "
+                    f"{SHORTEST_WAIT_S:g} second"
+                )
             if value > LONGEST_WAIT_S:
                 raise ConfigError(f"launch.{name} = {value:g}: at most {LONGEST_WAIT_S} seconds, which are 23 days")
 

@@ -129,7 +129,9 @@ def build_meta(
         except MeshwrightError:
             raise
         except Exception as error:
-            reason = SPARSE if makes_sparse_tensor(error) else error
+            # The text of a KeyError is its key alone.
+            named = f"KeyError: {error}" if isinstance(error, KeyError) else error
+            reason = SPARSE if makes_sparse_tensor(error) else named
             raise ConfigError(f"model '{config.name}' can't be built on the meta device: {reason}") from error
         if not isinstance(module, nn.Module):
             raise ConfigError(f"model '{config.name}' returned a {type(module).__name__}; it must return an nn.Module")

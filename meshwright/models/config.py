@@ -81,6 +81,10 @@ class ModelConfig(Config):
         Raises:
             ConfigError: for sizes below 1, heads that don't divide, a missing path, sizes on a directory.
         """
+        if not self.name.strip():
+            raise ConfigError(
+                "model.name is empty; give a type such as llama, a local directory, or module.path:function"
+            )
         for key, value in self.sizes.items():
             if value < 1:
                 raise ConfigError(f"model.{key} = {value}; it must be 1 or more")
@@ -116,6 +120,14 @@ class ModelConfig(Config):
                 raise ConfigError(
                     f"model.overrides.{name} has no effect: weights are trained in the layout's precision, over "
                     "float32; write --layout precision=bf16"
+                )
+        for name, value in extra.items():
+            # attention_dropout, resid_pdrop, layerdrop, ...: probabilities in every family
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if "drop" in name and is_number and not 0.0 <= value <= 1.0:
+                raise ConfigError(
+                    f"model.overrides.{name} = {value}: it is a probability, from 0 to 1; model.dropout sets every "
+                    "dropout of a family at once"
                 )
         for size_field, value in self.sizes.items():
             for name in SYNONYMS[size_field]:

@@ -203,14 +203,16 @@ class DropoutRng:
         """Returns ``shape`` bool: True where dropout keeps an element."""
         return dropout_mask(*self._next_draw(shape), p, device).view(tuple(shape))
 
-    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
-        """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0."""
+    def drop(self, x: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+        """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0; in ``x`` if ``inplace``."""
         context = self.context
         is_whole = context is not None and x is context.whole_input
         keys, box = self._next_draw(x.shape, is_whole)
-        kept = drop_in_one_kernel(x, keys, box, p)
+        kept = None if inplace else drop_in_one_kernel(x, keys, box, p)
         # Without a kernel for both: the mask, which backward reads again.
-        return apply_dropout(x, dropout_mask(keys, box, p, x.device).view(x.shape), p) if kept is None else kept
+        if kept is None:
+            return apply_dropout(x, dropout_mask(keys, box, p, x.device).view(x.shape), p, inplace)
+        return kept
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns ``shape`` float64 numbers between 0 and 1; one without dims is the same for all rows."""

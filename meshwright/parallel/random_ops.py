@@ -25,9 +25,9 @@ class RandomSource(Protocol):
     def dropout_mask(self, shape: Sequence[int], p: float, device: torch.device) -> torch.Tensor:
         """Returns ``shape`` bool: True where dropout of probability ``p`` keeps an element."""
 
-    def drop(self, x: torch.Tensor, p: float) -> torch.Tensor:
-        """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0."""
-        return apply_dropout(x, self.dropout_mask(x.shape, p, x.device), p)
+    def drop(self, x: torch.Tensor, p: float, inplace: bool = False) -> torch.Tensor:
+        """Returns ``x / (1 - p)``, of any shape, where dropout keeps an element, else 0; in ``x`` if ``inplace``."""
+        return apply_dropout(x, self.dropout_mask(x.shape, p, x.device), p, inplace)
 
     def uniform(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
         """Returns ``shape`` float64 numbers between 0 and 1."""
@@ -90,9 +90,7 @@ def _dropout(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs
     if not training or not p or x.is_meta:
         out: torch.Tensor = func(*args, **kwargs)
         return out
-    if inplace or func is torch.dropout_:
-        return apply_dropout(x, numbers.dropout_mask(x.shape, p, x.device), p, inplace=True)
-    return numbers.drop(x, p)
+    return numbers.drop(x, p, inplace or func is torch.dropout_)
 
 
 def _feature_dropout(numbers: RandomSource, func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:

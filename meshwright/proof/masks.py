@@ -73,7 +73,8 @@ class Masks(TorchFunctionMode):
             if not arguments.get("training", True) or p == 0:
                 return func(*args, **keywords)
             shape = x.shape if func is functional.dropout else (*x.shape[:2], *(1 for _ in x.shape[2:]))
-            return x * self._noise(shape, p, x)
+            noise = self._noise(shape, p, x)
+            return x.mul_(noise) if arguments.get("inplace") else x * noise
         out = func(*args, **keywords)
         if func in (torch.rand, torch.rand_like):
             return out.copy_(self._numbers(out.shape) / 2**32)

@@ -9,6 +9,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.strategy.module_state import batch_norms
+from meshwright.strategy.outside_watch import watch_outside_reads
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.torch_compat.tensors import in_backward, tree_leaves
 
@@ -32,6 +33,9 @@ class ForwardHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Registers the hooks on a module."""
+        layer_ids = {id(layer) for stage in self._sharded_model.program.stages for layer in stage.layers}
+        layers = [name for name, child in module.named_modules() if id(child) in layer_ids]
+        watch_outside_reads(module, layers, self._sharded_model.layout)
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
 

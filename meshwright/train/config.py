@@ -415,3 +415,18 @@ class RecoveryConfig(Config):
                 f"{self.copies + 1} nodes with a supervisor each (--nodes, --hostfile), and there "
                 f"{'are' if nodes > 1 else 'is'} {nodes}; nearest that works: recovery.copies = {max(1, nodes - 1)}"
             )
+
+    def check_ranks(self, ranks: int) -> None:
+        """Refuses more ranks to go on with than the run has.
+
+        Args:
+            ranks: of the whole run.
+
+        Raises:
+            ConfigError: with the largest number that works.
+        """
+        if self.minimum > ranks:
+            raise ConfigError(
+                f"recovery.minimum = {self.minimum} ends a run that has fewer ranks, and this one begins with {ranks}; "
+                f"write recovery.minimum = {ranks} or less, or give --devices {self.minimum}"
+            )

@@ -119,6 +119,27 @@ def parse_faults(text: str) -> list[Fault]:
     return [Fault.parse(fault_text) for fault_text in text.split(";") if fault_text.strip()]
 
 
+def check_faults(text: str, ranks: int, nodes: int) -> None:
+    """Refuses faults of ranks that a run doesn't have.
+
+    Args:
+        text: of faults, as `parse_faults` takes it.
+        ranks: of the whole run.
+        nodes: of the run.
+
+    Raises:
+        ConfigError: with the ranks that there are.
+    """
+    for fault in parse_faults(text):
+        # Snapshots are sent between nodes alone.
+        couriers = range(COURIER, COURIER - nodes, -1) if nodes > 1 else ()
+        if fault.rank not in range(ranks) and fault.rank not in (*range(WRITER, WRITER - nodes, -1), *couriers):
+            raise ConfigError(
+                f"recovery.faults: {fault} would never happen: ranks go from 0 to {ranks - 1}, beside the processes "
+                f"that write checkpoints, {WRITER} on node 0, and that send snapshots to other nodes, {COURIER}"
+            )
+
+
 class Faults:
     """Injects the faults of one rank.
 

@@ -9,6 +9,9 @@ from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
 from meshwright.train.site_optimizer import check_site
 
+_SITE_SETTINGS = (*("key_file", "site", "sites", "mode", "quorum", "grace_s", "staleness", "momentum_every", "wait_s"),)
+"""Settings of `OuterConfig` for sites and their server alone."""
+
 
 def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> None:
     """Refuses settings of the outer step that a layout can't obey.
@@ -24,6 +27,12 @@ def check_islands(config: RunConfig, layout: Layout, resumes: bool = False) -> N
     if config.outer.meet:
         check_site(config, layout)
         return
+    named = [name for name in _SITE_SETTINGS if getattr(config.outer, name) != getattr(OuterConfig(), name)]
+    if named:
+        raise ConfigError(
+            f"outer.{named[0]} = {getattr(config.outer, named[0])} is of sites that dial in at an outer server, and "
+            "none is named; leave it out, or write --outer.meet HOST:PORT"
+        )
     if layout.islands == 1:
         # Islands that the planner may take come with settings for them, whether or not it takes some.
         is_optional = config.layout == "auto" and "islands" in config.allow

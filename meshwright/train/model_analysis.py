@@ -12,6 +12,7 @@ from meshwright.models.analysis.context import Context, read_context, read_seque
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
+from meshwright.models.analysis.outside_reads import OutsideRead
 from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import BuiltModel
@@ -140,7 +141,7 @@ def _check_shared_weights(model: BuiltModel, layout: Layout) -> None:
     Raises:
         PlanError: with the weight, its layers, and the nearest that works.
     """
-    if not _has_layer_units(layout):
+    if not has_layer_units(layout):
         return
     owners: dict[nn.Parameter, tuple[str, nn.Module]] = {}
     for layer in model.structure.layers:
@@ -154,7 +155,7 @@ def _check_shared_weights(model: BuiltModel, layout: Layout) -> None:
                 )
 
 
-def _has_layer_units(layout: Layout) -> bool:
+def has_layer_units(layout: Layout) -> bool:
     """Returns whether a layout gathers each layer's weights by itself (`parallel.data_parallel`)."""
     has_units = layout.zero > 0 or layout.offload == "parameters"
     return has_units or (layout.is_mixed_precision and not layout.has_compute_copies)
@@ -166,22 +167,29 @@ def _check_outside_reads(trial: ForwardTrial, layout: Layout) -> None:
     Raises:
         PlanError: with the weight, its layer, and the nearest that works.
     """
-    if not _has_layer_units(layout):
-        return
+    for read in trial.outside if has_layer_units(layout) else ():
+        refuse_outside_read(read, layout)
+
+
+def refuse_outside_read(read: OutsideRead, layout: Layout) -> None:
+    """Refuses one such read, of a layout that gathers each layer's weights by itself.
+
+    Raises:
+        PlanError: with the weight, its layer, and the nearest that works.
+    """
     cure = "or have its layer's own forward compute what is needed of it, and return that"
     # The stages of a pipeline and ZeRO 1 and 2 keep gathered what a forward has gathered, to the end of the step.
     frees = layout.zero == 3 and layout.degree(Mechanics.STAGES) == 1
-    for read in trial.outside:
-        if read.early:
-            raise PlanError(
-                f"'{read.weight}' is read before a call of its layer '{read.layer}' (its forward alone is none), and "
-                f"{layout} gathers a layer's weights in its call; nearest that works: replicate in float32, {cure}"
-            )
-        if frees:
-            raise PlanError(
-                f"'{read.weight}' is read after the call of its layer '{read.layer}', behind which {layout} frees its "
-                f"weights; nearest that works: zero=2, {cure}"
-            )
+    if read.early:
+        raise PlanError(
+            f"'{read.weight}' is read before a call of its layer '{read.layer}' (its forward alone is none), and "
+            f"{layout} gathers a layer's weights in its call; nearest that works: replicate in float32, {cure}"
+        )
+    if frees:
+        raise PlanError(
+            f"'{read.weight}' is read after the call of its layer '{read.layer}', behind which {layout} frees its "
+            f"weights; nearest that works: zero=2, {cure}"
+        )
 
 
 def analyse_model(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Self
+from typing import NamedTuple, Self
 
 from meshwright.checkpoint.config import CheckpointConfig
-from meshwright.config import Config
+from meshwright.config import Config, IdleSetting
 from meshwright.data.config import DataConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.config import LaunchConfig, RayConfig, SlurmConfig
@@ -84,12 +84,39 @@ class RunConfig(Config):
         """Returns the config with a plan's settings for islands (`Plan.outer`) where the user gave none."""
         return dataclasses.replace(self, outer=self.outer.filled(planned))
 
+    def idle_settings(self) -> tuple[IdleSetting, ...]:
+        """Returns the settings that differ from their default and can't have an effect."""
+        return tuple(
+            IdleSetting(
+                need.setting,
+                f"{need.setting} = {self.value(need.setting)} has no effect unless {need.condition}; leave it out, or "
+                f"write {need.cure}",
+            )
+            for need in _NEEDS
+            if self.value(need.setting) != _DEFAULTS.value(need.setting) and not need.is_met(self)
+        )
+
+    def without_idle_settings(self) -> Self:
+        """Returns the config with the defaults of all settings that can't have an effect."""
+        config = self
+        for setting in self.idle_settings():
+            config = config.with_value(setting.path, _DEFAULTS.value(setting.path))
+        return config
+
     def check(self) -> None:
         """Refuses combinations without effect."""
+        for setting in self.idle_settings():
+            raise ConfigError(setting.message)
         if (self.schedule.warmup or 0) >= self.train.steps and self.schedule.shape != "constant":
             raise ConfigError(
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
+            )
+        if self.model.context is not None and self.data.sequence > self.model.context:
+            raise ConfigError(
+                f"data.sequence = {self.data.sequence} tokens a row are more than model.context = "
+                f"{self.model.context}, the longest that the model is made for; shorten the rows, or leave "
+                "model.context out, which is then as long as they are"
             )
         self._check_noise()
         if self.recovery.on_device_error == "drain" and not (self.recovery.enabled and self.monitor.health_s):
@@ -127,3 +154,121 @@ class RunConfig(Config):
                 f"{named} would have each site of {self.outer.meet} end after other steps than the others; take "
                 "lr_rule = sqrt or linear"
             )
+
+
+class _Need(NamedTuple):
+    """What a setting needs of others to have an effect."""
+
+    setting: str
+    """Its dotted path."""
+    is_met: Callable[[RunConfig], bool]
+    """Whether the others let it."""
+    condition: str
+    """The same in words."""
+    cure: str
+    """Flag with which it has an effect."""
+
+
+def _is_decaying(config: RunConfig) -> bool:
+    """Returns whether the learning rate leaves its peak."""
+    schedule = config.schedule
+    return schedule.shape in ("cosine", "linear") or (schedule.shape == "wsd" and schedule.decay_share > 0)
+
+
+def _prints_every(config: RunConfig) -> bool:
+    """Returns whether anything is shown or written every ``monitor.every`` steps."""
+    monitor = config.monitor
+    return monitor.display in ("auto", "plain") or monitor.tensorboard or bool(monitor.trackers)
+
+
+_SUPERVISED = ("attempts", "on_death", "layouts", "minimum", "back_s", "hang_s", "idle_s", "copies", "snapshot_every")
+"""Settings of `RecoveryConfig` that only a supervisor reads."""
+_NEEDS = (
+    _Need("fits", lambda config: config.layout == "auto", "the planner chooses", "--layout auto"),
+    _Need(
+        "schedule.decay_share",
+        lambda config: config.schedule.shape == "wsd",
+        "schedule.shape is wsd, whose last steps decay",
+        "--schedule.shape wsd",
+    ),
+    _Need("schedule.floor", _is_decaying, "the learning rate decays", "--schedule.shape cosine"),
+    _Need(
+        "optimizer.decay",
+        lambda config: config.optimizer.weight_decay > 0,
+        "optimizer.weight_decay is above 0",
+        "--optimizer.weight-decay 0.1",
+    ),
+    _Need(
+        "train.sample",
+        lambda config: config.train.sample_tokens > 0,
+        "train.sample_tokens is above 0",
+        "--train.sample-tokens 200",
+    ),
+    _Need("train.prove_s", lambda config: config.train.prove, "train.prove is true", "--train.prove"),
+    _Need(
+        "evaluation.rows",
+        lambda config: config.evaluation.every > 0,
+        "evaluation.every is above 0, since the last evaluation takes all rows",
+        "--evaluation.every 250",
+    ),
+    _Need(
+        "monitor.host",
+        lambda config: config.monitor.port is not None,
+        "monitor.port opens a page",
+        "--monitor.port 8787",
+    ),
+    _Need(
+        "monitor.project",
+        lambda config: bool(config.monitor.trackers),
+        "monitor.trackers names a tracker",
+        "--monitor.trackers trackio",
+    ),
+    _Need(
+        "monitor.wait_s",
+        lambda config: config.monitor.display != "none",
+        "something is displayed",
+        "--monitor.display plain",
+    ),
+    _Need("monitor.every", _prints_every, "lines or points are written", "--monitor.display plain"),
+    *(
+        _Need(
+            f"recovery.{name}",
+            lambda config: config.recovery.enabled,
+            "recovery.enabled has a supervisor start ranks again",
+            "--recovery.enabled",
+        )
+        for name in _SUPERVISED
+    ),
+    _Need(
+        "recovery.copies",
+        lambda config: config.recovery.snapshot_every != 0,
+        "recovery.snapshot_every has a state to copy",
+        "--recovery.snapshot-every 10",
+    ),
+    _Need(
+        "recovery.compare_every",
+        lambda config: config.recovery.compare,
+        "recovery.compare is true",
+        "--recovery.compare",
+    ),
+    _Need(
+        "outer.nesterov",
+        lambda config: config.outer.decay > 0,
+        "outer.momentum is above 0",
+        "--outer.momentum 0.6",
+    ),
+    _Need("outer.quorum", lambda config: config.outer.mode == "sync", "outer.mode is sync", "--outer.mode sync"),
+    _Need(
+        "outer.staleness",
+        lambda config: config.outer.mode == "bounded",
+        "outer.mode is bounded",
+        "--outer.mode bounded",
+    ),
+    _Need(
+        "outer.momentum_every",
+        lambda config: config.outer.mode != "sync",
+        "outer.mode is async or bounded",
+        "--outer.mode async",
+    ),
+)
+_DEFAULTS = RunConfig()

@@ -36,6 +36,20 @@ class Adapter(nn.Module):
         return result + 2 * self.lora_B["default"](self.lora_A["default"](self.lora_dropout["default"](x)))
 
 
+class InPlace(Adapter):
+    """Drops some of its input itself, behind its frozen matrix or, with ``ahead``, in front of it."""
+
+    def __init__(self, base: nn.Linear, dropout: float, ahead: bool) -> None:
+        super().__init__(base, dropout)
+        self.dropout, self.ahead = dropout, ahead
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result = 0.0 if self.ahead else self.base_layer(x)
+        kept = nn.functional.dropout(x, self.dropout, self.training, inplace=True)
+        result = self.base_layer(x) if self.ahead else result
+        return result + 2 * self.lora_B["default"](self.lora_A["default"](kept))
+
+
 class Attention(nn.Module):
     """Two heads of causal attention."""
 
@@ -78,8 +92,16 @@ def adapted(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
     return Model(vocab, dropout)
 
 
-def build(dropout: float) -> BuiltModel:
-    return build_meta(ModelConfig(name=f"{__name__}:adapted", dropout=dropout), vocab=VOCAB, context=CONTEXT)
+def in_place(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
+    model = Model(vocab, dropout)
+    for block in model.blocks:
+        block.up = InPlace(nn.Linear(WIDTH, 24), dropout, ahead=False)
+        block.down = InPlace(nn.Linear(24, WIDTH), dropout, ahead=True)
+    return model
+
+
+def build(dropout: float, name: str = "adapted") -> BuiltModel:
+    return build_meta(ModelConfig(name=f"{__name__}:{name}", dropout=dropout), vocab=VOCAB, context=CONTEXT)
 
 
 def test_both_halves_of_an_adapter_go_with_their_matrix() -> None:
@@ -101,4 +123,12 @@ def test_adapters_train_as_on_one_device(dropout: float) -> None:
     case = Case(build=partial(build, dropout), batches=batches, recipe=OptimizerRecipe(), timeout_s=100)
     texts = ("tp=2", "tp=2,sequence=true,recompute=full", "cp=2,attention=heads", "shard=2,tp=2,zero=3")
     layouts = [dataclasses.replace(Layout.parse(text), precision="float64") for text in texts]
+    assert [(v.layout, v.refused, v.worst) for v in verify(case, layouts) if not v.passed] == []
+
+
+@pytest.mark.slow
+def test_adapters_that_drop_in_place_train_as_on_one_device() -> None:
+    batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
+    case = Case(build=partial(build, 0.2, "in_place"), batches=batches, recipe=OptimizerRecipe(), timeout_s=100)
+    layouts = [dataclasses.replace(Layout.parse(text), precision="float64") for text in ("replicate=2", "tp=2")]
     assert [(v.layout, v.refused, v.worst) for v in verify(case, layouts) if not v.passed] == []

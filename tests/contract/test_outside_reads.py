@@ -14,8 +14,10 @@ from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
+from meshwright.strategy import HybridParallelStrategy
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.objectives import Backbone, entropy
+from tests.ranks.group import run_ranks
 
 VOCAB, CONTEXT = 61, 12
 
@@ -130,6 +132,34 @@ def test_reads_outside_of_a_layer_are_refused_where_it_has_shards(name: str) -> 
     for text in allowed:
         if "pp" not in text or name == "behind":
             analyse_model(built, Layout.parse(text), analysis)
+
+
+def custom_loop(_rank: int, name: str, text: str) -> float:
+    """Trains a step in a loop of one's own; returns the loss over all readers."""
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(0, VOCAB, (2, 4, CONTEXT))
+    strategy = HybridParallelStrategy(text)
+    module = strategy.shard(globals()[name]().double())
+    index, count = strategy.reader
+    mine, wanted = tokens.chunk(count)[index], targets.chunk(count)[index]
+    output = module(mine, wanted) if name == "behind" else module(mine)
+    loss = output["loss"] if name == "behind" else entropy(output, wanted)
+    loss.backward()
+    return strategy.mean(loss.detach())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_custom_loop_refuses_them_in_its_first_forward(name: str) -> None:
+    reason, refused, allowed = CASES[name]
+    told = "a view of a layer's weight.* is read after the call.*nearest.*zero=2" if name == "viewed" else reason
+    for text in ("shard=2,zero=3", "shard=2,zero=1"):
+        if text in refused:
+            with pytest.raises(PlanError, match=told):
+                run_ranks(2, custom_loop, name, text)
+        else:
+            assert text in allowed
+            whole = run_ranks(1, custom_loop, name, "replicate=1")
+            assert run_ranks(2, custom_loop, name, text) == pytest.approx([*whole, *whole], rel=1e-12)
 
 
 @pytest.mark.slow

@@ -293,3 +293,9 @@ def test_a_matrix_is_split_or_has_a_reason(name, heads, kv_heads, degree, whole)
     assert bool(row) == bool(reasons)
     assert all(name in row["whole"] for name in reasons)
     assert unsplit_header_row(Layout.parse("replicate=2"), ModelAnalysis(table=table)) == {}
+
+
+def test_a_stack_of_matrices_that_is_no_mixture_isn_t_called_experts() -> None:
+    config = ModelConfig(name="recurrent_gemma", layers=1, width=16, heads=2, ffn=32)
+    reasons = sharding_table(build_meta(config, VOCAB, 16)).reasons_whole(2)
+    assert "rg_lru gives" in reasons["temporal_block.linear_out"] and "experts" not in " ".join(reasons.values())

@@ -65,6 +65,26 @@ def test_only_damaged_checkpoints_end_the_run_with_a_cure(root: Path, stopped: P
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
 
 
+def test_cut_checkpoints_are_refused_before_a_rank_starts(root: Path, stopped: Path) -> None:
+    for folder, name in (("step-00000009", "rank-00000.image"), ("step-00000012", "manifest.json")):
+        file = stopped / "checkpoints" / folder / name
+        file.write_bytes(file.read_bytes()[:-5])
+    plan = (stopped / "plan.json").read_bytes()
+    status, text = call(words(root, stopped.name, layout="replicate=2", devices=2), root / "log")
+    assert status == 1
+    told = ("step-00000012: manifest.json is damaged", "step-00000009: rank-00000.image has", "another --run")
+    assert all(part in text for part in told) and "[rank" not in text, text
+    assert (stopped / "plan.json").read_bytes() == plan and last_step(stopped) == 12
+
+
+def test_weights_of_another_type_are_refused_before_a_rank_starts(root: Path, stopped: Path) -> None:
+    status, text = call(words(root, stopped.name, layout="replicate=2,precision=float64", devices=2), root / "log")
+    assert status == 2
+    told = ("step-00000012 has weights of float32", "precision=float64", "write precision=float32", "another --run")
+    assert all(part in text for part in told) and "[rank" not in text, text
+    assert last_step(stopped) == 12
+
+
 def test_a_run_of_another_config_is_refused(root: Path, stopped: Path) -> None:
     config = (stopped / "config.toml").read_bytes()
     for flag, value, told in (
@@ -127,6 +147,36 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_stands(layout: str, de
     assert call(argv, root / "log")[0] == 0
     assert call(words(root, whole.name, layout=layout, devices=devices), root / "log")[0] == 0
     assert curve(run) == curve(whole)
+
+
+def _no_room_for_configs() -> None:
+    """Lets the disk be full when a run's config is written."""
+    write = Path.write_text
+
+    def full(self: Path, *arguments, **options) -> int:  # type: ignore[no-untyped-def]
+        if self.name == ".config.toml.new":
+            self.touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(self, *arguments, **options)
+
+    Path.write_text = full  # type: ignore[method-assign]
+
+
+def test_a_full_disk_before_the_first_step_is_told_and_the_same_command_goes_on(root: Path) -> None:
+    argv = words(root, "full", "--train.steps", "4")
+    status, text = call(argv, root / "log", before=_no_room_for_configs)
+    assert status == 1 and f"{root / 'full'} can't be written: No space left on device; free space" in text, text
+    assert "Traceback" not in text and "[rank" not in text
+    status, text = call(argv, root / "log")
+    assert status == 0, text
+
+
+def test_a_run_whose_copies_failed_says_so_at_its_end(root: Path) -> None:
+    (root / "copies").mkdir()
+    (root / "copies" / "alone").write_text("dear")
+    argv = words(root, "alone", "--train.steps", "4", "--checkpoint.mirror", str(root / "copies"))
+    status, text = call(argv, root / "log")
+    assert status == 0 and "the newest checkpoint is there alone: step-00000004 can't be copied" in text, text
 
 
 def test_a_machine_without_its_run_goes_on_from_the_copy_elsewhere(root: Path) -> None:

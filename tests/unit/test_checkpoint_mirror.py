@@ -98,6 +98,13 @@ def test_an_unknown_place_is_refused_with_what_to_install() -> None:
         check_mirror("nowhere://x")
 
 
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_mirror(f"file://{tmp_path}/a/b")
+    monkeypatch.setattr("os.access", lambda path, mode: Path(path) != tmp_path)
+    with pytest.raises(ConfigError, match=rf"{tmp_path} can't be written"):
+        check_mirror(f"file://{tmp_path}/a/b")
+
+
 def damaged(folder: Path) -> None:
     """Flips a bit in the middle of a checkpoint's largest file."""
     file = max(folder.iterdir(), key=lambda path: path.stat().st_size)

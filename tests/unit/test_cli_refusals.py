@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.cli.arguments import read_config
 from meshwright.cli.main import main
+from meshwright.errors import ConfigError
+from meshwright.jobs.resumption import differences
+from meshwright.train.config import ScheduleConfig
+from meshwright.train.run_config import RunConfig
 from tests.runs import words, write_corpus
 
 
@@ -49,9 +54,37 @@ FLAGS = [
     (["--checkpoint.keep", "0"], ["checkpoint.keep = 0", "1 or more"]),
     (["--data.sequence", "0"], ["data.sequence = 0", "1 or more"]),
     (["--launch.collective-s", "0"], ["launch.collective_s = 0", "above 0"]),
+    (["--launch.group-s", "1e-9"], ["launch.group_s = 1e-09", "at least 1 second"]),
+    (["--launch.collective-s", "0.1"], ["launch.collective_s = 0.1", "at least 1 second"]),
+    (["--model.context", "15"], ["data.sequence = 16", "model.context = 15", "shorten the rows"]),
+    (["--model", "llama", "--model.context", "15"], ["data.sequence = 16", "leave model.context out"]),
     (["--checkpoint.backend", "tape"], ["checkpoint.backend = 'tape'", "dcp"]),
     (["--model.heads", "5"], ["model.width = 32", "model.heads = 5"]),
     (["--launch.network", "ethernet-26g"], ["ethernet-26g", "ethernet-25g"]),
+]
+IDLE = [
+    (["--fits", "0.9"], ["fits = 0.9", "--layout auto"]),
+    (["--schedule.decay-share", "0.4"], ["schedule.decay_share = 0.4", "--schedule.shape wsd"]),
+    (["--schedule.shape", "constant", "--schedule.floor", "0.3"], ["schedule.floor = 0.3", "--schedule.shape cosine"]),
+    (["--optimizer.weight-decay", "0", "--optimizer.decay", "all"], ["optimizer.decay = all", "weight_decay"]),
+    (["--train.sample", "the"], ["train.sample = the", "--train.sample-tokens 200"]),
+    (["--train.prove-s", "3"], ["train.prove_s = 3", "--train.prove"]),
+    (["--evaluation.rows", "4"], ["evaluation.rows = 4", "--evaluation.every 250"]),
+    (["--monitor.host", "0.0.0.0"], ["monitor.host = 0.0.0.0", "--monitor.port 8787"]),
+    (["--monitor.project", "mine"], ["monitor.project = mine", "--monitor.trackers trackio"]),
+    (["--monitor.wait-s", "3"], ["monitor.wait_s = 3", "--monitor.display plain"]),
+    (["--monitor.every", "3"], ["monitor.every = 3", "--monitor.display plain"]),
+    (["--recovery.no-enabled", "--recovery.back-s", "9"], ["recovery.back_s = 9", "--recovery.enabled"]),
+    (["--recovery.no-compare", "--recovery.compare-every", "3"], ["recovery.compare_every = 3", "--recovery.compare"]),
+    (["--outer.no-nesterov", "--outer.momentum", "0"], ["outer.nesterov = False", "--outer.momentum 0.6"]),
+    (["--outer.staleness", "4"], ["outer.staleness = 4", "--outer.mode bounded"]),
+    (["--outer.sites", "2"], ["outer.sites = 2", "--outer.meet HOST:PORT"]),
+]
+RANKS = [
+    (["--recovery.minimum", "3"], ["recovery.minimum = 3", "begins with 2", "recovery.minimum = 2", "--devices 3"]),
+    (["--recovery.faults", "kill:rank=2,step=2"], ["kill:rank=2,step=2", "from 0 to 1"]),
+    (["--recovery.faults", "kill:rank=-2,step=2"], ["kill:rank=-2,step=2", "-1 on node 0"]),
+    (["--recovery.faults", "kill:rank=-101,step=2"], ["kill:rank=-101,step=2", "other nodes"]),
 ]
 LAYOUTS = [
     ("replicate=3", 2, ["multiply to 3", "2 ranks", "--layout replicate=2", "--devices 3"]),
@@ -82,6 +115,10 @@ FALLBACKS = [
     ("replicate", ["'replicate' has no value"]),
 ]
 MODELS = [
+    (["--model", ""], ["model.name is empty", "a type such as llama"]),
+    (["--model", "llama", "--model.overrides", "attention_dropout", "2"], ["attention_dropout = 2", "from 0 to 1"]),
+    (["--model.overrides", "attn_pdrop", "-0.5"], ["attn_pdrop = -0.5", "from 0 to 1", "model.dropout"]),
+    (["--model", "llama", "--model.overrides", "hidden_act", "zzz"], ["KeyError: 'zzz'"]),
     (["--model", "gpt3"], ["model.name = 'gpt3'", "no directory, function or model type; did you mean"]),
     (["--model", "./nowhere"], ["./nowhere", "no such directory"]),
     (["--model", "tests.nowhere:build"], ["tests.nowhere:build", "can't import"]),
@@ -95,6 +132,51 @@ MODELS = [
 def test_flags(flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(root, capsys, *flags)
     assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize(("flags", "told"), IDLE, ids=lambda value: " ".join(value)[:30])
+def test_settings_without_effect(
+    flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(root, capsys, *flags)
+    assert all(part in message for part in told), message
+
+
+def test_a_recipe_s_setting_that_a_flag_takes_the_effect_from_is_left_out_aloud(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = root / "decaying.toml"
+    recipe.write_text('[schedule]\nshape = "wsd"\ndecay_share = 0.4\nfloor = 0.0\n')
+    argv = ["--schedule.shape", "cosine"]
+    config = read_config(RunConfig, [str(recipe), *argv], "train")
+    assert config.schedule == ScheduleConfig(shape="cosine", floor=0.0)
+    assert "schedule.decay_share = 0.4 of the recipe has no effect" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"schedule.decay_share = 0.5"):
+        read_config(RunConfig, [str(recipe), *argv, "--schedule.decay-share", "0.5"], "train")
+    recipe.write_text("[schedule]\ndecay_share = 0.4\n")
+    with pytest.raises(ConfigError, match=r"schedule.decay_share = 0.4"):
+        read_config(RunConfig, [str(recipe), "--schedule.warmup", "3"], "train")
+
+
+def test_a_run_that_began_with_a_setting_without_effect_goes_on_without_it() -> None:
+    idle = RunConfig(schedule=ScheduleConfig(decay_share=0.4))
+    assert differences(idle, RunConfig()) == []
+    assert differences(RunConfig(schedule=ScheduleConfig(shape="wsd", decay_share=0.4)), RunConfig()) != []
+
+
+@pytest.mark.parametrize(("flags", "told"), RANKS, ids=lambda value: " ".join(value)[:40])
+def test_ranks_that_there_are_not(
+    flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(root, capsys, *flags, layout="replicate=2", devices=2)
+    assert all(part in message for part in told), message
+
+
+@pytest.mark.parametrize("form", ["{}", "file://{}", "{}/below", "file://{}/below"])
+def test_a_mirror_that_is_a_file(form: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "letter").write_text("dear")
+    message = refused(root, capsys, "--checkpoint.mirror", form.format(root / "letter"))
+    assert f"{root / 'letter'} is a file" in message and "another path" in message
 
 
 @pytest.mark.parametrize(("layout", "devices", "told"), LAYOUTS, ids=lambda value: str(value)[:30])
@@ -179,6 +261,18 @@ def test_a_file_is_no_run(below: str, root: Path, capsys: pytest.CaptureFixture[
         assert "letter" in capsys.readouterr().err
     assert main(["train", str(root / "letter" / "recipe.toml")]) == 2
     assert "no such recipe" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "plan.json", "report.html", "checkpoints"])
+def test_an_entry_of_another_kind_in_a_run_directory(name: str, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = root / f"odd-{name}"
+    run.mkdir()
+    (run / "config.toml").write_text("")
+    (run / name).mkdir() if "." in name else (run / name).write_text("dear")
+    assert main(words(root, run.name)) == 2
+    message = capsys.readouterr().err
+    assert f"{name} is a {'folder' if '.' in name else 'file'}" in message and "move it away" in message
+    assert not (run / "owner").exists()
 
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,6 +112,7 @@ def migrate(
         config.missing += (printable(sentence) for sentence in open_words)
         _set_batch(config)
         layout = _layout(config)
+        _drop_idle_settings(config, RunConfig.from_dict(tomllib.loads(_recipe_text(config, layout, path.name, name))))
         text = _recipe_text(config, layout, path.name, name)
         run_config = RunConfig.from_dict(tomllib.loads(text))
         run_config.check_all()
@@ -253,6 +254,13 @@ def _set_model(config: Migration, model: str) -> None:
         if carried.origin:
             config.needless.append(f"{carried.origin} ({name}): --model {model} goes over it")
     config.set("model.name", model, why="--model")
+
+
+def _drop_idle_settings(config: Migration, recipe: RunConfig) -> None:
+    """Takes out settings that the others leave without effect, of which the file's own framework makes nothing too."""
+    for setting, _ in recipe.idle_settings():
+        if (carried := config.settings.pop(setting, None)) is not None and carried.origin:
+            config.needless.append(f"{carried.origin} ({setting}): has no effect with the other settings")
 
 
 def _set_batch(config: Migration) -> None:

@@ -137,8 +137,8 @@ def _group_of_row(graph: Graph, row: str) -> tuple[ShardingGroup, Dependence]:
     matrices, reads = graph.matrices, graph.reads
     target = matrices[row].input
     sources = [name for name in matrices if name in reads[row]]
-    if any(matrices[name].experts for name in sources):
-        raise SplitRefusal("it reads experts' outputs")
+    if stacks := [name.rpartition(".")[2] for name in sources if matrices[name].experts]:
+        raise SplitRefusal(f"it reads what {stacks[0]} gives, whose weights are stacks of matrices")
     global_norms = _global_norms_between(graph, target, sources)
     dependence = _find_units(target, {name: matrices[name].output for name in sources} | global_norms, graph.rows)
     units, blocks_by_source = dependence.units, dependence.sources

@@ -1,0 +1,107 @@
+"""What a run can't do, refused before its ranks start: by its text, its layout, its ranks and its checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshwright.checkpoint.contract import find_backend
+from meshwright.checkpoint.files import find_damage
+from meshwright.checkpoint.folder import Folder
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.mirror import check_mirror
+from meshwright.data.loader import Loader
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import CheckpointError, ConfigError
+from meshwright.jobs.layouts import check_fallback_layouts
+from meshwright.jobs.machines import Machines
+from meshwright.jobs.model_reading import ReadModel
+from meshwright.jobs.site_probe import probe_server
+from meshwright.spec.layout import Layout
+from meshwright.spec.plan import Plan
+from meshwright.train.faults import check_faults
+from meshwright.train.fragments import check_fragments
+from meshwright.train.island_checks import check_islands
+from meshwright.train.run_config import RunConfig
+from meshwright.train.state import WEIGHTS
+
+
+def check_before_start(
+    config: RunConfig, model: ReadModel, plan: Plan, machines: Machines, token_set: TokenSet
+) -> None:
+    """Refuses what a rank would refuse later: too little text, a layout for fewer ranks, a fault of none.
+
+    Args:
+        config: of the run.
+        model: on the meta device.
+        plan: under which it is to begin.
+        machines: on which.
+        token_set: the prepared text.
+
+    Raises:
+        ConfigError, PlanError: with the rule and the nearest that works.
+    """
+    config, layout = config.joining(plan.outer), plan.layout
+    check_islands(config, layout, resumes=(Path(config.run) / "plan.json").exists())
+    if config.outer.meet:
+        probe_server(config, model, layout)
+    if layout.islands > 1:
+        trained = (name for name, weight in model.built.module.named_parameters() if weight.requires_grad)
+        check_fragments(trained, config.outer.fragment_count)
+    check_fallback_layouts(config, model, layout, machines.devices)
+    config.recovery.check_ranks(machines.ranks)
+    check_faults(config.recovery.faults, machines.ranks, machines.nodes)
+    find_backend(config.checkpoint.backend)
+    check_mirror(config.checkpoint.mirror)
+    if config.launch.wire == "shm" and machines.devices.kind != "cpu":
+        raise ConfigError(
+            "launch.wire = shm is between CPU ranks, and these are on GPUs, whose collectives NCCL sends; leave it out"
+        )
+    rows, sequence = config.train.batch, config.data.sequence
+    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
+
+
+def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool) -> None:
+    """Refuses checkpoints from which ranks of a layout can't resume, by manifests and sizes of files alone.
+
+    Contents are read, and compared with their checksums, by the ranks.
+
+    Args:
+        config: of the run, whose directory has checkpoints, or none.
+        layout: under which it is to go on.
+        several_nodes: other nodes may have the state in memory.
+
+    Raises:
+        CheckpointError: on one node when there are some and none is whole.
+        ConfigError: when the newest whole one has weights of another type than the layout's.
+    """
+    root = Path(config.run) / "checkpoints"
+    reasons = []
+    for entry in reversed(Folder(root).entries()):
+        try:
+            manifest = Manifest.read(entry.path)
+            damage = (find_damage(entry.path / name, record, contents=False) for name, record in manifest.files.items())
+            if reason := next(filter(None, damage), None):
+                raise CheckpointError(reason)
+        except CheckpointError as error:
+            reasons.append(f"{entry.path.name}: {error}")
+            continue
+        _check_precision(entry.path, manifest, layout)
+        return
+    if reasons and not several_nodes:
+        raise CheckpointError(
+            f"no checkpoint in {root} is good: {'; '.join(reasons)}; bring one of them back, name a checkpoint.mirror "
+            "that has copies, or give another --run, which begins anew"
+        )
+
+
+def _check_precision(path: Path, manifest: Manifest, layout: Layout) -> None:
+    """Refuses a layout whose weights have another type than a checkpoint's."""
+    saved = {record.dtype for name, record in manifest.tensors.items() if name.partition("/")[0] == WEIGHTS}
+    trained = "float64" if layout.precision == "float64" else "float32"
+    if saved & {"float64"} != {trained} & {"float64"}:
+        kept = "float64" if "float64" in saved else "float32, or bf16 over float32 weights"
+        raise ConfigError(
+            f"{path} has weights of {' and '.join(sorted(saved))}, and precision={layout.precision} trains weights of "
+            f"{trained}, whose steps come to other numbers: a run keeps their type; write precision={kept}, or give "
+            "another --run"
+        )
