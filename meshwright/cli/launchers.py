@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from meshwright.cli.arguments import print_result
@@ -34,6 +35,21 @@ def check_launcher(on: str | None, hostfile: str | None, nodes: NodeOptions | No
         raise ConfigError("--on ssh and --hostfile HOSTS belong together: give both, or neither")
     if on in ("slurm", "kubernetes", "ray") and nodes is not None:
         raise ConfigError(f"--on {on} numbers the nodes by itself; drop --nodes, --node and --meet")
+
+
+def check_scheduler_flags(on: str | None, hostfile: str | None, nodes: NodeOptions | None, args: Sequence[str]) -> None:
+    """Refuses flags of a scheduler that nobody is to ask; a recipe may have its settings.
+
+    Raises:
+        ConfigError: naming the flag.
+    """
+    # What a scheduler started has the words that it was given.
+    if on is not None or hostfile is not None or nodes is not None or "SLURM_JOB_ID" in os.environ:
+        return
+    for name in ("slurm", "kubernetes", "ray"):
+        flag = next((arg for arg in args if arg.startswith(f"--{name}.")), None)
+        if flag is not None:
+            raise ConfigError(f"{flag} has no effect without --on {name}; leave it out, or write --on {name}")
 
 
 def train_by_slurm(on: str | None, args: Sequence[str], config: RunConfig, dry_run: bool) -> int | None:

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 
 import meshwright
 from meshwright.cli.arguments import print_result, read_config, take_flag, take_value
-from meshwright.cli.launchers import check_launcher, train_by_kubernetes, train_by_ray, train_by_slurm
+from meshwright.cli.launchers import (
+    check_launcher,
+    check_scheduler_flags,
+    train_by_kubernetes,
+    train_by_ray,
+    train_by_slurm,
+)
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
 from meshwright.errors import ConfigError, LaunchError
@@ -27,6 +33,7 @@ def run(argv: Sequence[str]) -> int:
     hostfile, dry_run = take_value(args, "--hostfile"), take_flag(args, "--dry-run")
     on, nodes = take_value(args, "--on"), take_nodes(args)
     check_launcher(on, hostfile, nodes)
+    check_scheduler_flags(on, hostfile, nodes, args)
     config = read_config(RunConfig, args, "train")
     if on in ("slurm", "ray", "kubernetes") and as_json:
         raise ConfigError(f"--json has no result where --on {on} trains elsewhere; type meshwright status RUN --json")

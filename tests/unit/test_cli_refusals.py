@@ -80,6 +80,11 @@ IDLE = [
     (["--outer.staleness", "4"], ["outer.staleness = 4", "--outer.mode bounded"]),
     (["--outer.sites", "2"], ["outer.sites = 2", "--outer.meet HOST:PORT"]),
 ]
+SCHEDULERS = [
+    (["--slurm.nodes", "2"], ["--slurm.nodes has no effect without --on slurm"]),
+    (["--kubernetes.nodes=2"], ["--kubernetes.nodes=2 has no effect without --on kubernetes"]),
+    (["--ray.cpus-per-node", "2"], ["--ray.cpus-per-node", "write --on ray"]),
+]
 RANKS = [
     (["--recovery.minimum", "3"], ["recovery.minimum = 3", "begins with 2", "recovery.minimum = 2", "--devices 3"]),
     (["--recovery.faults", "kill:rank=2,step=2"], ["kill:rank=2,step=2", "from 0 to 1"]),
@@ -134,7 +139,7 @@ def test_flags(flags: list[str], told: list[str], root: Path, capsys: pytest.Cap
     assert all(part in message for part in told), message
 
 
-@pytest.mark.parametrize(("flags", "told"), IDLE, ids=lambda value: " ".join(value)[:30])
+@pytest.mark.parametrize(("flags", "told"), [*IDLE, *SCHEDULERS], ids=lambda value: " ".join(value)[:30])
 def test_settings_without_effect(
     flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
