@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from meshwright.cli.arguments import print_result
@@ -44,7 +43,7 @@ def check_scheduler_flags(on: str | None, hostfile: str | None, nodes: NodeOptio
         ConfigError: naming the flag.
     """
     # What a scheduler started has the words that it was given.
-    if on is not None or hostfile is not None or nodes is not None or "SLURM_JOB_ID" in os.environ:
+    if on is not None or hostfile is not None or nodes is not None or slurm_place() is not None:
         return
     for name in ("slurm", "kubernetes", "ray"):
         flag = next((arg for arg in args if arg.startswith(f"--{name}.")), None)
