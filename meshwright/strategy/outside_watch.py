@@ -44,7 +44,7 @@ def watch_outside_reads(module: nn.Module, layers: Sequence[str], layout: Layout
             nonlocal is_watched
             if not is_watched or torch.compiler.is_compiling() or not torch.is_grad_enabled():
                 return plain(*args, **kwargs)
-            watch = _ReadWatch(module, layers, layout)
+            watch = _OutsideReadWatch(module, layers, layout)
             try:
                 with watch:
                     output = plain(*args, **kwargs)
@@ -58,7 +58,7 @@ def watch_outside_reads(module: nn.Module, layers: Sequence[str], layout: Layout
     wrap_forward(module, ForwardLayer.PROGRESS, "reads of weights outside of their layer are refused", watching)
 
 
-class _ReadWatch(TorchDispatchMode):
+class _OutsideReadWatch(TorchDispatchMode):
     """Raises at the first such read.
 
     Args:

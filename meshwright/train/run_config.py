@@ -183,6 +183,7 @@ def _prints_every(config: RunConfig) -> bool:
 
 _SUPERVISED = ("attempts", "on_death", "layouts", "minimum", "back_s", "hang_s", "idle_s", "copies", "snapshot_every")
 """Settings of `RecoveryConfig` that only a supervisor reads."""
+# Not train.prove_s: who adds --train.no-prove to a command whose proof failed needn't take its limit out.
 _NEEDS = (
     _Need("fits", lambda config: config.layout == "auto", "the planner chooses", "--layout auto"),
     _Need(
@@ -204,7 +205,6 @@ _NEEDS = (
         "train.sample_tokens is above 0",
         "--train.sample-tokens 200",
     ),
-    _Need("train.prove_s", lambda config: config.train.prove, "train.prove is true", "--train.prove"),
     _Need(
         "evaluation.rows",
         lambda config: config.evaluation.every > 0,

@@ -136,7 +136,7 @@ def test_a_full_disk(run_dir: Path, tmp_path: Path) -> None:
 
     # A named model states what it needs: two checkpoints and the next one, 12 bytes for each weight.
     sizes = ["--model", "gpt2", "--model.layers", "2", "--model.width", "32", "--model.heads", "2"]
-    sizes += ["--model.vocab", "1000", "--model.context", "64", "--checkpoint.keep", "2"]
+    sizes += ["--model.vocab", "1000", "--model.context", "64", "--data.sequence", "64", "--checkpoint.keep", "2"]
     status, report = examined(["--run", str(run_dir), "--devices", "1", *sizes], tmp_path, mount_it)
     assert status == 3
     (text, *_) = sentences(report, "disk")

@@ -227,7 +227,7 @@ def test_an_error_in_the_next_step_loses_no_line(layout: str, devices: int, bad:
 
     rate = ("--optimizer.lr", "1e-3", "--optimizer.lr-batch", "2")
     end, _, noted = both(
-        root, f"gone{devices}", "--recovery.no-enabled", *SKIP, *rate,
+        root, f"gone{devices}", "--recovery.no-enabled", "--recovery.snapshot-every", "None", *SKIP, *rate,
         before=plant, status=2, layout=layout, devices=devices,
     )  # fmt: skip
     assert [row["step"] for row in rows(end)] == list(range(1, 11))

@@ -68,7 +68,6 @@ IDLE = [
     (["--schedule.shape", "constant", "--schedule.floor", "0.3"], ["schedule.floor = 0.3", "--schedule.shape cosine"]),
     (["--optimizer.weight-decay", "0", "--optimizer.decay", "all"], ["optimizer.decay = all", "weight_decay"]),
     (["--train.sample", "the"], ["train.sample = the", "--train.sample-tokens 200"]),
-    (["--train.prove-s", "3"], ["train.prove_s = 3", "--train.prove"]),
     (["--evaluation.rows", "4"], ["evaluation.rows = 4", "--evaluation.every 250"]),
     (["--monitor.host", "0.0.0.0"], ["monitor.host = 0.0.0.0", "--monitor.port 8787"]),
     (["--monitor.project", "mine"], ["monitor.project = mine", "--monitor.trackers trackio"]),
