@@ -47,10 +47,17 @@ def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[La
     for pp in divisors(world):
         stage_kinds = kinds.of_runs(world // pp)
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks) + 1:
-            layouts = _with_layers_split(question, kinds, stage_kinds, list(_stage_layouts(question, pp)))
-            # The slowest stage isn't all: with few micro-batches a last stage of one layer may better have none.
-            single = [layout for layout in layouts if layout.split.layers[-1] == 1]
-            yield layouts + _with_layers_split(question, kinds, stage_kinds, single, is_head_alone=True)
+            found: list[Layout] = []
+            # The slowest stage isn't all: of splits with equal ones that is faster whose first stages have more layers,
+            # or that whose last have; and with few micro-batches a last stage of one layer may better have none.
+            for fills_first in (False, True):
+                layouts = _with_layers_split(
+                    question, kinds, stage_kinds, list(_stage_layouts(question, pp)), fills_first=fills_first
+                )
+                single = [layout for layout in layouts if layout.split.layers[-1] == 1]
+                found += layouts
+                found += _with_layers_split(question, kinds, stage_kinds, single, True, fills_first)
+            yield list({str(layout): layout for layout in found}.values())
 
 
 def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
@@ -83,6 +90,7 @@ def _with_layers_split(
     stage_kinds: Sequence[int],
     layouts: Sequence[Layout],
     is_head_alone: bool = False,
+    fills_first: bool = False,
 ) -> list[Layout]:
     """Returns the layouts with the split that minimizes the slowest stage within each kind's memory.
 
@@ -94,6 +102,7 @@ def _with_layers_split(
         stage_kinds: index of each stage's kind.
         layouts: with equally many stages, one a rank.
         is_head_alone: the last stage has no layer.
+        fills_first: of splits whose slowest stages are equal, that whose last stage has the fewest layers.
     """
     if not layouts:
         return []
@@ -106,7 +115,7 @@ def _with_layers_split(
     splits: dict[int, StageSplit] = {}
     open_indices = np.arange(len(layouts))
     for _ in range(MAX_ROUNDS):
-        sizes = stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices])
+        sizes = stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices], fills_first)
         open_indices, sizes = open_indices[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
         if not len(open_indices):
             break
@@ -173,17 +182,19 @@ def _device_s(cost: LayerCost) -> Any:
     return cost.forward.busy + cost.backward.busy
 
 
-def stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array) -> Array:
+def stage_sizes(seconds: Array, stage_kinds: Sequence[int], max_layers: Array, fills_first: bool = False) -> Array:
     """Returns layers of each stage, (N, stages) int64; all 0 where no split meets ``max_layers``, (N, stages).
 
-    ``seconds``, (N, kinds, L + 1), are of `layer_seconds`.
+    ``seconds``, (N, kinds, L + 1), are of `layer_seconds`; ``fills_first`` is of `Cuts`.
     """
     chunk_size = max(1, MAX_CUT_SUMS // (seconds.shape[2] + 1) ** 2)
     size_chunks = [np.zeros((0, len(stage_kinds)), dtype=int)]
     for start in range(0, len(seconds), chunk_size):
         chunk = slice(start, start + chunk_size)
         layers, head = seconds[chunk, :, :-1], seconds[chunk, :, -1]
-        bounds, possible = Cuts(layers, head, stage_kinds, max_layers[chunk]).bounds(len(stage_kinds))
+        bounds, possible = Cuts(layers, head, stage_kinds, max_layers[chunk], fills_first=fills_first).bounds(
+            len(stage_kinds)
+        )
         size_chunks.append(np.where(possible[:, None], np.diff(bounds), 0))
     return np.concatenate(size_chunks)
 

@@ -7,12 +7,15 @@ from typing import Any
 
 import numpy as np
 
+ROUNDING = 1e-9
+"""Relative difference up to which two costs are equal."""
+
 
 class Cuts:
     """Dynamic programming over (stage, layers dealt), for N sets of costs at once; exact.
 
-    Of equal cuts the last stage gets the most layers; the stages before it are cut by the same rule. Every stage has a
-    layer but the last one, which may have the head alone where that is better.
+    Of equal cuts the last stage gets the most layers, or the fewest; the stages before it are cut by the same rule.
+    Every stage has a layer but the last one, which may have the head alone where that is better.
 
     Args:
         layers: cost of each layer for each kind of stage, (N, kinds, L).
@@ -20,6 +23,7 @@ class Cuts:
         stage_kinds: kind of each stage; None for stages that are all of one kind, as many as there are layers.
         limits: most layers of each stage, (N, stages); None for no limit.
         blocked: layers in front of which no cut can be; L stands for the head.
+        fills_first: of equal cuts the last stage gets the fewest layers.
     """
 
     def __init__(
@@ -29,6 +33,7 @@ class Cuts:
         stage_kinds: Sequence[int] | None = None,
         limits: Any = None,
         blocked: Iterable[int] = (),
+        fills_first: bool = False,
     ) -> None:
         layers = np.asarray(layers, dtype=float)
         self.sets, _, self.layers = layers.shape
@@ -42,7 +47,7 @@ class Cuts:
         spans[:, :, [piece for piece in blocked if piece <= self.layers], :] = np.inf
         starts = np.minimum(starts, self.layers)
         self._sizes = starts[:, None] - starts[None, :]
-        self._spans, self._stage_kinds, self._limits = spans, stage_kinds, limits
+        self._spans, self._stage_kinds, self._limits, self._fills_first = spans, stage_kinds, limits, fills_first
         self._cost = [np.where(np.arange(self.layers + 2) == 0, 0.0, np.full((self.sets, 1), np.inf))]
         self._best_start: list[np.ndarray] = []
 
@@ -68,5 +73,10 @@ class Cuts:
         if self._limits is not None:
             cost[self._sizes[None] > np.asarray(self._limits)[:, stage, None, None]] = np.inf
         # The first minimum: of equal cuts the smallest start, so the last stage gets the most layers.
-        self._best_start.append(cost.argmin(axis=2))
+        best = cost.argmin(axis=2)
+        if self._fills_first:
+            # Sums of equal layers differ by their rounding.
+            is_equal = cost <= (1.0 + ROUNDING) * cost.min(axis=2, keepdims=True)
+            best = cost.shape[2] - 1 - is_equal[:, :, ::-1].argmax(axis=2)
+        self._best_start.append(best)
         self._cost.append(cost.min(axis=2))
