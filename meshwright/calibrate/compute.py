@@ -302,16 +302,14 @@ def optimizer(sizes: GridSizes, clock: DeviceTimer) -> Iterator[tuple[int, float
             tensors = kernels.Tensors(
                 weight=weight, exp_avg=first_moment, exp_avg_sq=second_moment, copy=None, decays=True
             )
-            own = kernels.Update([tensors], step, (0.9, 0.95), 1e-8, 0.1)
+            betas = ADAMW["beta1"], ADAMW["beta2"]
+            own = kernels.Update([tensors], step, betas, ADAMW["eps"], ADAMW["weight_decay"])
             factor = torch.ones((), dtype=torch.float64, device=clock.device)
-            yield count, clock.seconds(functools.partial(own.run, [gradient], 1e-6, factor))
+            yield count, clock.seconds(functools.partial(own.run, [gradient], ADAMW["lr"], factor))
             continue
         lists: tuple[Any, ...] = ([weight], [gradient], [first_moment], [second_moment], [], [step])
         # The kernel itself: the first step of the optimizer's class imports torch's compiler, which costs seconds.
-        update = functools.partial(
-            fused_adamw_, *lists, lr=1e-6, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, **_FUSED_ADAMW_FLAGS
-        )
-        yield count, clock.seconds(update)
+        yield count, clock.seconds(functools.partial(fused_adamw_, *lists, **ADAMW))
 
 
 def _has_room(size: int, device: torch.device) -> bool:
@@ -319,8 +317,11 @@ def _has_room(size: int, device: torch.device) -> bool:
     return 2 * size < torch.cuda.mem_get_info(device)[0]
 
 
-_FUSED_ADAMW_FLAGS = {"amsgrad": False, "maximize": False}
-"""Arguments that the fused kernel requires."""
+ADAMW: dict[str, Any] = {
+    **{"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8},
+    **{"amsgrad": False, "maximize": False},
+}
+"""Arguments of a timed update; the fused kernel requires all."""
 
 
 def launch_s(clock: DeviceTimer) -> float:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from meshwright.calibrate.compute import ADAMW
 from meshwright.calibrate.practice import practise_parts
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.host import HOST_WEIGHTS, NORM, UPDATE
@@ -120,12 +121,10 @@ def time_offloaded_state(context: RankContext, sizes: tuple[int, int]) -> dict[s
     weights, gradients = ([torch.full((elements,), 1e-3, pin_memory=pin) for _ in range(count)] for _ in range(2))
     moments = [[torch.zeros(elements) for _ in range(count)] for _ in range(2)]
     steps = [torch.ones(()) for _ in range(count)]
-    options = {"lr": 1e-6, "beta1": 0.9, "beta2": 0.95, "weight_decay": 0.1, "eps": 1e-8}
-
-    def update() -> object:
-        return fused_adamw_(weights, gradients, *moments, [], steps, **options, amsgrad=False, maximize=False)
-
-    works: dict[str, Callable[[], object]] = {UPDATE: update, NORM: lambda: [norms_by_row(item) for item in gradients]}
+    works: dict[str, Callable[[], object]] = {
+        UPDATE: lambda: fused_adamw_(weights, gradients, *moments, [], steps, **ADAMW),
+        NORM: lambda: [norms_by_row(item) for item in gradients],
+    }
     seconds = {}
     for name, work in works.items():
         work()  # The kernel gives the pages out.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import threading
 import time
 from collections.abc import Mapping, Sequence
 
@@ -106,7 +105,7 @@ class Copier:
         """Registers memory for DMA by a GPU, once; returns False where that fails, so that copies are synchronous.
 
         Meanwhile the driver lets no other thread launch anything: a second for 15 GB, much longer where the process has
-        not touched the pages. So a thread does it before the first copy, in pieces, with as long a pause behind each.
+        not touched the pages. So a thread does it before the first copy, in pieces, with as long a pause between two.
 
         Args:
             memory: a segment's.
@@ -117,19 +116,25 @@ class Copier:
             memory_tensor = torch.frombuffer(memory, dtype=torch.uint8)
             # A thread begins on the first GPU, where a call would make a context.
             with torch.cuda.device(device):
-                self._registered[id(memory)] = all(self._register_piece(memory_tensor[piece]) for piece in pieces)
+                self._registered[id(memory)] = _register_pieces([memory_tensor[piece] for piece in pieces])
         return self._registered[id(memory)]
 
-    def _register_piece(self, piece: Tensor) -> bool:
+
+def _register_pieces(pieces: Sequence[Tensor]) -> bool:
+    """Registers bytes of host memory, (n,) uint8 each, with the current GPU; returns whether the driver took them."""
+    took_s = 0.0
+    for piece in pieces:
+        # Meanwhile other threads launch what they have.
+        time.sleep(took_s)
         started = time.perf_counter()
         error = int(torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), piece.numel(), 0))
+        took_s = time.perf_counter() - started
         if error:
             # The runtime keeps the error for whoever asks next, which is the check behind the next launch.
             with contextlib.suppress(RuntimeError):
                 torch.ones((), device="cuda")
-        elif threading.current_thread() is not threading.main_thread():
-            time.sleep(time.perf_counter() - started)
-        return not error
+            return False
+    return True
 
 
 def _copy_each(pairs: Sequence[tuple[Tensor, Tensor]], non_blocking: bool) -> None:

@@ -37,8 +37,8 @@ META_BYTES = 64 * 1024
 """Bytes reserved for the trainer's own values, up front since data must not move."""
 _ALIGN = 64
 """Bytes to a multiple of which each shard's data is aligned."""
-_PIECE_BYTES = 1 << 28
-"""Bytes of a segment that are allocated at a time."""
+PIECE_BYTES = 1 << 28
+"""Bytes of a segment that are allocated at a time, and that a GPU's driver is told of at a time."""
 
 
 class Segment:
@@ -64,9 +64,9 @@ class Segment:
         """
         try:
             os.ftruncate(self.fd, size)
-            for start in range(0, size, _PIECE_BYTES):
+            for start in range(0, size, PIECE_BYTES):
                 if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self.fd, start, min(_PIECE_BYTES, size - start))
+                    os.posix_fallocate(self.fd, start, min(PIECE_BYTES, size - start))
         except OSError as error:
             raise _no_memory(size, error) from error
 

@@ -17,6 +17,7 @@ from meshwright.checkpoint.copier import Copier
 from meshwright.checkpoint.snapshot import (
     HEADER_BYTES,
     META_BYTES,
+    PIECE_BYTES,
     Segment,
     encode_table,
     pack_header,
@@ -26,9 +27,6 @@ from meshwright.checkpoint.tensor_shards import TensorShard, itemsize
 from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
 from meshwright.parallel.dcp_shards import StateTensor
-
-_PIECE_BYTES = 1 << 28
-"""Bytes of a segment that a GPU's driver is told of at a time, which takes it a hundredth of a second."""
 
 
 class SnapshotWriter:
@@ -103,7 +101,7 @@ class SnapshotWriter:
         segment.allocate(size)
         memory = segment.map(size, populates=False)
         pages = torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE]
-        for piece in pages.split(_PIECE_BYTES // mmap.PAGESIZE):
+        for piece in pages.split(PIECE_BYTES // mmap.PAGESIZE):
             # Has the page in this process's table: else the driver finds each, and lets nobody launch meanwhile.
             piece.add_(0)
         with self._registering:
@@ -111,11 +109,11 @@ class SnapshotWriter:
         return memory
 
     def _pieces(self) -> list[slice]:
-        """Returns the bytes of some shards after the others, in pieces of about `_PIECE_BYTES`."""
+        """Returns the bytes of some shards after the others, in pieces of about `PIECE_BYTES`."""
         pieces, start, offset = [], self._data_at, self._data_at
         for shard in self._saved_shards:
             offset += pad_to_alignment(shard.size_bytes, self._align)
-            if offset - start >= _PIECE_BYTES:
+            if offset - start >= PIECE_BYTES:
                 pieces.append(slice(start, offset))
                 start = offset
         return [*pieces, *([slice(start, offset)] if offset > start else [])]

@@ -47,17 +47,17 @@ def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[La
     for pp in divisors(world):
         stage_kinds = kinds.of_runs(world // pp)
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks) + 1:
-            found: list[Layout] = []
+            layouts = list(_stage_layouts(question, pp))
+            splitter = _Splitter(question, kinds, stage_kinds, layouts)
+            found: set[tuple[int, StageSplit]] = set()
             # The slowest stage isn't all: of splits with equal ones that is faster whose first stages have more layers,
             # or that whose last have; and with few micro-batches a last stage of one layer may better have none.
             for fills_first in (False, True):
-                layouts = _with_layers_split(
-                    question, kinds, stage_kinds, list(_stage_layouts(question, pp)), fills_first=fills_first
-                )
-                single = [layout for layout in layouts if layout.split.layers[-1] == 1]
-                found += layouts
-                found += _with_layers_split(question, kinds, stage_kinds, single, True, fills_first)
-            yield list({str(layout): layout for layout in found}.values())
+                splits = splitter.split(range(len(layouts)), fills_first)
+                single = [number for number, split in splits.items() if split.layers[-1] == 1]
+                found |= {*splits.items(), *splitter.split(single, fills_first, is_head_alone=True).items()}
+            ordered = sorted(found, key=lambda item: (item[0], item[1].layers))
+            yield [dataclasses.replace(layouts[number], split=split) for number, split in ordered]
 
 
 def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
@@ -84,60 +84,70 @@ def _stage_layouts(question: Question, pp: int) -> Iterator[Layout]:
                     )
 
 
-def _with_layers_split(
-    question: Question,
-    kinds: DeviceKinds,
-    stage_kinds: Sequence[int],
-    layouts: Sequence[Layout],
-    is_head_alone: bool = False,
-    fills_first: bool = False,
-) -> list[Layout]:
-    """Returns the layouts with the split that minimizes the slowest stage within each kind's memory.
-
-    Layouts without such a split are left out.
+class _Splitter:
+    """Splits the layers of pipelines so that the slowest stage is as fast as can be within each kind's memory.
 
     Args:
         question: whose batch the layouts divide.
         kinds: of the devices.
         stage_kinds: index of each stage's kind.
         layouts: with equally many stages, one a rank.
-        is_head_alone: the last stage has no layer.
-        fills_first: of splits whose slowest stages are equal, that whose last stage has the fewest layers.
     """
-    if not layouts:
-        return []
-    job, stages, count = question.job, len(stage_kinds), len(question.job.shape.blocks)
-    batch = LayoutBatch.from_layouts(layouts, count)
-    seconds = layer_seconds(question, kinds, batch)
-    stage_limits_bytes = np.array(kinds.limits_bytes(question.usable_share))[stage_kinds]
-    max_layers = np.full((len(layouts), stages), count)
-    max_layers[:, -1] *= not is_head_alone
-    splits: dict[int, StageSplit] = {}
-    open_indices = np.arange(len(layouts))
-    for _ in range(MAX_ROUNDS):
-        sizes = stage_sizes(seconds[open_indices], stage_kinds, max_layers[open_indices], fills_first)
-        open_indices, sizes = open_indices[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
-        if not len(open_indices):
-            break
+
+    def __init__(
+        self, question: Question, kinds: DeviceKinds, stage_kinds: Sequence[int], layouts: Sequence[Layout]
+    ) -> None:
+        self._question, self._kinds, self._stage_kinds = question, kinds, stage_kinds
+        self._batch = LayoutBatch.from_layouts(layouts, len(question.job.shape.blocks)) if layouts else None
+        self._seconds = layer_seconds(question, kinds, self._batch) if self._batch is not None else np.empty(0)
+
+    def split(
+        self, numbers: Sequence[int], fills_first: bool = False, is_head_alone: bool = False
+    ) -> dict[int, StageSplit]:
+        """Returns the split of each layout by its number; those without one are left out.
+
+        Args:
+            numbers: of the layouts to split.
+            fills_first: of splits whose slowest stages are equal, that whose last stage has the fewest layers.
+            is_head_alone: the last stage has no layer.
+        """
+        splits: dict[int, StageSplit] = {}
+        if self._batch is None or not len(numbers):
+            return splits
+        question, stages, count = self._question, len(self._stage_kinds), len(self._question.job.shape.blocks)
+        stage_limits_bytes = np.array(self._kinds.limits_bytes(question.usable_share))[self._stage_kinds]
+        max_layers = np.full((self._batch.count, stages), count)
+        max_layers[:, -1] *= not is_head_alone
+        open_indices = np.array(numbers)
+        for _ in range(MAX_ROUNDS):
+            sizes = stage_sizes(self._seconds[open_indices], self._stage_kinds, max_layers[open_indices], fills_first)
+            open_indices, sizes = open_indices[sizes[:, 0] > 0], sizes[sizes[:, 0] > 0]
+            if not len(open_indices):
+                break
+            peak = self._peaks(open_indices, sizes)
+            is_too_full = peak > stage_limits_bytes
+            splits |= {
+                int(open_indices[i]): StageSplit(tuple(map(int, sizes[i])))
+                for i in np.flatnonzero(~is_too_full.any(axis=1))
+            }
+            # Next attempt: at least one layer less on a stage that is too full, in proportion to its excess.
+            layers_that_fit = np.minimum(sizes - 1, np.floor(sizes * stage_limits_bytes / peak).astype(int))
+            limits = max_layers[open_indices]
+            max_layers[open_indices] = np.where(is_too_full, np.minimum(limits, layers_that_fit), limits)
+            # The last stage may have the head alone.
+            least_layers = max_layers[open_indices] + (np.arange(stages) == stages - 1)
+            open_indices = open_indices[is_too_full.any(axis=1) & (least_layers.min(axis=1) >= 1)]
+        return splits
+
+    def _peaks(self, indices: Array, sizes: Array) -> Array:
+        """Returns each stage's bytes at its fullest moment, (n, stages), of splits into ``sizes``, (n, stages)."""
+        assert self._batch is not None
         named_splits = tuple(tuple(float(size) for size in row) for row in sizes)
-        open_batch = dataclasses.replace(batch.take(open_indices), splits=named_splits)
-        # Bytes don't depend on the device, so any kind's machine gives them: (N, stages).
-        peak = RankTimes(LayerCosts.of(job, open_batch, kinds.machines[0], question.runtime, timed=False)).memory()[
-            "peak"
-        ]
-        is_too_full = peak > stage_limits_bytes
-        splits |= {
-            int(open_indices[i]): StageSplit(tuple(map(int, sizes[i])))
-            for i in np.flatnonzero(~is_too_full.any(axis=1))
-        }
-        # Next attempt: at least one layer less on a stage that is too full, in proportion to its excess.
-        layers_that_fit = np.minimum(sizes - 1, np.floor(sizes * stage_limits_bytes / peak).astype(int))
-        limits = max_layers[open_indices]
-        max_layers[open_indices] = np.where(is_too_full, np.minimum(limits, layers_that_fit), limits)
-        # The last stage may have the head alone.
-        least_layers = max_layers[open_indices] + (np.arange(stages) == stages - 1)
-        open_indices = open_indices[is_too_full.any(axis=1) & (least_layers.min(axis=1) >= 1)]
-    return [dataclasses.replace(layouts[i], split=splits[i]) for i in sorted(splits)]
+        batch = dataclasses.replace(self._batch.take(indices), splits=named_splits)
+        question = self._question
+        # Bytes don't depend on the device, so any kind's machine gives them.
+        costs = LayerCosts.of(question.job, batch, self._kinds.machines[0], question.runtime, timed=False)
+        return RankTimes(costs).memory()["peak"]
 
 
 def split_over_ranks(question: Question, kinds: DeviceKinds, layout: Layout) -> StageSplit | None:
@@ -153,8 +163,7 @@ def split_over_ranks(question: Question, kinds: DeviceKinds, layout: Layout) -> 
     if rank_kinds is None or stages > count + 1:
         return None
     if layout.stages_per_rank == 1:
-        split_layouts = _with_layers_split(question, kinds, rank_kinds, [layout])
-        return split_layouts[0].split if split_layouts else None
+        return _Splitter(question, kinds, rank_kinds, [layout]).split([0]).get(0)
     spec = find_choice(layout.schedule)
     stage_kinds = [rank_kinds[spec.rank_of(stage, degree)] for stage in range(stages)]
     seconds = layer_seconds(question, kinds, LayoutBatch.from_layouts([layout], count))

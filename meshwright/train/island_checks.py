@@ -9,7 +9,10 @@ from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
 from meshwright.train.site_optimizer import check_site
 
-_SITE_SETTINGS = (*("key_file", "site", "sites", "mode", "quorum", "grace_s", "staleness", "momentum_every", "wait_s"),)
+_SITE_SETTINGS = (
+    *("key_file", "site", "sites", "mode", "quorum"),
+    *("grace_s", "staleness", "momentum_every", "wait_s"),
+)
 """Settings of `OuterConfig` for sites and their server alone."""
 
 

@@ -53,6 +53,8 @@ def check() -> None:
             local_shards=held,
             saved_shards=kept,
             changing="buffers/",
+            device=torch.device("cuda:0"),
+            threads=2,
         )
 
     aimed, wanted = StateSnapshots(make), []

@@ -123,7 +123,7 @@ def test_memory_for_a_gpus_state_is_allocated_and_registered_by_a_thread(monkeyp
         allocate(segment, size)
 
     monkeypatch.setattr(Segment, "allocate", allocate_later)
-    monkeypatch.setattr("meshwright.checkpoint.snapshot_writer._PIECE_BYTES", 2 * mmap.PAGESIZE)
+    monkeypatch.setattr("meshwright.checkpoint.snapshot_writer.PIECE_BYTES", 2 * mmap.PAGESIZE)
     monkeypatch.setattr(Copier, "register", lambda self, memory, *told: registered.append((len(memory), *told)))
     state, segments = {"w": torch.zeros(5000, 3), "v": torch.ones(7), "u": torch.ones(3)}, [Segment(), Segment()]
     writer = writer_of(state, segments, device=torch.device("cuda:1"), threads=3)
