@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from meshwright.models.analysis.clone import Clone, duplicate_module
 from meshwright.torch_compat.tensors import TorchDispatchMode, tree_leaves
@@ -43,43 +45,66 @@ def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
         length: tokens of a row.
     """
     module = duplicate_module(clone.module)
-    reads = _Reads(module, clone.structure.layers)
+    found: dict[str, OutsideRead] = {}
+
+    def seen(_: torch.Tensor, read: OutsideRead | None) -> None:
+        if read is not None:
+            found.setdefault(read.weight, read)
+
     try:
-        with torch.enable_grad(), reads:
+        # By the address of its numbers, views of a weight are reads of it too.
+        with torch.enable_grad(), ReadWatch(module, clone.structure.layers, _storage, seen):
             clone.run(ROWS, module, tokens=length)
     except Exception:
         # The watched forward is the one of every other trial; what a watch itself breaks says nothing about reads.
         return ()
-    return tuple(reads.found.values())
+    return tuple(found.values())
 
 
-class _Reads(TorchDispatchMode):
-    """Writes down such reads, of views of a weight too.
+class ReadWatch(TorchDispatchMode):
+    """Tells the reads of layers' weights while their layers aren't running.
 
     Args:
         module: its layers get hooks.
         layers: names of its layers.
+        key_of: what a weight and a tensor that is read have in common; None for no such thing.
+        seen: takes each tensor that an operator reads, and what of a layer's weight that is outside of its call.
     """
 
-    def __init__(self, module: nn.Module, layers: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layers: Sequence[str],
+        key_of: Callable[[torch.Tensor], int | None],
+        seen: Callable[[torch.Tensor, OutsideRead | None], None],
+    ) -> None:
         super().__init__()
-        self.found: dict[str, OutsideRead] = {}
+        self._key_of, self._seen = key_of, seen
         self._running: Counter[str] = Counter()
-        self._called: set[str] = set()
+        self.called: list[str] = []
+        """Names of the layers that were called, in order."""
         self._owners: dict[int, list[OutsideRead]] = {}
+        self._handles: list[RemovableHandle] = []
         for layer in layers:
             submodule = module.get_submodule(layer)
             # Around all other hooks of the layer, as FSDP2's.
-            submodule.register_forward_pre_hook(partial(self._enter, layer), prepend=True)
-            submodule.register_forward_hook(partial(self._leave, layer))
+            self._handles += [
+                submodule.register_forward_pre_hook(partial(self._enter, layer), prepend=True),
+                submodule.register_forward_hook(partial(self._leave, layer), always_call=True),
+            ]
             for name, parameter in submodule.named_parameters():
-                if (storage := _storage(parameter)) is not None:
+                if (key := self._key_of(parameter)) is not None:
                     read = OutsideRead(weight=f"{layer}.{name}", layer=layer, early=True)
-                    self._owners.setdefault(storage, []).append(read)
+                    self._owners.setdefault(key, []).append(read)
+
+    def remove(self) -> None:
+        """Removes the hooks of the layers."""
+        for handle in self._handles:
+            handle.remove()
 
     def _enter(self, layer: str, *_: object) -> None:
         self._running[layer] += 1
-        self._called.add(layer)
+        self.called.append(layer)
 
     def _leave(self, layer: str, *_: object) -> None:
         self._running[layer] -= 1
@@ -87,12 +112,17 @@ class _Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator."""
         for leaf in tree_leaves((args, kwargs or {})):
-            # A weight that layers share has several owners.
-            owners = self._owners.get(_storage(leaf) or 0, []) if isinstance(leaf, torch.Tensor) else []
-            if owners and not any(self._running[read.layer] for read in owners):
-                read = dataclasses.replace(owners[0], early=not any(read.layer in self._called for read in owners))
-                self.found.setdefault(read.weight, read)
+            if isinstance(leaf, torch.Tensor):
+                self._seen(leaf, self._outside_read(leaf))
         return func(*args, **(kwargs or {}))
+
+    def _outside_read(self, tensor: torch.Tensor) -> OutsideRead | None:
+        # A weight that layers share has several owners.
+        key = self._key_of(tensor)
+        owners = self._owners.get(key, []) if key is not None else []
+        if not owners or any(self._running[owner.layer] for owner in owners):
+            return None
+        return dataclasses.replace(owners[0], early=not any(owner.layer in self.called for owner in owners))
 
 
 def _storage(tensor: torch.Tensor) -> int | None:
