@@ -1,6 +1,6 @@
 """Holds the planner against layouts that were timed on one device, and fits its constants to them.
 
-    python -m benchmarks.fit_device rows.jsonl... [--calibration calibration.json] [--fit] [--cluster 1xh100]
+    python -m benchmarks.fit_device rows.jsonl... [--call 12] [--calibration FILE] [--fit] [--cluster 1xh100]
 
 Rows are those of ``tests/gpu/parts/layouts.py``: of each layout the measured seconds of a step, and the bytes that were
 allocated at its peak. Each is priced by the catalogue's figures, and by a calibration's where one is given. ``--fit``
@@ -286,12 +286,12 @@ def print_fit(rows: Sequence[Timed], cluster: Cluster, names: Sequence[str], wha
     print("    furthest: " + "; ".join(f"{item.row['case']} {error:.1%}" for error, item in worst))
 
 
-def read_rows(paths: Iterable[Path]) -> list[Timed]:
-    """Returns the rows that ran, of each case the last; those that can't be priced are named on stderr."""
+def read_rows(paths: Iterable[Path], call: int | None = None) -> list[Timed]:
+    """Returns the rows that ran, of each case the last; of one call on a device, or of all."""
     by_case: dict[str, Timed] = {}
     for line in (line for path in paths for line in path.read_text(encoding="utf-8").splitlines()):
         row = json.loads(line)
-        if row.get("step_time_s"):
+        if row.get("step_time_s") and call in (None, row.get("call")):
             by_case[row["case"]] = Timed(row)
     return list(by_case.values())
 
@@ -301,6 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.fit_device", description=__doc__)
     parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS")
     parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--call", type=int, help="only rows of this call on the device")
     parser.add_argument("--cluster", default="1xh100")
     parser.add_argument("--fit", action="store_true")
     chosen = parser.parse_args(arguments)
@@ -309,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.calibration:
         clusters["calibrated"] = nominal.calibrated(Calibration.load(chosen.calibration))
     rows = []
-    for item in read_rows(chosen.rows):
+    for item in read_rows(chosen.rows, chosen.call):
         try:
             item.price(nominal, MESHWRIGHT)
         except MeshwrightError as error:

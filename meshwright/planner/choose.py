@@ -257,7 +257,8 @@ def engine_on(cluster: Cluster) -> FrameworkProfile:
     On processor cores the cores that compute the model also compute its collectives, so none overlaps. The exception
     are those over a network, which hide but for a core's own seconds (`Machine.core_byte_s`), or by the share of an
     all-reduce that an older calibration measured as hidden. Where a quota leaves a node less than a core none hides:
-    what sends is stopped with what computes. A rank has no device context.
+    what sends is stopped with what computes (``benchmarks/bench_slow_train.py --nodes 4 --rates 1gbit`` on two cores:
+    714 and 755 ms, 643 planned so, 510 and 490 with what hides on whole cores). A rank has no device context.
     """
     if not cluster.device.name.startswith("cpu"):
         return MESHWRIGHT
