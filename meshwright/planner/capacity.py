@@ -106,8 +106,7 @@ def with_shape(question: Question, shape: ModelShape) -> Question:
 
 def _with_job(question: Question, **changes: Any) -> Question:
     """Returns the question of a changed job, whose modules weren't read."""
-    job = dataclasses.replace(question.job, activations=None, compiled_activations=None, **changes)
-    return dataclasses.replace(question, job=job)
+    return dataclasses.replace(question, job=dataclasses.replace(question.job.uncounted(), **changes))
 
 
 def describe_shape(shape: ModelShape) -> str:

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
-from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
+from meshwright.planner.choose import (
+    Candidate,
+    Choice,
+    Question,
+    notes,
+    pareto_front,
+    price_possible,
+    sort_candidates,
+)
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
@@ -31,14 +39,12 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
     without = min(choice.best, key=lambda option: option.price.step_s)
     if any(block.dropout or block.drops or block.drops_scores for block in question.job.shape.blocks):
         return choice  # compiled code would hide what it draws (`train.model_analysis`)
-    layouts = (dataclasses.replace(option.layout, compile=True) for option in choice.best if not option.layout.compile)
-    runnable = (one for one in layouts if not (one.uncompiled_reason or one.pipeline().splits_backward))
     least_saved_s = max(
         question.same / (1 + question.same) * without.price.step_s, compile_s(question) / question.compile_steps
     )
     options = [
         option
-        for option in price_possible(runnable, price)
+        for option in price_possible(_compiled(option.layout for option in choice.best), price)
         if option.price.peak <= question.usable_bytes and without.price.step_s - option.price.step_s > least_saved_s
     ]
     if not options:
@@ -48,7 +54,16 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
     if reason := compiled_reason(question, best[0].layout):
         seconds = format_seconds(without.price.step_s)
         sentences = (*notes(question, best[0]), f"{reason}; the fastest without, {without.layout}, takes {seconds}")
-    return dataclasses.replace(choice, best=best, ties=ties, notes=sentences)
+    eager = [Layout.parse(text) for _, _, text in choice.front]
+    front = pareto_front([*best, *price_possible((*eager, *_compiled(eager)), price)])
+    return dataclasses.replace(choice, best=best, ties=ties, notes=sentences, front=front)
+
+
+def _compiled(layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Yields the compiled form of each layout that has one."""
+    for layout in (dataclasses.replace(eager, compile=True) for eager in layouts if not eager.compile):
+        if not (layout.uncompiled_reason or layout.pipeline().splits_backward):
+            yield layout
 
 
 def compiled_reason(question: Question, layout: Layout) -> str:

@@ -23,6 +23,7 @@ from meshwright.planner.choose import (
 from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.device_limits import job_for
 from meshwright.planner.islands import island_question, with_joins
+from meshwright.planner.moved_bytes import count_moved_bytes
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.planner.run_history import Correction
 from meshwright.spec.axis import Mechanics
@@ -87,12 +88,14 @@ def _corrected_and_scaled(question: Question, closed_candidate: Candidate, measu
 
 
 def measure_activations(question: Question, measure: Measure) -> Question:
-    """Returns the question with the bytes that the model's own modules keep, where they run on fake tensors."""
+    """Returns the question with the bytes that the model's modules keep and move, where they run on fake tensors."""
     work = measure(Layout(), 1)
     if work is None:
         return question
     activations = count_activation_bytes(question.job, question.machine, question.runtime, work)
-    measured = dataclasses.replace(question, job=dataclasses.replace(question.job, activations=activations))
+    moved = count_moved_bytes(question.job, question.machine, question.runtime, work)
+    job = dataclasses.replace(question.job, activations=activations, moved=moved)
+    measured = dataclasses.replace(question, job=job)
     return _measure_compiled(measured, measure) if question.base.compile else measured
 
 

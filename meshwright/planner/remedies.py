@@ -65,9 +65,9 @@ def _halved(job: PricedJob, field: str, least: int) -> Iterator[PricedJob]:
     """Yields the job with a field halved again and again."""
     size = getattr(job, field) // 2
     while size >= least:
-        # What the model's modules keep for backward was counted for the job's own rows.
-        fields = {field: size, "activations": job.activations if field == "rows" else None}
-        yield dataclasses.replace(job, **fields)
+        # What the model's modules keep and move was counted for rows of the job's own length.
+        counted = job if field == "rows" else job.uncounted()
+        yield dataclasses.replace(counted, **{field: size})
         size //= 2
 
 

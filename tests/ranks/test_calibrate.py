@@ -162,6 +162,19 @@ def test_processor_time_counts_for_every_rank_of_a_core() -> None:
     assert 0 < alone < shared
 
 
+@pytest.mark.parametrize(("sharing", "counts"), [(0.0, 1.0), (1.0, 1.0), (2.2, 3.0)])
+def test_the_middle_chunk_counts_where_a_rank_has_less_than_a_core(
+    monkeypatch: pytest.MonkeyPatch, sharing: float, counts: float
+) -> None:
+    timer = DeviceTimer(torch.device("cpu"), 100.0, sharing=sharing)
+    chunks = iter([9.0, 4.0, 1.0, 3.0, 2.0, 5.0])
+    monkeypatch.setattr(DeviceTimer, "timed", lambda *_: next(chunks))
+    assert timer.seconds(lambda: None) == counts
+    long_runs = iter([300.0, 100.0, 300.0])
+    monkeypatch.setattr(DeviceTimer, "timed", lambda *_: next(long_runs))
+    assert timer.seconds(lambda: None) == 100.0 * counts
+
+
 def test_what_the_runtime_takes_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     class Made(Calibration):
         def operation_s(self, *args: object, **options: object) -> float:

@@ -173,6 +173,8 @@ def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: p
     request = PlanConfig(model=WIDE, batch=16, sequence=2048, steps=steps)
     shown = plan_model(request, model, cluster)
     assert shown.layout == run and shown.layout.compile == (steps == 1000)
+    # The front of time and memory is of the layouts that are faster.
+    assert all(Layout.parse(text).compile == shown.layout.compile for _, _, text in shown.choice.front)
     assert ("which the first step compiles for about 8.0 s" in shown.reason) == shown.layout.compile
     assert not any(UNTRACED in note for note in shown.choice.notes)
     assert PlanConfig().steps == TrainConfig().steps

@@ -26,6 +26,8 @@ JITTER = 0.008
 """Mean delay of a node in a step, over the step. Fitted to how published runs' errors grow with their nodes, with a
 constant of its own for each framework and device: 0.0084; without any one framework 0.005 to 0.015, and of each alone
 above 0 but for the sweep, whose network was measured in each run (docs/predictions.md)."""
+RATED_HEAD = 128.0
+"""Size of a head at which rates of fused attention are told."""
 SPLITS = ("balanced", "even", "compute", "slots")
 """Rules that assign layers to stages. balanced: minimize the most expensive stage. even: equal counts, the later ones
 larger, or with embedding and head as a layer each where only that divides. compute: nanotron's thresholds of compute
@@ -92,7 +94,11 @@ class RuntimeModel:
     attention: float = 1.0
     """The same of attention."""
     hopper_attention: float = 0.0
-    """The same on Hopper, where it was measured by itself; 0 where it wasn't."""
+    """The same on Hopper with heads of `RATED_HEAD`, where it was measured by itself; 0 where it wasn't."""
+    hopper_exponential: float = 0.0
+    """Elements of a head whose products take as long as a score's exponential, on Hopper."""
+    eager_moves: float = 1.0
+    """Time of an element-wise operator by itself over that of its bytes in a fused kernel."""
     pass_width: float = 30.0
     """Bytes moved per element of D in a layer's forward by all that isn't a product: norms, residuals, rotations."""
     pass_ffn: float = 8.0
@@ -192,10 +198,20 @@ class RuntimeModel:
         """Returns host seconds of embedding or head, waits for the device included, (N,): the host runs ahead."""
         return host_s
 
-    def attention_share(self, device: Device) -> float:
-        """Returns the share of a device's rate of fused attention that is reached."""
-        is_measured = self.hopper_attention and device.is_hopper
-        return self.hopper_attention if is_measured else self.attention
+    def attention_share(self, device: Device, head_size: float) -> float:
+        """Returns the share of a device's rate of fused attention that is reached.
+
+        A score's exponential takes as long whatever the head's size E, so that small heads reach less.
+
+        Args:
+            device: that runs it.
+            head_size: E.
+        """
+        if not (self.hopper_attention and device.is_hopper):
+            return self.attention
+        exponential = self.hopper_exponential
+        slowed = (1.0 + exponential / RATED_HEAD) / (1.0 + exponential / head_size)
+        return self.hopper_attention * min(1.0, slowed)
 
     def unfused_attention_s(
         self, layer: LayerShape, scores: Array, device: Device, dtype: str, is_backward: bool

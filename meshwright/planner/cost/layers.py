@@ -156,11 +156,8 @@ class PricedModel:
         runtime, device = self.engine.runtime, self.machine.device
         products = 2 if is_backward and not self.job.adapters else 1
         matmul: Values = sum(self.product_s(product, layer, products) for product in layer.products)
-        width = layer.width * runtime.pass_width / self.token_shards
-        ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) * runtime.pass_ffn * (2 if layer.gated else 1)
-        routed = layer.active_experts * layer.width * runtime.route_bytes
-        moved_bytes = self.tokens * (width + (ffn + routed) / self.layouts.tp) * (self.element / 2.0)
-        elementwise = move_s(moved_bytes, device) * (runtime.pass_backward if is_backward else 1.0)
+        moved = self.job.moved.ratio(self.engine.saved.compiled, is_backward) if self.job.moved else 1.0
+        elementwise = move_s(moved * self.moved_bytes(layer, is_backward), device)
         # A gather before and a scatter after each block, in backward the other way round.
         elementwise = elementwise + self.token_copies_s(2.0 * self._split_blocks(layer))
         if self.job.products in ("fp8", "fp4"):
@@ -168,12 +165,25 @@ class PricedModel:
             elementwise = elementwise + move_s(
                 self._cast_elements(layer, is_backward) * runtime.cast_bytes * rotated, device
             )
-        if runtime.draw_bytes and layer.drops:
-            dropped = self.tokens * layer.width / self.token_shards * layer.drops
-            elementwise = elementwise + move_s(dropped * drops_bytes(runtime, self.element, is_backward), device)
         attention = self._attention(layer, is_backward)
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
+
+    def moved_bytes(self, layer: LayerShape, is_backward: bool) -> Values:
+        """Returns the bytes, (N,), that a layer's pass moves beside products and attention, by the closed form.
+
+        Norms, residuals, rotations, activation function and gate, routed tokens, dropout.
+        """
+        runtime = self.engine.runtime
+        width = layer.width * runtime.pass_width / self.token_shards
+        ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) * runtime.pass_ffn * (2 if layer.gated else 1)
+        routed = layer.active_experts * layer.width * runtime.route_bytes
+        moved_bytes = self.tokens * (width + (ffn + routed) / self.layouts.tp) * (self.element / 2.0)
+        moved_bytes = moved_bytes * (runtime.pass_backward if is_backward else 1.0)
+        if runtime.draw_bytes and layer.drops:
+            dropped = self.tokens * layer.width / self.token_shards * layer.drops
+            moved_bytes = moved_bytes + dropped * drops_bytes(runtime, self.element, is_backward)
+        return moved_bytes
 
     def _split_blocks(self, layer: LayerShape) -> Values:
         """Returns the number of blocks that tp splits, (N,): attention and feed-forward, but not dispatched experts."""
@@ -209,7 +219,7 @@ class PricedModel:
         if unfused_s is not None:
             return unfused_s
         fused_s = attention_s(scores * keys, layer.head_size, layer.value_size, device, dtype, is_backward)
-        return fused_s / runtime.attention_share(device)
+        return fused_s / runtime.attention_share(device, (layer.head_size + layer.value_size) / 2.0)
 
     def _is_unfused(self, layer: LayerShape) -> bool:
         """Whether our runtime computes attention without a fused kernel.

@@ -84,6 +84,23 @@ class ActivationBytes:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class MovedBytes:
+    """Bytes that all layers' operators move beside products and attention: the modules' own over the closed form's.
+
+    Each is (forward, backward). They hold for every layout, because rows, tokens and degrees divide both alike.
+    """
+
+    eager: tuple[float, float]
+    """Every operator by itself."""
+    compiled: tuple[float, float]
+    """Those between two products as one kernel."""
+
+    def ratio(self, is_compiled: bool, is_backward: bool) -> float:
+        """Returns what the modules move over what is priced."""
+        return (self.compiled if is_compiled else self.eager)[is_backward]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class PricedJob:
     """A model and the batch of one step."""
 
@@ -106,6 +123,8 @@ class PricedJob:
     """What the model's own modules take, where they were read; else the closed form is used."""
     compiled_activations: ActivationBytes | None = None
     """The same of compiled layers, where the compiler's partition was read."""
+    moved: MovedBytes | None = None
+    """What the model's own operators move, where they were read; else the closed form is used."""
 
     def __post_init__(self) -> None:
         """Refuses a shape without blocks."""
@@ -121,6 +140,10 @@ class PricedJob:
         form of compiled ones (`measured_price.untraced_note`); without either the closed form stands alone.
         """
         return (self.compiled_activations if compiled else None) or self.activations
+
+    def uncounted(self) -> PricedJob:
+        """Returns the job without what was counted on the model's modules, which holds for its own sizes."""
+        return dataclasses.replace(self, activations=None, compiled_activations=None, moved=None)
 
     @property
     def dtype(self) -> str:

@@ -45,6 +45,15 @@ HOPPER_ATTENTION = 1.3
 """The same on Hopper, where torch takes cuDNN's kernel and `kernels.RATES` has older ones. Source: measured on one
 H100, 2026-11-26: causal, E = 128, 579 TFLOP/s in forward and 457 in backward at S = 4096, 615 and 469 at S = 8192,
 where the table says 445 and 356."""
+HOPPER_EXPONENTIAL = 63.0
+"""Elements of a head whose products (4 FLOP each in forward) take as long as a score's exponential: 989 TFLOP/s over 4
+times 3.9 T/s. Source: Shah et al., FlashAttention-3 (2024), section 3.2. Measured on one H100, 2026-11-27, 128 heads,
+S = 8192: E = 64 takes 0.68 and 0.64 of E = 128's time in forward and backward, where this gives 0.66."""
+EAGER_MOVES = 1.25
+"""Time of an element-wise operator by itself over that of its bytes at 2.85 TB/s: operands that are broadcast or in
+strides, and none of it in the cache. Source: there, kernels of eager steps, milliseconds measured and by bytes: llamas
+113.8 of 92.7, 67.9 of 48.2, 178.9 of 139.3; a Qwen3 159.6 of 127.4, a Gemma 3 134.3 of 112.8. Compiled ones lie at
+their bytes."""
 UPDATE_BYTES = 30.0
 """Bytes moved per parameter that is updated, its gradient's norm included, in the time that they take. Source: measured
 on one H100, 2026-11-27: 4.0, 11.6 and 20.2 ms for 0.37, 1.10 and 1.92 billion, at 2.85 TB/s: weight and two moments in
@@ -98,6 +107,8 @@ MESHWRIGHT = FrameworkProfile(
     runtime=RuntimeModel(
         attention=ATTENTION,
         hopper_attention=HOPPER_ATTENTION,
+        hopper_exponential=HOPPER_EXPONENTIAL,
+        eager_moves=EAGER_MOVES,
         pass_width=PASS_WIDTH,
         pass_ffn=12.0,
         # Read twice and the gradient written; in backward scaled in its memory.
