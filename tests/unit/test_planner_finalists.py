@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError, PlanError
 from meshwright.jobs import layouts
 from meshwright.jobs.layouts import make_plans
 from meshwright.jobs.machines import Machines
-from meshwright.jobs.model_reading import read_model
+from meshwright.jobs.model_reading import make_measure, read_model
 from meshwright.jobs.plan import plannable_model
 from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
@@ -23,8 +23,9 @@ from meshwright.models import compiled_bytes
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
+from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.cost.price import price
+from meshwright.planner.measured_price import measure_activations, price_layout
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OptimizerConfig, OuterConfig, TrainConfig
@@ -156,8 +157,12 @@ def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pyte
     layout, reason = run_layout(monkeypatch, "cuda", 100_000)
     assert layout.compile and "the first step compiles for about 8.0 s" in reason and UNTRACED not in reason
     # The saved seconds of a step, by the price of both layouts, are the least number of steps that pay.
-    job = PricedJob(shape=measure_shape(build_meta(WIDE)), sequence=2048, rows=16)
-    eager, made = (price(job, dataclasses.replace(layout, compile=on), Cluster.parse("2xh100")) for on in (False, True))
+    built = build_meta(WIDE)
+    measure = make_measure(built, 2048, "bf16")
+    job = PricedJob(shape=measure_shape(built), sequence=2048, rows=16)
+    question = measure_activations(Question(job=job, cluster=Cluster.parse("2xh100")), measure)
+    forms = (dataclasses.replace(layout, compile=on) for on in (False, True))
+    eager, made = (price_layout(question, form, measure).price for form in forms)
     steps = math.ceil(8.0 / (eager.step_s - made.step_s))
     assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
     assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
