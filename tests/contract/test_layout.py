@@ -79,6 +79,9 @@ def test_defaults_and_spaces() -> None:
         ("shard=2,secondary=2", "nearest that works: drop it"),
         ("shard=4,zero=2,secondary=2", "zero=2 frees none in between; write zero=3"),
         ("pp=2,shard=4,secondary=2", "no effect with pp=2: a pipeline keeps"),
+        ("replicate=2,tp_overlap=4", "tp_overlap=4 has no effect without tp; write tp=2 or more"),
+        ("tp=2,tp_overlap=-1", "a number of chunks, 1 or more, or 0"),
+        ("tp=2,tp_overlap=2,precision=fp8", "nearest that works: precision=bf16, or drop tp_overlap"),
     ],
 )
 def test_what_cannot_be(text: str, told: str) -> None:
