@@ -62,7 +62,7 @@ MEGATRON = Foreign(
         "min-loss-scale": "the scale is bounded by itself",
         "hysteresis": "the scale halves at each overflow",
         "no-gradient-accumulation-fusion": "kernels are torch's",
-        "no-async-tensor-model-parallel-allreduce": "tp_overlap=4 in the layout does the like",
+        "no-async-tensor-model-parallel-allreduce": "without tp_overlap in the layout every sum is waited for",
         "moe-token-dispatcher-type": "tokens travel by all-to-all",
         "moe-grouped-gemm": "experts of a rank are one grouped product where torch has it",
         "moe-permute-fusion": "kernels are torch's",
