@@ -351,6 +351,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
             precision=full_layout.precision,
             recompute=full_layout.recompute,
             sequence=full_layout.sequence and full_layout.axis(Mechanics.MATRICES) in model_axes,
+            tp_overlap=full_layout.tp_overlap if full_layout.axis(Mechanics.MATRICES) in model_axes else 0,
             schedule=full_layout.schedule if full_layout.axis(Mechanics.STAGES) in model_axes else "",
             stages=full_layout.stages if full_layout.axis(Mechanics.STAGES) in model_axes else 0,
             attention=full_layout.attention if full_layout.axis(Mechanics.TOKENS) in model_axes else "",

@@ -30,6 +30,11 @@ def register(axis_group: AxisGroup) -> None:
         _GROUPS[axis_group.operator_name] = axis_group
 
 
+def find_group(name: str) -> AxisGroup:
+    """Returns the group that `register` gave a name."""
+    return _GROUPS[name]
+
+
 @torch.library.custom_op("meshwright::all_reduce", mutates_args=())
 def all_reduce(x: torch.Tensor, group: str) -> torch.Tensor:
     """Returns the sum of ``x``, of any shape, over a group that is known by a name."""

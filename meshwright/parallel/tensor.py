@@ -17,6 +17,8 @@ from torch import nn
 
 from meshwright.parallel import collectives, parameter_slices, tensor_hooks, unit_slices
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.overlapped_linears import ColumnEntry, is_overlappable, sum_row_product
+from meshwright.parallel.overlapped_products import Overlap
 from meshwright.parallel.stage import local_layer
 from meshwright.spec.axes.tp import AXIS
 from meshwright.spec.placement import LocalShard, Span
@@ -51,9 +53,20 @@ class ShardedLayer:
     partial_grads: list[PartialGrad] = field(default_factory=list)
     """Gradients to sum after backward."""
 
+    def add(self, other: ShardedLayer) -> None:
+        """Adds what became of other modules."""
+        self.local_shards |= other.local_shards
+        self.partial_grads += other.partial_grads
+
 
 def wrap_layer(
-    layer: nn.Module, prefix: str, rows: LayerSharding, axis_group: AxisGroup, copies: int, sequence: bool = False
+    layer: nn.Module,
+    prefix: str,
+    rows: LayerSharding,
+    axis_group: AxisGroup,
+    copies: int,
+    sequence: bool = False,
+    chunks: int = 0,
 ) -> ShardedLayer:
     """Splits a layer over the ranks of the axis.
 
@@ -64,11 +77,12 @@ def wrap_layer(
         axis_group: the axis.
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
+        chunks: of tokens, in which plain products compute beside the axis's traffic; 0 to wait for all of it.
 
     Returns:
         The shards of its parameters and the gradients to sum, by their names in the model.
     """
-    sharded = ShardedLayer()
+    sharded, overlap = ShardedLayer(), Overlap(axis_group, chunks, sequence) if chunks else None
     unsplit = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     for group in rows.groups:
         shares = group.shares(axis_group.size)
@@ -76,7 +90,7 @@ def wrap_layer(
             continue
         unsplit -= {split.name for split in group.splits}
         _slice_group_parameters(layer, prefix, group, shares[axis_group.index], axis_group, copies, sharded)
-        partial_names = _attach_group_collectives(layer, group, axis_group, sequence)
+        partial_names = _attach_group_collectives(layer, group, axis_group, sequence, overlap)
         unit_slices.attach(layer, group, shares, axis_group, sequence)
         if not sequence:
             # Each rank uses these on its own units alone, so its gradient is one summand.
@@ -117,8 +131,14 @@ def _slice_group_parameters(
         parameter_slices.slice_parameter(layer, split, spans)
 
 
+def overlappable_linears(layer: nn.Module, group: ShardingGroup) -> list[str]:
+    """Returns the names of the linear modules at a group's ends that can compute in chunks; of experts, none."""
+    names = dict.fromkeys((*group.column_inputs, *group.row_linears)) if group.column_linears else ()
+    return [name for name in names if is_overlappable(layer.get_submodule(name))]
+
+
 def _attach_group_collectives(
-    layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool
+    layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup, sequence: bool, overlap: Overlap | None
 ) -> list[str]:
     """Attaches a group's collectives; returns the row linear's parameters whose gradients are summands."""
     split_names = {split.name for split in group.splits}
@@ -126,17 +146,17 @@ def _attach_group_collectives(
     prefix = f"{group.row_linear}." if group.row_linear else ""
     unsplit_names = tuple(name for name, _ in row_linear.named_parameters() if f"{prefix}{name}" not in split_names)
     entering = GATHER if sequence else COPY
+    overlapped = {name: layer.get_submodule(name) for name in overlappable_linears(layer, group)} if overlap else {}
+    columns = [overlapped[name] for name in group.column_inputs if name in overlapped]
+
+    enter = _make_enter(axis_group, sequence)
+    # Once, since q, k and v read one tensor: their gradients meet before a single all-reduce.
+    enter_group = ColumnEntry(enter, columns, overlap) if overlap and columns else tensor_hooks.Once(enter)
     if not sequence:
-        # Once, since q, k and v read one tensor: their gradients meet before a single all-reduce.
-        enter_group = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
         for name in group.replicated_inputs:
             # Each by itself: these are no reads of one tensor.
             enter_alone = tensor_hooks.Once(lambda x: collectives.copy_to_group(x, axis_group))
             tensor_hooks.on_output(layer.get_submodule(name), enter_alone, purpose=entering)
-    else:
-        enter_group = tensor_hooks.Once(
-            lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)
-        )
     if sequence and group.heads:
         tensor_hooks.on_hidden(layer.get_submodule(group.module), enter_group, purpose=entering)
     elif group.column_inputs == (group.row_linear,):
@@ -151,17 +171,13 @@ def _attach_group_collectives(
         for name in group.column_inputs:
             tensor_hooks.on_input(layer.get_submodule(name), enter_group, purpose=entering)
 
-    # Megatron's g (all-reduce), or its sequence-parallel form (reduce-scatter over tokens).
-    def leave_group(y: torch.Tensor) -> torch.Tensor:
-        return (
-            collectives.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
-            if sequence
-            else collectives.reduce_from_group(y, axis_group)
-        )
-
-    tensor_hooks.sum_output(row_linear, leave_group, axis_group.index == 0, unsplit_names)
-    for name in group.side_row_linears:
-        tensor_hooks.sum_output(layer.get_submodule(name), leave_group, axis_group.index == 0, ())
+    leave_group = _make_leave(axis_group, sequence)
+    for name in group.row_linears:
+        unsplit = unsplit_names if name == group.row_linear else ()
+        if overlap and name in overlapped:
+            sum_row_product(overlapped[name], leave_group, overlap)
+        else:
+            tensor_hooks.sum_output(layer.get_submodule(name), leave_group, axis_group.index == 0, unsplit)
     # A plain product adds its bias behind the sum, so the gradient is equal on all ranks. In any other module unsplit
     # weights count on the first rank alone (`sum_output`): the others' gradients are zero summands.
     partial_names = [] if tensor_hooks.is_plain_product(row_linear) else [f"{prefix}{name}" for name in unsplit_names]
@@ -177,6 +193,20 @@ def _attach_group_collectives(
         # Added behind f's backward sum, so each rank's gradient is a summand.
         partial_names += [f"{name}.bias"] if getattr(inner_linear, "bias", None) is not None else []
     return partial_names
+
+
+def _make_enter(axis_group: AxisGroup, sequence: bool) -> tensor_hooks.Move:
+    """Returns Megatron's f (an all-reduce backward), or its sequence-parallel form (an all-gather of tokens)."""
+    if sequence:
+        return lambda x: collectives.all_gather_tokens(x, axis_group, token_dim(x.dim()), True)
+    return lambda x: collectives.copy_to_group(x, axis_group)
+
+
+def _make_leave(axis_group: AxisGroup, sequence: bool) -> tensor_hooks.Move:
+    """Returns Megatron's g (an all-reduce), or its sequence-parallel form (a reduce-scatter over tokens)."""
+    if sequence:
+        return lambda y: collectives.reduce_scatter_tokens(y, axis_group, token_dim(y.dim()), True)
+    return lambda y: collectives.reduce_from_group(y, axis_group)
 
 
 def _enter_each_tensor(axis_group: AxisGroup, sequence: bool) -> tensor_hooks.Move:
@@ -275,6 +305,7 @@ def wrap_model(
     copies: int,
     sequence: bool = False,
     ends: tuple[bool, bool] = (True, True),
+    chunks: int = 0,
 ) -> ShardedLayer:
     """Splits every layer that a module has, and its embedding and head.
 
@@ -285,6 +316,7 @@ def wrap_model(
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
         ends: whether the embedding is in this stage, and whether the head is.
+        chunks: of tokens, in which plain products of layers compute beside the axis's traffic; 0 to wait for it.
 
     Returns:
         What became of the parameters.
@@ -293,11 +325,9 @@ def wrap_model(
     for name, rows in table.layers.items():
         layer = local_layer(module, name)
         if layer is not None:
-            sharded_layer = wrap_layer(layer, name, rows, axis_group, copies, sequence)
-            sharded.local_shards |= sharded_layer.local_shards
-            sharded.partial_grads += sharded_layer.partial_grads
+            sharded.add(wrap_layer(layer, name, rows, axis_group, copies, sequence, chunks))
     if table.vocabulary:
-        sharded.local_shards |= wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies).local_shards
+        sharded.add(wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies))
     if sequence:
         # Embedding and head see all tokens: split in front of the first layer, gathered behind the last. In a stage
         # that has no layer beside one of them, that layer is a stub.

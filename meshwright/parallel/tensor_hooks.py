@@ -158,7 +158,7 @@ def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names
             module,
             ForwardLayer.TENSOR,
             "its product is summed over ranks, then the bias added",
-            lambda _plain: _summed_product(module, move),
+            lambda _plain: summed_product(module, move),
         )
     # No unsplit weight is added, or this is the rank that adds it.
     elif is_first_rank or not unsplit_names:
@@ -172,8 +172,8 @@ def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names
         )
 
 
-def _summed_product(module: nn.Module, move: Move) -> Forward:
-    """Returns the forward of a linear module that adds its bias after the sum over ranks."""
+def summed_product(module: nn.Module, move: Move) -> Forward:
+    """Returns the forward of a plain linear module that adds its bias after ``move``, the sum over ranks."""
     default: Product = nn.functional.linear if isinstance(module, nn.Linear) else torch.matmul
     multiply: Product = module.__dict__.get(_PRODUCT, default)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import nn
+
 from meshwright.errors import PlanError
 from meshwright.parallel import tensor
 from meshwright.parallel.forward_stack import ForwardLayer
@@ -44,7 +46,7 @@ def split(
     neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         ends = (stage.is_first, stage.is_last)
-        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence, ends)
+        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence, ends, layout.tp_overlap)
         for name, shard in sharded.local_shards.items():
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
@@ -116,6 +118,30 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
                 f"sequence=true splits the tokens between the parts that tp={degree} splits, but layer {name} needs "
                 f"all of them elsewhere: {reason}; leave sequence out"
             )
+
+
+def check_overlap(model: nn.Module, table: ShardingTable | None, layout: Layout) -> None:
+    """Refuses ``tp_overlap`` for a model of which no linear module that ``tp`` splits can compute in chunks.
+
+    Args:
+        model: the whole model, as its author wrote it.
+        table: what splits its layers.
+        layout: any.
+
+    Raises:
+        PlanError: with the nearest layout that works.
+    """
+    if not layout.tp_overlap or table is None:
+        return
+    degree = layout.degree(Mechanics.MATRICES)
+    for name, rows in table.layers.items():
+        layer = model.get_submodule(name)
+        if any(tensor.overlappable_linears(layer, group) for group in rows.groups if group.shares(degree)):
+            return
+    raise PlanError(
+        f"tp_overlap={layout.tp_overlap} computes plain linear modules in chunks beside the traffic of tp={degree}, "
+        "but none that it splits here is one: each has a forward or a weight of its own making; leave tp_overlap out"
+    )
 
 
 def _apply(context: TransformContext) -> None:

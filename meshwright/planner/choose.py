@@ -415,8 +415,9 @@ def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[
 def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
-    options = (layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy, layout.secondary)
-    return axes + sum(map(bool, options)), layout.zero, layout.microbatches
+    options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
+    further = layout.secondary, layout.tp_overlap
+    return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
 
 
 def price_candidate(question: Question, layout: Layout) -> Candidate:

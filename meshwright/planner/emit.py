@@ -161,6 +161,11 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
         (layout.islands > 1, "islands that join once in some steps", "leave islands out"),
         (bool(layout.compress.name != "none"), f"compress={layout.compress}", "leave compress out"),
         (layout.compress_weights != "none", f"compress_weights={layout.compress_weights}", "leave it out"),
+        (
+            layout.tp_overlap > 0,
+            f"tp_overlap={layout.tp_overlap}",
+            "leave it out, and hide tp's traffic by its own flags",
+        ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
         (layout.precision == "float64", "precision=float64", "take float32 or bf16"),
     ):

@@ -14,6 +14,7 @@ from meshwright.planner.measured_price import Measure, price_layout, reprice_cho
 from meshwright.planner.round_choice import SLACK, choose_rounds
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.secondary import consider_secondary
+from meshwright.planner.tp_overlap import consider_overlap
 from meshwright.planner.unequal import choose_unequal
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import round_axes, row_axes
@@ -58,6 +59,7 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
     tried = max(show, LEAST_TRIED) if question.compile_steps else show
     choice = reprice_choice(question, choose(question, tried), measure)
     choice = consider_secondary(question, choice, price)
+    choice = consider_overlap(question, choice, price)
     if question.compile_steps:
         choice = consider_compiled(question, choice, price)
         choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice

@@ -11,6 +11,7 @@ import dataclasses
 
 import numpy as np
 
+from meshwright.array_types import Values
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.traffic import span
 from meshwright.planner.choose import Question
@@ -77,6 +78,13 @@ class MeasuredTimes:
             engine = engine.with_options(runtime__host_runs_ahead=False)
         batch = LayoutBatch.from_layouts([layout], len(question.job.shape.blocks))
         self._closed_costs = LayerCosts.of(question.job, batch, question.machine, engine)
+        # The same where nothing of tp's traffic is hidden, as what is measured isn't.
+        self._plain_costs = self._closed_costs
+        if layout.tp_overlap:
+            plain = LayoutBatch.from_layouts(
+                [dataclasses.replace(layout, tp_overlap=0)], len(question.job.shape.blocks)
+            )
+            self._plain_costs = LayerCosts.of(question.job, plain, question.machine, engine)
 
     def _reduce_rounds(self) -> float:
         """Returns in how many messages, one after the other, a sum of gradients over copies takes what it was measured.
@@ -137,15 +145,23 @@ class MeasuredTimes:
         return dataclasses.replace(
             closed_costs,
             layers=tuple(
-                self._measured_layer(cost, shape.blocks[block])
-                for cost, block in zip(closed_costs.layers, block_kinds(shape)[1])
+                self._measured_layer(cost, plain_cost, shape.blocks[block])
+                for cost, plain_cost, block in zip(
+                    closed_costs.layers, self._plain_costs.layers, block_kinds(shape)[1], strict=True
+                )
             ),
             embedding=embedding,
             head=head,
         )
 
-    def _measured_layer(self, closed_cost: LayerCost, block: LayerShape) -> LayerCost:
-        """Returns the cost of a layer: measured operators and collectives, recompute, and gradients that add up."""
+    def _measured_layer(self, closed_cost: LayerCost, plain_cost: LayerCost, block: LayerShape) -> LayerCost:
+        """Returns the cost of a layer: measured operators and collectives, recompute, and gradients that add up.
+
+        Args:
+            closed_cost: by the closed form.
+            plain_cost: the same without ``tp_overlap``; their ratio is that of what is seen of measured traffic.
+            block: the layer's sizes.
+        """
         operators, layout, calibration = self._operator_seconds.layer, self._layout, self._calibration
         cost = self._with_operators(closed_cost, operators)
         forward, backward = cost.forward, cost.backward
@@ -154,8 +170,9 @@ class MeasuredTimes:
         # A full recompute sends again what its forward sends.
         repeats = recomputed_share if mode == "full" else 0.0
         if self._links_are_known(tp):
-            forward.tp = self._layer_collectives_s() / 2
-            backward.tp = (1.0 + repeats) * forward.tp
+            pass_s = self._layer_collectives_s() / 2
+            forward.tp = pass_s * _ratio(closed_cost.forward.tp, plain_cost.forward.tp)
+            backward.tp = (1.0 + repeats) * pass_s * _ratio(closed_cost.backward.tp, plain_cost.backward.tp)
         if cp > 1 and block.heads and self._links_are_known(cp, tp):
             forward.cp = self._cp_pass_s(block)
             # A ring sends gradients beside keys and values in backward.
@@ -344,6 +361,11 @@ class MeasuredTimes:
         gathers = microbatches * (1.0 + layers_share) if layout.zero == 3 and not gathers_once else 1
         scatters = microbatches if layout.zero >= 2 and not gathers_once else 1
         return 2 * gathers * copy_s, 2 * scatters * copy_s
+
+
+def _ratio(seconds: Values, plain_s: Values) -> Values:
+    """Returns seconds of traffic over those without overlap; 1 where there is none."""
+    return np.divide(seconds, plain_s, out=np.ones_like(np.asarray(plain_s, float)), where=np.asarray(plain_s) > 0)
 
 
 def _move_rank_work(parts: dict[str, float], ranks: RankTimes, copies_s: tuple[float, float]) -> None:

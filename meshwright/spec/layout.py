@@ -67,6 +67,7 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "stages": Mechanics.STAGES,
     "split": Mechanics.STAGES,
     "sequence": Mechanics.MATRICES,
+    "tp_overlap": Mechanics.MATRICES,
     "attention": Mechanics.TOKENS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
@@ -101,6 +102,9 @@ class Layout:
     """Layers of each stage in order, as ``5-7-6-6``; empty balances by cost."""
     sequence: bool = False
     """Between the parts that ``tp`` shards, split the tokens over its ranks (sequence parallel)."""
+    tp_overlap: int = 0
+    """Chunks of tokens in which linear layers next to ``tp``'s collectives compute, so that one chunk travels while the
+    next is computed; with 1 backward's sums alone hide, under the products of weight gradients; 0 waits for each."""
     attention: str = ""
     """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
     takes heads where they divide, else gather."""
@@ -156,6 +160,7 @@ class Layout:
                 f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
             )
         self._check_secondary()
+        self._check_overlap()
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
         for name, value, known_values in (
@@ -188,6 +193,16 @@ class Layout:
             raise PlanError(
                 f"secondary={size}: runs of 2 ranks or more must divide the {shards} ranks that share the state, and "
                 f"be fewer; nearest that works: " + (f"secondary={nearest_size}" if nearest_size else "drop it")
+            )
+
+    def _check_overlap(self) -> None:
+        """Refuses chunks of no number, and products that can't be divided into chunks."""
+        if self.tp_overlap < 0:
+            raise PlanError(f"tp_overlap={self.tp_overlap}: it is a number of chunks, 1 or more, or 0 for none")
+        if self.tp_overlap and self.precision in FLOAT8_RECIPES:
+            raise PlanError(
+                f"tp_overlap={self.tp_overlap} computes products in chunks of tokens, and precision={self.precision} "
+                "computes them whole, by torchao's kernels; nearest that works: precision=bf16, or drop tp_overlap"
             )
 
     def _check_axes(self) -> None:
@@ -327,21 +342,27 @@ class Layout:
         """Builds the schedule; of one rank and stage without ``pp``.
 
         Where layers recompute, no backward is split: each group of weights of its second half would run the layer's
-        forward again, about ten times in all, which selective recompute refuses.
+        forward again, about ten times in all, which selective recompute refuses. With ``tp_overlap`` weight gradients
+        hide the sums of input gradients, so both belong to one half.
 
         Raises:
             PlanError: there is no such schedule, or it doesn't fit.
         """
         name = self.schedule or DEFAULT_SCHEDULE
         schedule = build_schedule(name, self.degree(Mechanics.STAGES), self.stages, self.microbatches)
-        return schedule.unsplit() if self.recompute else schedule
+        return schedule.unsplit() if self.recompute or self.tp_overlap else schedule
 
     @property
     def unsplit_backward_reason(self) -> str:
         """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
         splits = self.degree(Mechanics.STAGES) > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
-        if not splits or not self.recompute:
+        if not splits or not (self.recompute or self.tp_overlap):
             return ""
+        if not self.recompute:
+            return (
+                f"schedule={self.schedule} runs each backward whole with tp_overlap={self.tp_overlap}, whose sums hide "
+                "under the weight gradients, so it fills no bubble with them"
+            )
         return (
             f"schedule={self.schedule} runs each backward whole under recompute={self.recompute}, since a half would "
             "run the layers' forward again for each group of weights, so it fills no bubble with weight gradients"

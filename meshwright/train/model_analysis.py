@@ -226,6 +226,7 @@ def analyse_model(
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree(Mechanics.EXPERTS))
     tensor_stages.check(table, layout)
+    tensor_stages.check_overlap(model.module, table, layout)
     if layout.sequence and table is not None:
         _check_sequence(model, layout, table, tokens)
     context = Context(

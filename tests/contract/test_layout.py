@@ -12,6 +12,7 @@ from meshwright.planner.memory import StateSizes, paper_memory, state_memory
 from meshwright.planner.state_rule import choose, named_plan
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
+from meshwright.train.stage_times import is_plain
 
 SIZES = StateSizes(total=1_000_000, layers=(200_000,) * 4)
 DEGREES = [{}, {"replicate": 4}, {"shard": 3}, {"replicate": 2, "shard": 8}]
@@ -79,6 +80,9 @@ def test_defaults_and_spaces() -> None:
         ("shard=2,secondary=2", "nearest that works: drop it"),
         ("shard=4,zero=2,secondary=2", "zero=2 frees none in between; write zero=3"),
         ("pp=2,shard=4,secondary=2", "no effect with pp=2: a pipeline keeps"),
+        ("replicate=2,tp_overlap=4", "tp_overlap=4 has no effect without tp; write tp=2 or more"),
+        ("tp=2,tp_overlap=-1", "a number of chunks, 1 or more, or 0"),
+        ("tp=2,tp_overlap=2,precision=fp8", "nearest that works: precision=bf16, or drop tp_overlap"),
     ],
 )
 def test_what_cannot_be(text: str, told: str) -> None:
@@ -180,6 +184,14 @@ def test_uneven_shares_cover_the_batch_once() -> None:
 def test_shares_that_cannot_be_are_refused(text: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         Layout.parse(text)
+
+
+def test_chunks_beside_tp_go_with_it() -> None:
+    layout = Layout.parse("replicate=2,tp=4,tp_overlap=4,sequence=true")
+    assert Layout.parse(str(layout)) == layout and "tp_overlap=4" in str(layout)
+    assert layout.with_degrees({"tp": 2}).tp_overlap == 4 and layout.with_degrees({"replicate": 2}).tp_overlap == 0
+    # The replanner's search doesn't know it, so a run that has it keeps its layout.
+    assert is_plain(Layout.parse("tp=4")) and not is_plain(layout)
 
 
 def test_a_secondary_copy_follows_the_ranks_that_share_the_state() -> None:

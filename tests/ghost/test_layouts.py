@@ -27,6 +27,8 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 1, "precision=tf32,compile=true"),
     ("llama", 1, "precision=fp8,compile=true"),
     ("llama", 2, "tp=2,sequence=true,precision=fp8,recompute=selective"),
+    ("llama", 2, "tp=2,sequence=true,tp_overlap=2,precision=bf16,compile=true"),
+    ("gpt2", 2, "tp=2,tp_overlap=2,precision=bf16,recompute=full"),
     ("llama", 1, "microbatches=4"),
     ("llama", 1, "recompute=full"),
     ("llama", 1, "recompute=selective,precision=bf16"),

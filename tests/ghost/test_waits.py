@@ -17,6 +17,7 @@ CASES = {
     "llama": ("llama", 1, "precision=bf16"),
     "llama-sharded": ("llama", 2, "shard=2,zero=3,precision=bf16,microbatches=2"),
     "llama-tp": ("llama", 2, "tp=2,sequence=true"),
+    "llama-tp-overlap": ("llama", 2, "tp=2,sequence=true,tp_overlap=2"),
     "llama-pipeline": ("llama", 2, "pp=2,microbatches=4,schedule=1f1b"),
     "qwen3": ("qwen3", 1, "precision=bf16"),
     "gemma3_text": ("gemma3_text", 1, "precision=bf16"),

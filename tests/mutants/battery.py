@@ -56,6 +56,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "cp=2,tp=2,loss_chunk=off",
             "cp=2,attention=gather",
             "cp=2,attention=ring",
+            "tp=2,sequence=true,tp_overlap=3",
         ),
     ),
     (
@@ -64,6 +65,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "replicate=2",
             "shard=2,zero=1,microbatches=2",
             "tp=2",
+            "tp=2,tp_overlap=2",
             "pp=2,microbatches=4,schedule=interleaved,stages=4",
             "pp=2,microbatches=2,recompute=full",
             "cp=2,attention=heads",

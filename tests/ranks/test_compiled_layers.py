@@ -32,6 +32,10 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tp=2,sequence=true,recompute=full", ()),
     ("tp=2,sequence=true", ("--model", "qwen3")),
     ("tp=2", ("--model", "gpt2", "--model.dropout", "0")),
+    ("tp=2,tp_overlap=3", ()),
+    ("tp=2,sequence=true,tp_overlap=2", ("--model", "gpt2", "--model.dropout", "0")),
+    ("tp=2,sequence=true,tp_overlap=3,recompute=full", ()),
+    ("tp=2,tp_overlap=2", MIXTRAL),
     ("tp=2", ("--model", "gemma3", "--model.layers", "3")),
     ("cp=2,attention=heads", ()),
     ("pp=2,microbatches=2", ()),
@@ -94,7 +98,9 @@ def step_bytes(run: Path, axis: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("layout", "more"), cases(LAYOUTS, (1, 2, 15)), ids=["-".join((layout, *more[1:2])) for layout, more in LAYOUTS]
+    ("layout", "more"),
+    cases(LAYOUTS, (1, 2, 4, 5, 19)),
+    ids=["-".join((layout, *more[1:2])) for layout, more in LAYOUTS],
 )
 def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: tuple[str, ...]) -> None:
     write_corpus(tmp_path / "corpus.txt", 60)

@@ -37,6 +37,9 @@ CASES = {
         "pp=2,microbatches=4,schedule=interleaved", "shard=2,zero=3,precision=bf16", "cp=2,recompute=full",
         "replicate=2,shard=2,zero=2,microbatches=2", "shard=2,cp=2,zero=3", "pp=2,shard=2,zero=1,microbatches=2",
         "tp=2,cp=2",
+        # Chunks under products; recompute stops before a layer's last sum in them too.
+        "tp=2,tp_overlap=3", "tp=2,sequence=true,microbatches=2,tp_overlap=3", "tp=2,recompute=full,tp_overlap=2",
+        "tp=2,recompute=selective,sequence=true,tp_overlap=3",
         # Stages with the embedding or the head alone send a rank's tokens, as all others do.
         "pp=2,tp=2,sequence=true,microbatches=2,split=0-4", "pp=2,cp=2,split=4-0", "pp=2,cp=2,split=0-4",
         # Rounded numbers: messages of several sizes, shards, nodes of two copies, and what tp and pp leave a rank.
@@ -64,6 +67,7 @@ CASES = {
     # A norm follows each layer's last sum, so that recompute sends it again.
     "gemma3_text": [
         "tp=2,recompute=full,microbatches=2", "tp=2,recompute=selective", "tp=2,recompute=full:2,sequence=true",
+        "tp=2,recompute=selective,sequence=true,tp_overlap=2",
     ],
     # Its norms are over all heads of queries, and of keys.
     "olmo2": ["tp=2", "tp=2,sequence=true,microbatches=2", "tp=2,recompute=full", "tp=2,recompute=selective"],

@@ -144,6 +144,7 @@ def test_deepspeeds_configuration_says_the_layout() -> None:
         ("deepspeed", "replicate=2,shard=2,zero=2", DENSE, "replicate=1 works"),
         ("deepspeed", "shard=2,tp=2,ep=2,zero=1", EXPERTS, "can't be combined"),
         ("megatron", "replicate=4,compress=int8", DENSE, "leave compress out"),
+        ("megatron", "tp=4,tp_overlap=2", DENSE, "leave it out, and hide tp's traffic by its own flags"),
     ],
 )
 def test_what_a_framework_lacks_is_refused_in_a_sentence(framework: str, layout: str, sizes: str, why: str) -> None:

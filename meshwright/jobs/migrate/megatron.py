@@ -28,7 +28,7 @@ MEGATRON = Foreign(
     },
     needless={
         "overlap-*": "communication always goes on under compute",
-        "tp-comm-overlap*": "tp's sums are under compute where they can",
+        "tp-comm-overlap*": "tp_overlap=4 in the layout does the like",
         "use-mcore-models": "the model is read, not written anew",
         "transformer-impl": "kernels are torch's",
         "attention-backend": "model.attention takes torch's fused kernels where the family has them",
@@ -62,7 +62,7 @@ MEGATRON = Foreign(
         "min-loss-scale": "the scale is bounded by itself",
         "hysteresis": "the scale halves at each overflow",
         "no-gradient-accumulation-fusion": "kernels are torch's",
-        "no-async-tensor-model-parallel-allreduce": "tp's sums are under compute where they can",
+        "no-async-tensor-model-parallel-allreduce": "without tp_overlap in the layout every sum is waited for",
         "moe-token-dispatcher-type": "tokens travel by all-to-all",
         "moe-grouped-gemm": "experts of a rank are one grouped product where torch has it",
         "moe-permute-fusion": "kernels are torch's",

@@ -21,6 +21,7 @@ from meshwright.planner.cost.layer_cost import LayerCost, PassTime
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, drops_bytes, score_bytes
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
+from meshwright.planner.cost.tp_overlap import OverlappedTraffic
 from meshwright.spec.model_shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
@@ -273,6 +274,8 @@ class PricedModel:
         block_count = self._split_blocks(layer)
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
+        if (layouts.tp_overlap > 0).any():
+            OverlappedTraffic(self, layer, collective_s).correct(forward, backward)
         if (layouts.tp > 1).any():
             wire = backward_wire = groups.booked(block_count * collective_s + normed_s, tp)
         if layer.heads:

@@ -180,6 +180,8 @@ class LayoutBatch:
     """Share of the layers that recompute."""
     sequence: Array
     """1 with sequence parallelism: tokens outside tp's linears are split over tp."""
+    tp_overlap: Array
+    """Chunks of tokens in which products hide tp's traffic; 0 where nothing does."""
     stages: Array
     """Stages of each rank of pp."""
     schedule: Array
@@ -270,6 +272,7 @@ class LayoutBatch:
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
         columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
+        columns.append(self.tp_overlap)
         columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1]
         columns += [self.rows, self.data * self.microbatches]
         varied = [column for column in columns if (column != column[0]).any()]
@@ -304,7 +307,7 @@ class LayoutBatch:
             files: schedules from files, whose codes follow those of the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
-        zeros |= {"compress", "compress_weights", "low_rank", "inverse_density"}
+        zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -349,6 +352,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "recompute": RECOMPUTES.index(layout.recompute.mode),
         "recompute_share": layout.recompute.share(layers),
         "sequence": layout.sequence,
+        "tp_overlap": layout.tp_overlap,
         "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages_per_rank,
         "compress": COMPRESSIONS.index(layout.compress.name),

@@ -99,7 +99,9 @@ class PipelineFloor:
         self._gather, self._reduce = gather, reduce
         self._microbatches = self._layouts.microbatches[:, None]
         self._splits = splits_backward(self._layouts.schedule)[:, None] & bool(ranks.job.splits_backward)
-        self._splits = self._splits & (self._layouts.recompute == 0)[:, None]
+        # As `Layout.pipeline` runs it: whole under recompute, and where weight gradients hide tp's traffic.
+        is_whole = (self._layouts.recompute > 0) | (self._layouts.tp_overlap > 0)
+        self._splits = self._splits & ~is_whole[:, None]
         self._forward, self._backward = ranks.compute_forward, ranks.compute_backward
         # What no other rank waits for comes after the inputs' gradients where a schedule splits the backward.
         weight = np.minimum(ranks.weight, self._backward) * self._splits
