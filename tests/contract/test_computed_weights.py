@@ -1,4 +1,4 @@
-"""Weights that are computed, sparse or complex: trained where they can be, else refused before a rank starts."""
+"""Weights that are computed, sparse, complex or hooked: trained where possible, else refused before a rank starts."""
 
 from __future__ import annotations
 
@@ -79,11 +79,19 @@ def sparse_gradients(model: nn.Module) -> None:
     model.embedding = nn.Embedding(VOCAB, WIDTH, sparse=True)
 
 
+def hooked(model: nn.Module) -> None:
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def hooked_after_accumulation(model: nn.Module) -> None:
+    model.blocks[1].out.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     function.__name__: function
     for function in (
         *(old_weight_norm, weight_norm_of_head, spectral_norm, old_spectral_norm),
-        *(sparse, sparse_by_indices, complex_numbers, sparse_gradients),
+        *(sparse, sparse_by_indices, complex_numbers, sparse_gradients, hooked, hooked_after_accumulation),
     )
 }
 
@@ -111,6 +119,8 @@ def build(change: str) -> BuiltModel:
         ("sparse", "makes a sparse tensor.*nearest.*a dense weight"),
         ("sparse_by_indices", "makes a sparse tensor.*nearest.*a dense weight"),
         ("complex_numbers", r"'blocks.1.factor' is complex.*nearest.*view_as_complex"),
+        ("hooked", r"'head.weight' has a hook on its gradient.*nearest.*torch.autograd.Function in forward"),
+        ("hooked_after_accumulation", r"'blocks.1.out.weight' has a hook on its gradient"),
         ("sparse_gradients", "'embedding' has sparse=True.*nearest.*sparse=False"),
     ],
 )
