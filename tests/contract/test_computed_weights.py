@@ -53,6 +53,10 @@ def weight_norm_of_head(model: nn.Module) -> None:
     parametrizations.weight_norm(model.head)
 
 
+def weight_norm_of_column(model: nn.Module) -> None:
+    parametrizations.weight_norm(model.blocks[1].up)
+
+
 def spectral_norm(model: nn.Module) -> None:
     parametrizations.spectral_norm(model.blocks[1].out)
 
@@ -90,7 +94,7 @@ def hooked_after_accumulation(model: nn.Module) -> None:
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     function.__name__: function
     for function in (
-        *(old_weight_norm, weight_norm_of_head, spectral_norm, old_spectral_norm),
+        *(old_weight_norm, weight_norm_of_head, weight_norm_of_column, spectral_norm, old_spectral_norm),
         *(sparse, sparse_by_indices, complex_numbers, sparse_gradients, hooked, hooked_after_accumulation),
     )
 }
@@ -134,6 +138,17 @@ def test_a_head_whose_weight_is_computed_stays_whole_and_trains() -> None:
     assert table.vocabulary == ("embedding",) and "computed from other parameters" in table.refused["head"]
     batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
     case = Case(build=partial(build, "weight_norm_of_head"), batches=batches, recipe=OptimizerRecipe(), timeout_s=50)
+    (verdict,) = verify(case, [Layout.parse("tp=2,precision=float64")])
+    assert verdict.passed, verdict
+
+
+def test_a_layer_with_a_computed_column_matrix_keeps_its_group_whole_and_trains() -> None:
+    table = sharding_table(build("weight_norm_of_column"))
+    assert table.layers["blocks.0"].groups
+    assert any("computed from other parameters" in reason for reason in table.layers["blocks.1"].refused.values())
+    batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
+    build_one = partial(build, "weight_norm_of_column")
+    case = Case(build=build_one, batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     (verdict,) = verify(case, [Layout.parse("tp=2,precision=float64")])
     assert verdict.passed, verdict
 
