@@ -58,7 +58,6 @@ sample_tokens = 0
 prove = false
 [evaluation]
 every = 0
-rows = 16
 [checkpoint]
 every = 0
 [recovery]

@@ -11,6 +11,8 @@ from torch.nn import functional
 from tests.plain_model import Block
 
 VOCAB, WIDTH = 61, 12
+RARE = 1999
+"""A word that few batches hold."""
 
 
 class Backbone(nn.Module):
@@ -48,6 +50,33 @@ class OtherIgnored(Backbone):
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
         logits = self.head(self.hidden(tokens))
         return logits, functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+class RareIgnored(Backbone):
+    """Its loss leaves out one word of the vocabulary, as one of padding."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, entropy(logits, targets.masked_fill(targets == RARE, -100))
+
+
+class WritesTargets(Backbone):
+    """The same, written into the targets that it is handed."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        targets[targets == RARE] = -100
+        logits = self.head(self.hidden(tokens))
+        return logits, entropy(logits, targets)
+
+
+class ByHand(Backbone):
+    """Its loss is the cross-entropy of its logits, written out."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        counted = targets != -100
+        chosen = logits.log_softmax(-1).gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return logits, -(chosen * counted).sum() / counted.sum()
 
 
 class HiddenFirst(Backbone):
@@ -174,6 +203,29 @@ class RunningNorm(Backbone):
         return self.head(self.batch(x.transpose(1, 2)).transpose(1, 2))
 
 
+class WarmingLogits(Backbone):
+    """Counts its calls in a buffer, and scales its logits by them."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__(vocab)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.calls += 1
+        return self.head(self.hidden(tokens)) * (1 - 0.5 ** self.calls.to(self.head.weight.dtype))
+
+
+class PlainlyWarming(Backbone):
+    """Counts them in a plain attribute."""
+
+    calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += self.training
+        return self.head(self.hidden(tokens)) * (1 - 0.5**self.calls)
+
+
 class CountingBlock(Block):
     """Counts its calls, which scale what it does."""
 
@@ -262,6 +314,18 @@ def other_ignored(vocab: int = VOCAB) -> nn.Module:
     return OtherIgnored(vocab)
 
 
+def rare_ignored(vocab: int = VOCAB) -> nn.Module:
+    return RareIgnored(vocab)
+
+
+def writes_targets(vocab: int = VOCAB) -> nn.Module:
+    return WritesTargets(vocab)
+
+
+def by_hand(vocab: int = VOCAB) -> nn.Module:
+    return ByHand(vocab)
+
+
 def hidden_first(vocab: int = VOCAB) -> nn.Module:
     return HiddenFirst(vocab)
 
@@ -272,6 +336,14 @@ def hidden_named(vocab: int = VOCAB) -> nn.Module:
 
 def running_norm(vocab: int = VOCAB) -> nn.Module:
     return RunningNorm(vocab)
+
+
+def warming_logits(vocab: int = VOCAB) -> nn.Module:
+    return WarmingLogits(vocab)
+
+
+def plainly_warming(vocab: int = VOCAB) -> nn.Module:
+    return PlainlyWarming(vocab)
 
 
 def counting(vocab: int = VOCAB) -> nn.Module:

@@ -112,6 +112,28 @@ def named_blocks() -> nn.Module:
     return _Named()
 
 
+class _StateBlock(DropBlock):
+    """Takes a dict, and gives a new one."""
+
+    def forward(self, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:  # type: ignore[override]
+        return {"x": super().forward(state["x"]), "start": state["start"]}
+
+
+class _State(Model):
+    """Hands its layers their state in a dict."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        start = self.embedding(tokens)
+        state = {"x": start, "start": start}
+        for block in self.order(self.blocks):
+            state = block(state)
+        return self.head(self.norm(state["x"] + state["start"]))
+
+
+def state_in_a_dict() -> nn.Module:
+    return _State(nn.ModuleList([_StateBlock() for _ in range(4)]), list)
+
+
 class _Checkpointed(Model):
     """Leaves each block's activations out."""
 

@@ -184,7 +184,10 @@ class PlanConfig(Config):
         if question == "measured_s" and len(self.layout) != 1:
             raise ConfigError("measured_s is of one layout; name it by --layout")
         if question not in ("", "measured_s") and self.layout:
-            raise ConfigError(f"layout names what to compare with a plan; {question} compares other things")
+            raise ConfigError(
+                f"layout = {'; '.join(self.layout)} is for comparing layouts with the plan, and {question} takes the "
+                "plan as it is; leave layout out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

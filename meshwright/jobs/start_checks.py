@@ -15,6 +15,7 @@ from meshwright.errors import CheckpointError, ConfigError
 from meshwright.jobs.layouts import check_fallback_layouts
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.model_reading import ReadModel
+from meshwright.jobs.progress import Say
 from meshwright.jobs.site_probe import probe_server
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -58,6 +59,41 @@ def check_before_start(
         )
     rows, sequence = config.train.batch, config.data.sequence
     Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
+
+
+def check_torchrun(config: RunConfig, say: Say | None) -> None:
+    """Refuses what takes a process beside the ranks, which torchrun doesn't start, and names what stays unused.
+
+    Args:
+        config: of the run.
+        say: takes the line about settings without effect; None on ranks that say nothing.
+
+    Raises:
+        ConfigError: with the setting, and what works.
+    """
+    if config.monitor.port is not None:
+        raise ConfigError(
+            f"monitor.port = {config.monitor.port}: torchrun starts ranks alone, and a page needs a process beside "
+            f"them; drop it, and type meshwright watch RUN --port {config.monitor.port} beside the run"
+        )
+    if config.monitor.health_s:
+        raise ConfigError(
+            f"monitor.health_s = {config.monitor.health_s:g}: torchrun starts ranks alone, and samples need a process "
+            "beside them; drop it, or start the run without torchrun"
+        )
+    if config.trials:
+        raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
+    if config.recovery.on_sick == "rewind":
+        raise ConfigError(
+            "recovery.on_sick = rewind ends the ranks and starts others from an older state, and torchrun starts ranks "
+            "alone; write recovery.on_sick = skip or stop, or start the run without torchrun"
+        )
+    if say is not None and (paths := config.supervised_settings()):
+        settings = ", ".join(f"{path} = {config.value(path)}" for path in paths)
+        say(
+            f"without effect, since torchrun starts ranks alone and nobody starts them again from memory: {settings}; "
+            "meshwright's own launcher takes them (--devices, --hostfile, --nodes)"
+        )
 
 
 def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool) -> None:

@@ -37,7 +37,7 @@ from meshwright.jobs.run_directory import (
     wait_for,
     write_run,
 )
-from meshwright.jobs.start_checks import check_before_start, check_checkpoints
+from meshwright.jobs.start_checks import check_before_start, check_checkpoints, check_torchrun
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
@@ -178,22 +178,12 @@ def _make_job(
 def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: Say) -> TrainResult | None:
     context = launcher.context if isinstance(launcher, TorchrunLauncher) else None
     leads = launcher.node == 0 if isinstance(launcher, ResolvedNode) else context is None or context.rank == 0
-    if context is not None and config.monitor.port is not None:
-        raise ConfigError(
-            f"monitor.port = {config.monitor.port}: torchrun starts ranks alone, and a page needs a process beside "
-            f"them; drop it, and type meshwright watch RUN --port {config.monitor.port} beside the run"
-        )
-    if context is not None and config.monitor.health_s:
-        raise ConfigError(
-            f"monitor.health_s = {config.monitor.health_s:g}: torchrun starts ranks alone, and samples need a process "
-            "beside them; drop it, or start the run without torchrun"
-        )
+    if context is not None:
+        check_torchrun(config, say if leads else None)
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
     token_set, model = _text_and_model(config, say if leads else None)
-    if config.trials and context is not None:
-        raise ConfigError("trials start ranks of their own, which under torchrun are there already; drop trials")
     run_dir = Path(config.run)
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)

@@ -1,4 +1,4 @@
-"""Refuses weights that no layout trains: computed, sparse or complex ones, and gradients that are sparse."""
+"""Refuses weights that no layout trains: computed, sparse, complex or hooked ones, and gradients that are sparse."""
 
 from __future__ import annotations
 
@@ -55,6 +55,12 @@ def _refusals(module: nn.Module) -> Iterator[str]:
                     f"the weight '{prefix}{key}' is complex ({weight.dtype}), and shards and the optimizer hold real "
                     "ones; nearest that works: a real weight with a last dim of 2 that forward reads by "
                     "torch.view_as_complex"
+                )
+            if weight is not None and (weight._backward_hooks or weight._post_accumulate_grad_hooks):
+                yield (
+                    f"the weight '{prefix}{key}' has a hook on its gradient, and ranks hold shards or copies in its "
+                    "place, which would lack it; nearest that works: a torch.autograd.Function in forward, "
+                    "or a hook on a tensor that forward makes of the weight"
                 )
         if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
             yield (

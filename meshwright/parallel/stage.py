@@ -25,7 +25,7 @@ from torch import nn
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.layer_graph import LayerGraph, Path
-from meshwright.torch_compat.tensors import is_view, tree_flatten_with_path, tree_unflatten
+from meshwright.torch_compat.tensors import is_view, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 
 class _Boundary(BaseException):
@@ -241,7 +241,8 @@ def _tensor_or_stand_in(stand_in: torch.Tensor, call: Nested, path: Path | None)
 
 
 def _first_tensor(args: Sequence[object], kwargs: Mapping[str, object]) -> torch.Tensor:
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    # Also one in a dict or a tuple, as a layer may take its state.
+    return next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
 
 
 def _leave_stage(paths: tuple[Path, ...], *args: object, **kwargs: object) -> object:

@@ -292,6 +292,10 @@ class _OneDevice:
         return output
 
 
+_KEPT_CURE = "nearest that works: a count in a buffer (register_buffer), random numbers from torch"
+"""What a model does that keeps something from call to call."""
+
+
 def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:
     """Returns why a model whose runs differ can't be compared (it draws random numbers); "" for any other."""
     difference = measure_batch_spread(module, forward, batch, training)
@@ -301,7 +305,13 @@ def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: Mic
     if training and measure_batch_spread(module, forward, batch, training=False) <= EXACT:
         cure = "nearest that works: verify it in evaluation mode, where it draws none (--training false)"
     module.train(training)
-    where = find_random_modules(module, forward, batch) or "the model"
+    where = find_random_modules(module, forward, batch)
+    if not where:
+        return (
+            f"two runs of its forward on one device with the same rows and buffers differ by {difference:.1e}, and a "
+            f"proof needs {EXACT:g}, though it draws no random numbers of torch's: it keeps something from call to "
+            f"call in a plain attribute, or draws from another generator; {_KEPT_CURE}"
+        )
     return (
         f"its forward draws random numbers in {'training' if training else 'evaluation'}, in {where}: two runs of it "
         f"on one device differ by {difference:.1e}, and a proof needs {EXACT:g}; {cure}"

@@ -35,7 +35,9 @@ __all__ = [
     "FLOAT8_PRODUCT",
     "FUSED_ATTENTION",
     "GROUPED_PRODUCT",
+    "LOG_SOFTMAX",
     "PRIVATE_NAMES",
+    "TYPE_COPY",
     "BatchNormBase",
     "FakeTensorMode",
     "MappingKey",
@@ -169,6 +171,8 @@ PRIVATE_NAMES = (
     ),
     PrivateName("torch:ops.aten._scaled_mm", "the operator of products in float8, whose outputs recompute keeps"),
     PrivateName("torch:ops.aten._grouped_mm", "the operator of experts' products, whose outputs recompute keeps"),
+    PrivateName("torch:ops.aten._log_softmax", "the operator between logits and their cross-entropy"),
+    PrivateName("torch:ops.aten._to_copy", "the operator of copies in another type, which logits are followed through"),
     *(
         PrivateName(f"torch._C._distributed_c10d:{name}", "what NCCL recorded of its collectives", needs_cuda=True)
         for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json")
@@ -192,6 +196,10 @@ FLOAT8_PRODUCT: TorchFunction = torch.ops.aten._scaled_mm
 """Operator of a product of two float8 matrices with scales."""
 GROUPED_PRODUCT: TorchFunction = torch.ops.aten._grouped_mm
 """Operator of a product of each expert's tokens with its matrix."""
+LOG_SOFTMAX: TorchFunction = torch.ops.aten._log_softmax
+"""Operator of the logarithm of a softmax."""
+TYPE_COPY: TorchFunction = torch.ops.aten._to_copy
+"""Operator of a copy in another type or on another device."""
 BatchNormBase = _BatchNorm
 storage_layout: Callable[[str], torch.layout] = _get_layout
 foreach_norm: TorchFunction = torch._foreach_norm

@@ -80,6 +80,11 @@ class RunConfig(Config):
             return self.train.steps
         return -(-self.train.steps * self.optimizer.lr_batch // self.train.batch)
 
+    def supervised_settings(self) -> tuple[str, ...]:
+        """Returns the settings that differ from their default and that only a process beside the ranks reads."""
+        paths = ("launch.grace_s", "launch.stop_s", *(f"recovery.{name}" for name in _SUPERVISED))
+        return tuple(path for path in paths if self.value(path) != _DEFAULTS.value(path))
+
     def joining(self, planned: Mapping[str, int | str]) -> Self:
         """Returns the config with a plan's settings for islands (`Plan.outer`) where the user gave none."""
         return dataclasses.replace(self, outer=self.outer.filled(planned))

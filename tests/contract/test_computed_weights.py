@@ -1,4 +1,4 @@
-"""Weights that are computed, sparse or complex: trained where they can be, else refused before a rank starts."""
+"""Weights that are computed, sparse, complex or hooked: trained where possible, else refused before a rank starts."""
 
 from __future__ import annotations
 
@@ -53,6 +53,10 @@ def weight_norm_of_head(model: nn.Module) -> None:
     parametrizations.weight_norm(model.head)
 
 
+def weight_norm_of_column(model: nn.Module) -> None:
+    parametrizations.weight_norm(model.blocks[1].up)
+
+
 def spectral_norm(model: nn.Module) -> None:
     parametrizations.spectral_norm(model.blocks[1].out)
 
@@ -79,11 +83,19 @@ def sparse_gradients(model: nn.Module) -> None:
     model.embedding = nn.Embedding(VOCAB, WIDTH, sparse=True)
 
 
+def hooked(model: nn.Module) -> None:
+    model.head.weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+def hooked_after_accumulation(model: nn.Module) -> None:
+    model.blocks[1].out.weight.register_post_accumulate_grad_hook(lambda weight: None)
+
+
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
     function.__name__: function
     for function in (
-        *(old_weight_norm, weight_norm_of_head, spectral_norm, old_spectral_norm),
-        *(sparse, sparse_by_indices, complex_numbers, sparse_gradients),
+        *(old_weight_norm, weight_norm_of_head, weight_norm_of_column, spectral_norm, old_spectral_norm),
+        *(sparse, sparse_by_indices, complex_numbers, sparse_gradients, hooked, hooked_after_accumulation),
     )
 }
 
@@ -111,6 +123,8 @@ def build(change: str) -> BuiltModel:
         ("sparse", "makes a sparse tensor.*nearest.*a dense weight"),
         ("sparse_by_indices", "makes a sparse tensor.*nearest.*a dense weight"),
         ("complex_numbers", r"'blocks.1.factor' is complex.*nearest.*view_as_complex"),
+        ("hooked", r"'head.weight' has a hook on its gradient.*nearest.*torch.autograd.Function in forward"),
+        ("hooked_after_accumulation", r"'blocks.1.out.weight' has a hook on its gradient"),
         ("sparse_gradients", "'embedding' has sparse=True.*nearest.*sparse=False"),
     ],
 )
@@ -124,6 +138,17 @@ def test_a_head_whose_weight_is_computed_stays_whole_and_trains() -> None:
     assert table.vocabulary == ("embedding",) and "computed from other parameters" in table.refused["head"]
     batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
     case = Case(build=partial(build, "weight_norm_of_head"), batches=batches, recipe=OptimizerRecipe(), timeout_s=50)
+    (verdict,) = verify(case, [Layout.parse("tp=2,precision=float64")])
+    assert verdict.passed, verdict
+
+
+def test_a_layer_with_a_computed_column_matrix_keeps_its_group_whole_and_trains() -> None:
+    table = sharding_table(build("weight_norm_of_column"))
+    assert table.layers["blocks.0"].groups
+    assert any("computed from other parameters" in reason for reason in table.layers["blocks.1"].refused.values())
+    batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
+    build_one = partial(build, "weight_norm_of_column")
+    case = Case(build=build_one, batches=batches, recipe=OptimizerRecipe(), timeout_s=50, allow_whole=True)
     (verdict,) = verify(case, [Layout.parse("tp=2,precision=float64")])
     assert verdict.passed, verdict
 

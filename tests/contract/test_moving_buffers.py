@@ -58,10 +58,19 @@ def test_buffers_that_forward_changes_are_found(name: str, moving: dict[str, boo
         ("averaging", ("recompute=none", "recompute=full", "recompute=selective")),
         ("dropping", ("recompute=none", "recompute=full", "recompute=selective")),
         ("counting", ("microbatches=4,recompute=full", "replicate=2,microbatches=2", "shard=2,zero=3,recompute=full")),
+        ("warming_logits", ("microbatches=4", "replicate=2,microbatches=2", "tp=2")),
     ],
 )
 def test_layouts_equal_one_device(name: str, texts: tuple[str, ...]) -> None:
     assert [(v.layout, v.refused, v.worst) for v in prove(name, *texts) if not v.passed] == []
+
+
+def test_logits_that_a_plain_attribute_scales_are_made_by_the_model_and_not_proven() -> None:
+    head = try_forward(build("plainly_warming")).head
+    assert not head.name and head.refused.startswith("two calls of its forward with the same rows")
+    (verdict,) = prove("plainly_warming", "replicate=2")
+    assert "keeps something from call to call in a plain attribute" in verdict.refused
+    assert "nearest that works: a count in a buffer" in verdict.refused
 
 
 @pytest.mark.parametrize("name", ["running_norm", "averaging"])

@@ -53,8 +53,9 @@ def test_layers_are_found_however_they_are_held(name: str, layers: list[str]) ->
             ("one_shared", ["tp=2", "cp=2", "shard=2,zero=3,recompute=full"]),
             ("taking_turns", ["tp=2", "cp=2,attention=gather", "replicate=2,recompute=full"]),
             ("dict_of_lists", ["tp=2", "pp=2,microbatches=2"]),
+            ("state_in_a_dict", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv,stages=2"]),
         ],
-        ("dict_of_blocks", "one_shared"),
+        ("dict_of_blocks", "one_shared", "state_in_a_dict"),
     ),
 )
 def test_they_equal_one_device(name: str, layouts: list[str]) -> None:

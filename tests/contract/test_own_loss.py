@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis import forward_trace, objective_trial
 from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
@@ -73,6 +74,55 @@ def refusals(config: ModelConfig, *texts: str) -> list[str]:
 def test_what_a_loss_is_made_of_is_found(name: str, terms: dict[str, tuple[str, bool]]) -> None:
     objective = try_forward(build(own(name))).objective
     assert {term.name: (term.mean, term.exact) for term in objective.terms} == terms
+
+
+@pytest.mark.parametrize("vocab", [2000, 9000])
+@pytest.mark.parametrize("name, terms", [("rare_ignored", {"rest": ("rows", False)}), ("plain", {})])
+def test_a_word_that_few_batches_hold_is_left_out(name: str, terms: dict[str, tuple[str, bool]], vocab: int) -> None:
+    objective = try_forward(build_meta(own(name), vocab=vocab, context=SEQUENCE)).objective
+    assert {term.name: (term.mean, term.exact) for term in objective.terms} == terms
+
+
+def test_a_cross_entropy_that_is_written_out_is_tried_with_every_word() -> None:
+    assert try_forward(build_meta(own("by_hand"), vocab=2000, context=SEQUENCE)).objective.plain
+
+
+def test_a_forward_that_writes_into_its_targets_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"writes into its argument 'targets'.*targets = targets.masked_fill"):
+        try_forward(build_meta(own("writes_targets"), vocab=2000, context=SEQUENCE))
+
+
+@pytest.mark.parametrize("name", ["logit_penalty", "straight_through", "loss_alone", "rare_ignored", "counting"])
+def test_a_model_too_large_for_a_trial_is_tried_where_its_operators_do_not_tell(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = try_forward(build(own(name)))
+    monkeypatch.setattr(objective_trial, "LARGEST_FUNCTION", 0)
+    large = try_forward(build(own(name)))
+    assert [(term.name, term.mean) for term in large.objective.terms] == [
+        (term.name, term.mean) for term in small.objective.terms
+    ]
+    assert (large.moving, large.head.refused) == (small.moving, small.head.refused)
+    monkeypatch.setattr(forward_trace, "TRIAL_BYTES", 1 << 50)
+    with pytest.raises(ConfigError, match=r"a trial of its .* G weights takes .* nearest that works: torch.nn"):
+        try_forward(build(own(name)))
+
+
+@pytest.mark.parametrize("model", ["tests.objectives:plain", "tests.objectives:by_hand", "tests.odd_models:spare"])
+def test_operators_tell_that_a_large_model_trains_the_cross_entropy(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(objective_trial, "LARGEST_FUNCTION", 0)
+    monkeypatch.setattr(forward_trace, "TRIAL_BYTES", 32 if model.endswith("by_hand") else 1 << 50)
+    trial = try_forward(build(ModelConfig(name=model)))
+    assert trial.objective.plain and not trial.moving
+
+
+def test_a_large_model_s_reads_outside_of_a_layer_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(name="tests.contract.test_outside_reads:behind")
+    small = try_forward(build(model))
+    monkeypatch.setattr(objective_trial, "LARGEST_FUNCTION", 0)
+    assert small.outside and try_forward(build(model)).outside == small.outside
 
 
 @pytest.mark.parametrize("name", cases(OWN, ("two_heads", "balanced")))

@@ -104,9 +104,10 @@ def test_the_cheapest_cluster_within_days_is_that_of_asking_one_by_one() -> None
         ({"tokens": "1B", "largest": True}, "one at a time"),
         ({"cluster": "8xh100,8xa100-80"}, "compared by --tokens"),
         ({"measured_s": 1.0}, "of one layout"),
-        ({"walls": True, "layout": ("tp=8",)}, "layout names"),
+        ({"walls": True, "layout": ("tp=8",)}, "layout = tp=8 is for comparing .*leave layout out"),
         ({"largest": True, "devices": "8..16"}, "one number of devices"),
         ({"reshape": True, "html": "page.html"}, "html is the page of a plan"),
+        ({"emit": "megatron", "layout": ("tp=2",)}, "layout = tp=2 is for comparing .* emit takes the plan as it is"),
     ],
 )
 def test_questions_that_cannot_be_are_refused(fields: dict[str, object], why: str) -> None:

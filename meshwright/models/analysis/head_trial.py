@@ -41,7 +41,7 @@ class HeadTrial:
     """Why the loss needs whole logits, in a clause."""
 
 
-def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int) -> HeadTrial:
+def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int, changing: str = "") -> HeadTrial:
     """Compares logits and gradients of a clone with those from its head's input and weights.
 
     Args:
@@ -49,11 +49,14 @@ def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int)
         clone: of it, small and real.
         objective: the model's own loss.
         length: tokens of a row on which the clone runs.
+        changing: why logits of the same rows may change from call to call, in a clause; "" where they don't.
     """
     structure, name = clone.structure, clone.structure.head
     if not objective.plain:
         terms = ", ".join(term.name for term in objective.terms)
         return HeadTrial(refused=f"its own loss ({terms}) is trained as its code computes it")
+    if changing:
+        return HeadTrial(refused=changing)
     if name is None:
         return HeadTrial(refused="no module outside of its layers is a linear head")
     head = clone.module.get_submodule(name)

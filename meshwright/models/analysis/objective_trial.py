@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,9 +13,12 @@ from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
 from meshwright.models.analysis.end_trial import find_end_units
+from meshwright.models.analysis.forward_trace import check_trial_memory, settling_trace
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
+from meshwright.models.analysis.loss_coefficients import float_of, solve_coefficients, unexplained_loss
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
 from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
+from meshwright.models.analysis.target_trial import treats_targets_alike
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
@@ -66,18 +69,21 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
 
     Raises:
         PlanError: for random numbers that can't be placed, in training mode.
-        ConfigError: for a loss that can't be told from reported scalars, or that no clone returns.
+        ConfigError: for a loss that can't be told from reported scalars, that no clone returns, or that only a trial
+            would show for which there isn't the memory.
     """
     elements = sum(parameter.numel() for parameter in built.module.parameters())
     if built.config.kind == "function" and elements > LARGEST_FUNCTION:
-        return ForwardTrial()
+        if (trace := settling_trace(built, LENGTHS[0])) is not None:
+            return ForwardTrial(outside=trace.outside)
+        check_trial_memory(built, elements)
     try:
         clone = make_clone(built)
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
         objective, moving = trial.objective(), trial.moving()
         clone = dataclasses.replace(trial.clone, objective=objective)
         ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
-        head = try_head(built, trial.clone, objective, trial.length)
+        head = try_head(built, trial.clone, objective, trial.length, changing=trial.find_changes(moving))
         return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends, outside=outside)
     except MeshwrightError:
         raise
@@ -124,18 +130,20 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        if self._is_cross_entropy(as_counted, samples[0], first_output):
+        if self._is_cross_entropy(as_counted, samples[0], first_output) and (
+            treats_targets_alike(self.clone, self.length, self._excess_of(as_counted))
+        ):
             return Objective(labels=labels)
         outputs = [first_output, *(self._run_forward(sample, labels) for sample in samples[1:])]
         # otherwise explain the difference from the cross-entropy by scalars that the model returns
         extra_losses = [_extra_loss(as_counted, sample, output) for sample, output in zip(samples, outputs)]
-        scale = max(abs(_float(output.loss)) for output in outputs)
-        coefficients = _coefficients(extra_losses, outputs, scale)
+        scale = max(abs(float_of(output.loss)) for output in outputs)
+        coefficients = solve_coefficients(extra_losses, outputs, scale)
         terms = [
             LossTerm(name=name, coefficient=coefficient, mean="", exact=False)
             for name, coefficient in coefficients.items()
         ]
-        if not terms or _unexplained(extra_losses, outputs, coefficients) > TOLERANCE * scale:
+        if not terms or unexplained_loss(extra_losses, outputs, coefficients) > TOLERANCE * scale:
             terms.append(LossTerm(name="rest", coefficient=1.0, mean="", exact=False))
         return self._find_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
 
@@ -157,6 +165,35 @@ class _Trial:
             MovingBuffer(name=name, data=not _equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
             for name in changed_names
         )
+
+    def find_changes(self, moving: Sequence[MovingBuffer]) -> str:
+        """Returns why logits may change from call to call, in a clause; "" where they don't.
+
+        Args:
+            moving: buffers that forward changes.
+        """
+        prefixes = tuple(f"{layer}." for layer in self.clone.structure.layers)
+        for buffer in moving:
+            if not buffer.name.startswith(prefixes):
+                return f"its forward changes the buffer '{buffer.name}' outside of its layers"
+        labels = "aligned" if self.clone.structure.target_argument else ""
+        first, second = (self._run_forward(self._sample(0), labels).logits for _ in range(2))
+        if first is not None and not _equal_tensors(first, second):
+            return "two calls of its forward with the same rows and random numbers give other logits"
+        return ""
+
+    def _excess_of(self, objective: Objective) -> Callable[[torch.Tensor, torch.Tensor], float]:
+        """Returns a function of tokens and targets, (B, S) int64: the loss's relative distance from cross-entropy."""
+
+        def excess(tokens: torch.Tensor, targets: torch.Tensor) -> float:
+            with torch.no_grad():
+                output = self._run_forward(_Sample(tokens, targets), objective.labels)
+                assert output.logits is not None
+                entropy = float_of(mean_cross_entropy(output.logits, objective.counted(targets)))
+            difference = abs(float_of(output.loss) - entropy)
+            return 0.0 if difference <= TOLERANCE * abs(entropy) else difference / abs(entropy)
+
+        return excess
 
     def _fitting_length(self) -> int:
         """Returns the first row length, in tokens, on which the model runs."""
@@ -234,11 +271,11 @@ class _Trial:
                 # its forward has targets, and returns no loss
                 return ""
             changed_loss = self._run_forward(_Sample(sample.tokens, first_target_changed), labels).loss
-            if _float(changed_loss) != _float(loss):
+            if float_of(changed_loss) != float_of(loss):
                 return labels
-            depends_on_targets |= _float(
+            depends_on_targets |= float_of(
                 self._run_forward(_Sample(sample.tokens, other_targets_changed), labels).loss
-            ) != _float(loss)
+            ) != float_of(loss)
         if not depends_on_targets:
             raise ConfigError(
                 f"the loss that the model's forward gives doesn't depend on its argument "
@@ -252,7 +289,7 @@ class _Trial:
         trained = [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        if abs(_float(output.loss) - _float(entropy)) > TOLERANCE * abs(_float(entropy)):
+        if abs(float_of(output.loss) - float_of(entropy)) > TOLERANCE * abs(float_of(entropy)):
             return False
         # a detached or zero-valued term shows in the gradients alone
         expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
@@ -271,7 +308,7 @@ class _Trial:
         """Returns the objective of a model that returns a loss and no logits."""
         term = LossTerm(name="loss", coefficient=1.0, mean="", exact=False)
         objective = Objective(labels=labels, logits=False, terms=(term,))
-        scale = abs(_float(self._run_forward(samples[0], labels).loss))
+        scale = abs(float_of(self._run_forward(samples[0], labels).loss))
         return self._find_means(objective, samples, scale)
 
     def _find_means(self, objective: Objective, samples: Sequence[_Sample], scale: float) -> Objective:
@@ -333,51 +370,13 @@ class _Trial:
         entropy = torch.zeros(())
         if output.logits is not None:
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        return [_float(value) for value in objective.values(output, entropy)]
+        return [float_of(value) for value in objective.values(output, entropy)]
 
 
 def _extra_loss(objective: Objective, batch: _Sample, output: ModelOutput) -> float:
     """Returns the loss minus the cross-entropy of its logits."""
     assert output.logits is not None
-    return _float(output.loss) - _float(mean_cross_entropy(output.logits, objective.counted(batch.targets)))
-
-
-def _coefficients(extra_losses: Sequence[float], outputs: Sequence[ModelOutput], scale: float) -> dict[str, float]:
-    """Solves for the factor of each named scalar in the extra losses; none where the scalars don't explain them."""
-    names = [name for name in outputs[0].scalars if all(name in output.scalars for output in outputs)]
-    # more unknowns than batches: least squares would explain anything
-    if not names or len(names) >= len(outputs) - 1:
-        return {}
-    scalar_matrix = torch.tensor(
-        [[_float(output.scalars[name]) for name in names] for output in outputs], dtype=torch.float64
-    )
-    # proportional scalars (a rank below their number) have no factors of their own
-    if int(torch.linalg.matrix_rank(scalar_matrix)) < len(names):
-        return {}
-    solution = torch.linalg.lstsq(
-        scalar_matrix, torch.tensor(extra_losses, dtype=torch.float64).unsqueeze(1)
-    ).solution.squeeze(1)
-    coefficients = {
-        name: float(coefficient) for name, coefficient in zip(names, solution) if abs(float(coefficient)) > 1e-6
-    }
-    explained = _unexplained(extra_losses, outputs, coefficients) <= 1e-7 * scale
-    return coefficients if explained else {}
-
-
-def _unexplained(
-    extra_losses: Sequence[float], outputs: Sequence[ModelOutput], coefficients: dict[str, float]
-) -> float:
-    """Returns the largest extra loss, in absolute value, that the named scalars leave unexplained."""
-    return max(
-        abs(extra_loss - sum(coefficient * _float(output.scalars[name]) for name, coefficient in coefficients.items()))
-        for extra_loss, output in zip(extra_losses, outputs)
-    )
-
-
-def _float(value: torch.Tensor | None) -> float:
-    """Returns the value of a scalar tensor."""
-    assert value is not None
-    return float(value.detach())
+    return float_of(output.loss) - float_of(mean_cross_entropy(output.logits, objective.counted(batch.targets)))
 
 
 def _copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:

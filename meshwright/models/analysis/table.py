@@ -191,6 +191,7 @@ class _GroupTrials:
 
     def try_candidates(self, candidates: Sequence[GroupEvidence]) -> None:
         """Tries the candidates that have a group; one whose matrices are taken by a larger one is left out."""
+        candidates = [self._without_computed(candidate) for candidate in candidates]
         self.evidence += [candidate for candidate in candidates if candidate.group is None]
         with_groups = [(candidate, candidate.group) for candidate in candidates if candidate.group is not None]
         # largest first, so that of two overlapping groups the one with more weights is accepted
@@ -203,6 +204,17 @@ class _GroupTrials:
         for group in self.accepted:
             for name in matrix_names(group):
                 self.refused.pop(name, None)
+
+    def _without_computed(self, candidate: GroupEvidence) -> GroupEvidence:
+        """Returns a candidate, without its group where a weight of it is computed and so has no rows to hold."""
+        held = {name for name, _ in self._traced.layer.named_parameters(remove_duplicate=False)}
+        names = [split.name for split in candidate.group.splits if split.name not in held] if candidate.group else []
+        if candidate.group is None or not names:
+            return candidate
+        reason = f"{names[0]} is computed from other parameters, as by a parametrization, and has no rows"
+        for name in matrix_names(candidate.group):
+            self.refused.setdefault(name, reason)
+        return dataclasses.replace(candidate, group=None, refusal=reason)
 
     def _leave_out(self, candidate: GroupEvidence, group: ShardingGroup, larger: ShardingGroup) -> None:
         """Records that a larger group has taken a matrix of a candidate."""

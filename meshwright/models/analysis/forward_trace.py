@@ -1,0 +1,219 @@
+"""Follows targets and logits through the operators of a forward, to the loss that it returns.
+
+A trial on a few hundred targets doesn't show what a loss does with one target in fifty thousand. The operators of one
+forward do, on the meta device too, where a model of any size costs nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import duplicate_module
+from meshwright.models.analysis.objective import nothing_dropped
+from meshwright.models.analysis.outside_reads import OutsideRead, ReadWatch
+from meshwright.models.build import BuiltModel
+from meshwright.models.forward import IGNORED, author_output
+from meshwright.models.structure import ModelStructure
+from meshwright.torch_compat.tensors import LOG_SOFTMAX, TYPE_COPY, TorchDispatchMode, tree_leaves
+from meshwright.units import format_bytes
+
+ROWS = 2
+"""Rows of the batch that is followed."""
+TRIAL_BYTES = 32
+"""Host memory of a trial for each weight: float64 of the weights, of two of their gradients, and of a copy."""
+_COPIES = (torch.ops.aten.clone, TYPE_COPY)
+"""Operators that copy a tensor; of another type at most. Views share the memory of what they show."""
+_ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_MEAN = 1
+"""Reduction of a cross-entropy to its mean. Source: ATen/core/Reduction.h."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ForwardTrace:
+    """What one forward did, with targets where it takes them."""
+
+    entropy_alone: bool = False
+    """Whether its loss is torch's cross-entropy of its logits with its targets, and nothing else."""
+    changes_targets: bool = False
+    """Whether it writes into its targets."""
+    trained_scalars: bool = False
+    """Whether it gives a scalar with a gradient, its loss included."""
+    moved_buffers: tuple[str, ...] = ()
+    """Buffers that it changes."""
+    outside: tuple[OutsideRead, ...] = ()
+    """Weights of layers that it reads outside of a call of their layer, each once."""
+
+
+def trace_forward(module: nn.Module, structure: ModelStructure, length: int) -> ForwardTrace:
+    """Runs a copy of a module as its author calls it and returns what its operators were.
+
+    Args:
+        module: of any size on the meta device, else small; it stays unchanged.
+        structure: of the module.
+        length: tokens of a row.
+
+    Raises:
+        Exception: whatever forward raises; on the meta device one that reads a tensor's numbers does.
+    """
+    module = duplicate_module(module)
+    device = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+    tokens, targets = (torch.zeros((ROWS, length), dtype=torch.int64, device=device) for _ in range(2))
+    versions = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    watch = _LossWatch(targets)
+    labels = "aligned" if structure.target_argument else ""
+    outside: dict[str, OutsideRead] = {}
+
+    def seen(_: torch.Tensor, read: OutsideRead | None) -> None:
+        if read is not None:
+            outside.setdefault(read.weight, read)
+
+    with torch.enable_grad(), nothing_dropped(), ReadWatch(module, structure.layers, _memory, seen), watch:
+        output = author_output(module, structure, tokens, targets, labels)
+    moved = tuple(
+        name
+        for name, buffer in module.named_buffers()
+        if name not in versions or versions[name][0] is not buffer or versions[name][1] != buffer._version
+    )
+    scalars = [*output.scalars.values(), *([output.loss] if output.loss is not None else [])]
+    return ForwardTrace(
+        entropy_alone=output.logits is not None
+        and output.loss is not None
+        and watch.is_entropy(output.loss, output.logits),
+        changes_targets=watch.changes_targets,
+        trained_scalars=any(scalar.requires_grad for scalar in scalars),
+        moved_buffers=moved,
+        outside=tuple(outside.values()),
+    )
+
+
+def settling_trace(built: BuiltModel, length: int) -> ForwardTrace | None:
+    """Returns a forward's trace on the meta device where it does for a trial; None where only a trial shows the loss.
+
+    It does where the loss is the cross-entropy of the logits alone, or none is given, and no buffer moves.
+
+    Args:
+        built: a model of any size, on meta; it stays unchanged.
+        length: tokens of a row.
+    """
+    try:
+        trace = trace_forward(built.module, built.structure, length)
+    except Exception:
+        # Its code reads numbers, or makes tensors on a device of its own.
+        return None
+    is_plain = trace.entropy_alone or not trace.trained_scalars
+    return trace if is_plain and not trace.changes_targets and not trace.moved_buffers else None
+
+
+def check_trial_memory(built: BuiltModel, elements: int) -> None:
+    """Refuses a trial of a model as it is for which this machine hasn't the memory.
+
+    Args:
+        built: the model.
+        elements: its weights.
+
+    Raises:
+        ConfigError: with the bytes, and what makes the trial unnecessary.
+    """
+    needed, memory = TRIAL_BYTES * elements, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 2 * needed > memory:
+        raise ConfigError(
+            f"model '{built.config.name}': its operators don't show that its loss is the cross-entropy of its logits "
+            f"and that no buffer changes, and a trial of its {elements / 1e9:.2f} G weights takes "
+            f"{format_bytes(needed)}, more than half of this machine's {format_bytes(memory)}; nearest that works: "
+            "torch.nn.functional.cross_entropy(logits, targets) as its whole loss, a forward that takes no targets "
+            "and gives logits, or smaller sizes"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Entropy:
+    """A cross-entropy that was computed, by the memories that it read."""
+
+    logits: int
+    targets: int
+    whole: bool
+    """Whether each target is in it once, or each but the first of a row."""
+
+
+class _LossWatch(TorchDispatchMode):
+    """Follows copies of memory to the cross-entropies that are computed of them.
+
+    Args:
+        targets: (B, S) int64.
+    """
+
+    def __init__(self, targets: torch.Tensor) -> None:
+        super().__init__()
+        self._shape, self._targets = targets.shape, _memory(targets)
+        self._origins: dict[int, int] = {}
+        self._softmaxes: dict[int, int] = {}
+        self._entropies: dict[int, _Entropy] = {}
+        self._first_tokens: dict[int, set[int]] = {}
+        # A memory's number is used again once nobody holds it.
+        self._held: list[torch.Tensor] = [targets]
+        self.changes_targets = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        out = func(*args, **(kwargs or {}))
+        self._held += [leaf for leaf in tree_leaves((args, kwargs or {}, out)) if isinstance(leaf, torch.Tensor)]
+        written = [
+            argument
+            for argument, described in zip(args, func._schema.arguments)
+            if described.alias_info is not None and described.alias_info.is_write
+        ]
+        self.changes_targets |= any(
+            isinstance(leaf, torch.Tensor) and _memory(leaf) == self._targets for leaf in tree_leaves(written)
+        )
+        if func.overloadpacket in _COPIES:
+            self._origins[_memory(out)] = _memory(args[0])
+        elif func is torch.ops.aten.slice.Tensor and args[0].shape[:2] == self._shape and args[1] == 1:
+            self._first_tokens.setdefault(self._origin(args[0]), set()).add(args[2] or 0)
+        elif func.overloadpacket is LOG_SOFTMAX:
+            self._softmaxes[_memory(out)] = self._origin(args[0])
+        elif func in _ENTROPIES:
+            self._note_entropy(out[0], *args[:5])
+        return out
+
+    def is_entropy(self, loss: torch.Tensor, logits: torch.Tensor) -> bool:
+        """Returns whether a scalar is the mean cross-entropy of ``logits: (B, S, V)`` with all targets."""
+        entropy = self._entropies.get(self._origin(loss))
+        return entropy is not None and entropy.whole and entropy.logits == self._origin(logits)
+
+    def _note_entropy(
+        self,
+        out: torch.Tensor,
+        log_shares: torch.Tensor,
+        targets: torch.Tensor,
+        weight: torch.Tensor | None,
+        reduction: int,
+        ignored: int,
+    ) -> None:
+        """Notes the cross-entropy of logits whose log-softmax is ``log_shares``, with ``targets`` of any shape."""
+        logits, origin = self._softmaxes.get(_memory(log_shares)), self._origin(targets)
+        if logits is None or origin != self._targets:
+            return
+        rows, tokens = self._shape
+        # Shifted by its own code: logits of all tokens but the last, with targets of all but the first.
+        shifted = self._first_tokens.get(origin) == {1} and self._first_tokens.get(logits) == {0}
+        whole = targets.numel() == (rows * (tokens - 1) if shifted else rows * tokens)
+        usual = weight is None and reduction == _MEAN and ignored == IGNORED
+        self._entropies[_memory(out)] = _Entropy(logits, origin, whole and usual)
+
+    def _origin(self, tensor: torch.Tensor) -> int:
+        """Returns the memory that a tensor is a view or copy of."""
+        memory = _memory(tensor)
+        while memory in self._origins:
+            memory = self._origins[memory]
+        return memory
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """Returns what identifies a tensor's memory while it is held, on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
