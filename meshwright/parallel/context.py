@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel import balanced_runs, collectives, parameter_slices, tensor_hooks
+from meshwright.parallel import balanced_runs, collectives, parameter_slices, stand_in, tensor_hooks, unit_slices
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.gathered_attention import GatheredAttention
@@ -138,7 +138,7 @@ def _unexchangeable_reason(group: ShardingGroup) -> str:
             f"{group.inner_row_linears[0]} sums over all heads, before {group.row_linear} reads them; "
             "the nearest is attention=gather"
         )
-    for cutting in group.cuttings:
+    for cutting in (cutting for cutting in group.cuttings if cutting.kind is not CuttingKind.WIDTH):
         description = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
         if cutting.kind is CuttingKind.BUFFER:
             description = ".".join(name for name in (cutting.module, cutting.key) if name)
@@ -172,8 +172,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         )
     splits_by_name = {split.name: split for split in group.splits}
     attention = layer.get_submodule(group.module)
-    # The module's code reads S off the hidden state: it must see the whole row's shape.
-    _present_full_rows(attention, axis_group)
+    _present_full_rows(attention, axis_group.size, unit_slices.local_width(group, shares[axis_group.index]))
 
     def spans(split: ParameterSplit, size: int) -> list[tuple[Span, ...]]:
         return [parameter_slices.spans_of_units(split, units, group, size) for units in shares]
@@ -211,50 +210,20 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     parameter_slices.set_local_sizes(layer, group, shares[axis_group.index])
 
 
+def _present_full_rows(attention: nn.Module, size: int, width: int) -> None:
+    """Shows a module the shape of the whole row, since its code reads S off the hidden state, and its width if not 0."""
+    stand_in.present(
+        attention,
+        lambda shape: (shape[0], shape[1] * size, width or shape[2]),
+        ForwardLayer.CONTEXT,
+        "the whole row",
+    )
+
+
 def _with_spans(
     exchange: Callable[..., torch.Tensor], axis_group: AxisGroup, spans_of_rank: Any
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda x: exchange(x, axis_group, spans_of_rank)
-
-
-def _present_full_rows(root: nn.Module, axis_group: AxisGroup) -> None:
-    """Calls a module with a stand-in of the whole row; what it hands the stand-in to gets this rank's tokens."""
-    local_states: list[torch.Tensor] = []
-    stand_ins: list[torch.Tensor] = []
-
-    def enter(x: torch.Tensor) -> torch.Tensor:
-        local_states.append(x)
-        # Not a number: code that computes with it, instead of reading its shape, is found out.
-        stand_in = (
-            x.detach().new_full((1, 1, 1), float("nan")).expand(x.shape[0], x.shape[1] * axis_group.size, x.shape[2])
-        )
-        stand_ins.append(stand_in)
-        return stand_in
-
-    def closing(plain: Forward) -> Forward:
-        def forward(*args: object, **kwargs: object) -> object:
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                # Also after an exception: the next call must not meet this one's stand-in.
-                if local_states:
-                    local_states.pop()
-                    stand_ins.pop()
-
-        return forward
-
-    def swap(_: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> object:
-        if not stand_ins:
-            return None
-        # By identity: only the very stand-in is replaced; a module that was handed another tensor keeps it.
-        args = tuple(local_states[-1] if value is stand_ins[-1] else value for value in args)
-        return args, {key: local_states[-1] if value is stand_ins[-1] else value for key, value in kwargs.items()}
-
-    wrap_forward(root, ForwardLayer.CONTEXT, "sees a stand-in of the whole row", closing)
-    for name, submodule in root.named_modules():
-        if name:
-            submodule.register_forward_pre_hook(swap, with_kwargs=True, prepend=True)
-    tensor_hooks.on_hidden(root, enter, purpose="a stand-in of the whole row")
 
 
 def _slice_loose_parameters(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from meshwright.parallel import collectives, tensor_hooks
+from meshwright.parallel import collectives, stand_in, tensor_hooks
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.spec.placement import Span
@@ -31,6 +31,9 @@ def attach(
     local_units = shares[axis_group.index]
     for cutting in group.cuttings:
         module = layer.get_submodule(cutting.module)
+        if cutting.kind is CuttingKind.WIDTH:
+            _narrow_width(module, local_width(group, local_units))
+            continue
         slice_tensor = make_slicer(cutting, local_units, group.units)
         if cutting.kind is CuttingKind.GLOBAL_NORM:
             # The module (a norm over all heads, say) runs on all units, gathered; its output is cut to this rank's.
@@ -48,6 +51,21 @@ def attach(
             _on_argument(module, cutting.key, _slice_replicated(slice_tensor, axis_group))
         else:
             _on_buffer(layer.get_submodule(group.module), module, cutting.key, slice_tensor)
+
+
+def local_width(group: ShardingGroup, units: Span) -> int:
+    """Returns the width of a hidden state that the group's code may see on a rank with some units; 0 for its own.
+
+    It is what the row linear reads there, also of a group that is local already.
+    """
+    if all(cutting.kind is not CuttingKind.WIDTH for cutting in group.cuttings):
+        return 0
+    return sum(stop - start for start, stop in group.splits[0].spans(*units, group.units))
+
+
+def _narrow_width(module: nn.Module, width: int) -> None:
+    """Has a module's code read a rank's width off its hidden state, which its matrices read whole."""
+    stand_in.present(module, lambda shape: (*shape[:2], width), ForwardLayer.TENSOR, f"{width} features")
 
 
 def make_slicer(cutting: Cutting, units: Span, total_units: int) -> Cut:

@@ -72,6 +72,8 @@ class CuttingKind(Enum):
     """An argument that the group's module is called with."""
     BUFFER = "buffer"
     """A tensor that a module holds and doesn't train."""
+    WIDTH = "hidden width"
+    """The last dim of the hidden state, which the module's code reads and reshapes parts by; its numbers stay whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,8 +207,9 @@ def _uneven(split: ParameterSplit) -> bool:
 
 
 def _cutting_sets(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cutting, ...]]:
-    """Yields sets of cuttings of the module's arguments and buffers: none, all buffers, each argument."""
+    """Yields sets of cuttings of the module's arguments and buffers: none, the width, all buffers, each argument."""
     yield ()
+    yield from _width_cuttings(traced, group)
     counts = {group.units} | {block.count for split in group.splits for block in split.blocks if block.count > 1}
     buffers = tuple(_buffer_cuttings(traced, group, counts))
     if buffers:
@@ -219,6 +220,17 @@ def _cutting_sets(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cu
     if buffers:
         for cutting in arguments:
             yield (*buffers, cutting)
+
+
+def _width_cuttings(traced: LayerTrace, group: ShardingGroup) -> Iterator[tuple[Cutting, ...]]:
+    """Yields the cutting of the width that code reads off its hidden state, where the row reads as many features.
+
+    Of a module of its own: the layer's code adds to the hidden state, too.
+    """
+    blocks = group.splits[0].blocks
+    features = sum(block.size * block.count for block in blocks)
+    if group.module and any(item.shape[-1] == features for item in traced.inputs):
+        yield (Cutting(kind=CuttingKind.WIDTH, module=group.module, dim=-1, blocks=blocks),)
 
 
 def _argument_cuttings(traced: LayerTrace, group: ShardingGroup, counts: set[int]) -> Iterator[Cutting]:
