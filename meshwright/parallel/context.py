@@ -211,7 +211,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
 
 
 def _present_full_rows(attention: nn.Module, size: int, width: int) -> None:
-    """Shows a module the shape of the whole row, since its code reads S off the hidden state, and its width if not 0."""
+    """Shows a module the whole row's shape, since its code reads S off the hidden state, and ``width`` if not 0."""
     stand_in.present(
         attention,
         lambda shape: (shape[0], shape[1] * size, width or shape[2]),
