@@ -1,6 +1,7 @@
 """Holds the planner against layouts that were timed on one device, and fits its constants to them.
 
     python -m benchmarks.fit_device rows.jsonl... [--call 12] [--calibration FILE] [--fit] [--cluster 1xh100]
+        [--leave-out WORD...]
 
 Rows are those of ``tests/gpu/parts/layouts.py``: of each layout the measured seconds of a step, and the bytes that were
 allocated at its peak. Each is priced by the catalogue's figures, and by a calibration's where one is given. ``--fit``
@@ -227,7 +228,7 @@ def summary(found: np.ndarray) -> str:
     sizes = np.abs(np.expm1(found))
     return (
         f"median {np.median(sizes):.1%}, p90 {np.quantile(sizes, 0.9):.1%}, most {sizes.max():.1%}, "
-        f"bias {np.expm1(np.median(found)):+.1%}"
+        f"bias {np.expm1(np.median(found)):+.1%}, standard deviation {found.std():.1%}"
     )
 
 
@@ -301,7 +302,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="benchmarks.fit_device", description=__doc__)
     parser.add_argument("rows", nargs="+", type=Path, metavar="ROWS")
     parser.add_argument("--calibration", type=Path)
-    parser.add_argument("--call", type=int, help="only rows of this call on the device")
+    parser.add_argument("--call", type=int, nargs="+", help="only rows of these calls on the device")
+    parser.add_argument("--leave-out", nargs="+", default=[], metavar="WORD", help="no cases with one of these in them")
     parser.add_argument("--cluster", default="1xh100")
     parser.add_argument("--fit", action="store_true")
     chosen = parser.parse_args(arguments)
@@ -310,7 +312,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen.calibration:
         clusters["calibrated"] = nominal.calibrated(Calibration.load(chosen.calibration))
     rows = []
-    for item in read_rows(chosen.rows, chosen.call):
+    found = [item for call in chosen.call or [None] for item in read_rows(chosen.rows, call)]
+    for item in (item for item in found if not any(word in item.row["case"] for word in chosen.leave_out)):
         try:
             item.price(nominal, MESHWRIGHT)
         except MeshwrightError as error:

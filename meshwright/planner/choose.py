@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -523,9 +523,23 @@ def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candid
     return dataclasses.replace(choice, best=best, ties=ties, notes=(*notes(question, best[0]), note))
 
 
+def _form_notes(layout: Layout) -> Iterator[str]:
+    """Yields what a layout does that the search of plain layouts didn't price."""
+    if layout.secondary:
+        yield (
+            f"secondary={layout.secondary}: backward gathers weights inside a node, whose ranks share each layer from "
+            "its forward on"
+        )
+    if layout.tp_overlap:
+        yield (
+            f"tp_overlap={layout.tp_overlap}: tp's traffic is sent under products, which is priced and was never "
+            "measured on several GPUs"
+        )
+
+
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:
     """Returns the sentences about a plan that a user should read besides its figures."""
-    sentences = question.rounds.advice(best.price.parts)
+    sentences = [*question.rounds.advice(best.price.parts), *_form_notes(best.layout)]
     index, device_bytes = question.tightest_stage(best)
     free_bytes = device_bytes - best.price.stages[index].peak
     if free_bytes < 0.08 * device_bytes:

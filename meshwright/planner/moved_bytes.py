@@ -23,9 +23,9 @@ Operators = Callable[[ModuleWork], Sequence[Operator]]
 
 
 def count_moved_bytes(job: PricedJob, machine: Machine, engine: FrameworkProfile, work: ModelWork) -> MovedBytes | None:
-    """Returns what the layers' operators move over the closed form; None on processor cores.
+    """Returns what the layers' operators move over the closed form; None on processor cores and for other frameworks.
 
-    Cores hold much of a layer in caches, so that their time doesn't follow bytes.
+    Cores hold much of a layer in caches, so that their time doesn't follow bytes; other frameworks fuse by hand.
 
     Args:
         job: model and batch.
@@ -33,7 +33,8 @@ def count_moved_bytes(job: PricedJob, machine: Machine, engine: FrameworkProfile
         engine: the profile of the closed form.
         work: operators of one or more rows, on one device.
     """
-    if not machine.device.units:
+    # An engine that compiles nothing by choice runs other code than these modules.
+    if not (machine.device.units and engine.runtime.fused_width):
         return None
     small_job = dataclasses.replace(job, rows=work.rows, products="", moved=None)
 

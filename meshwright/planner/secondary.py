@@ -7,11 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.cluster import traffic
-from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
+from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.forms import consider_forms
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import Recompute
-from meshwright.units import format_seconds
 
 RECOMPUTED_SHARES = (0.125, 0.25, 0.5, 1.0)
 """Shares of the layers that may recompute to make room for the copy."""
@@ -50,24 +50,8 @@ def consider_secondary(question: Question, choice: Choice, price: Callable[[Layo
         choice: of layouts without one.
         price: prices a layout as the finalists are.
     """
-    options: dict[str, Candidate] = {}
     devices, layers = question.machine.fabric.devices, len(question.job.shape.blocks)
     modes = question.space.recomputes
-    for option in choice.best:
-        candidates = price_possible(with_secondary(option.layout, devices, layers, modes), price)
-        fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
-        fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
-        if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:
-            options[str(fastest.layout)] = fastest
-    if not options:
-        return choice
-    without = choice.best[0]
-    best, ties = sort_candidates([*choice.best, *options.values()], question.same)
-    plan, sentences = best[0], choice.notes
-    if plan.layout.secondary:
-        sentences = (
-            *notes(question, plan),
-            f"secondary={plan.layout.secondary}: backward gathers weights inside a node, whose ranks share each layer "
-            f"from its forward on; the fastest without, {without.layout}, takes {format_seconds(without.price.step_s)}",
-        )
-    return dataclasses.replace(choice, best=best, ties=ties, notes=sentences)
+    return consider_forms(
+        question, choice, price, "secondary", lambda layout: with_secondary(layout, devices, layers, modes)
+    )

@@ -293,7 +293,7 @@ class _OneDevice:
 
 
 _KEPT_CURE = "nearest that works: a count in a buffer (register_buffer), random numbers from torch"
-"""What a model does that keeps something from call to call."""
+"""What the author of a model that keeps something from call to call can write in its place."""
 
 
 def _random_numbers_reason(module: torch.nn.Module, forward: Forward, batch: MicroBatch, training: bool) -> str:

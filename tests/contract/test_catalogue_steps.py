@@ -11,12 +11,14 @@ import torch
 from torch import nn
 
 from benchmarks.fit_device import Timed, errors, read_rows
+from benchmarks.published.framework_profiles import MEGATRON_2022
 from meshwright.cluster.cluster import Cluster
 from meshwright.jobs.model_reading import make_measure
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import EAGER_MOVES, MESHWRIGHT
@@ -82,10 +84,13 @@ def test_a_compiled_layer_reads_and_writes_once_whatever_lies_between() -> None:
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
 
 
-def test_cores_keep_the_closed_form() -> None:
+@pytest.mark.parametrize(("cluster", "engine"), [("1xcpu", None), ("1xh100", MEGATRON_2022)])
+def test_cores_and_frameworks_that_fuse_by_hand_keep_the_closed_form(
+    cluster: str, engine: FrameworkProfile | None
+) -> None:
     built = build_meta(ModelConfig(name="tests.contract.test_catalogue_steps:build_10"))
     job = PricedJob(shape=measure_shape(built), sequence=TOKENS, rows=1)
-    question = Question(job=job, cluster=Cluster.parse("1xcpu"))
+    question = Question(job=job, cluster=Cluster.parse(cluster), engine=engine)
     assert measure_activations(question, make_measure(built, TOKENS, "bf16")).job.moved is None
 
 

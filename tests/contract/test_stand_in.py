@@ -56,11 +56,3 @@ def test_it_trains_as_one_device_does(layout: str) -> None:
 def test_what_computes_with_its_input_has_no_stand_in() -> None:
     for rows in sharding_table(build("scaled")).layers.values():
         assert "attn.c_attn" in rows.refused and not any(group.heads for group in rows.groups)
-
-
-def test_the_width_grows_with_a_narrow_clone(monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = sharding_table(build("nano"))
-    monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
-    carried = sharding_table(build("nano"))
-    for name, rows in wanted.layers.items():
-        assert [group.cuttings for group in carried.layers[name].groups] == [group.cuttings for group in rows.groups]

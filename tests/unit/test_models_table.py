@@ -157,6 +157,7 @@ def test_what_a_narrow_layer_cuts_grows_with_it():
         Cutting(kind=CuttingKind.BUFFER, module="", key="slopes", dim=0, blocks=one_each),
         Cutting(kind=CuttingKind.BUFFER, module="", key="table", dim=1, blocks=heads),
         Cutting(kind=CuttingKind.ARGUMENT, module="", key="1", dim=1, blocks=one_each),
+        Cutting(kind=CuttingKind.WIDTH, module="", dim=-1, blocks=heads),
         Cutting(kind=CuttingKind.ARGUMENT, module="", key="2", dim=2, blocks=heads),
     )
     group = dataclasses.replace(group_of(4, 4, 4), heads=True, cuttings=cuttings)
@@ -164,7 +165,7 @@ def test_what_a_narrow_layer_cuts_grows_with_it():
     assert grown is not None and grown.units == 4
     large = (Block(start=0, size=6, count=4),)
     assert [item.blocks for item in (*grown.splits, *grown.cuttings)] == [
-        large, large, large, one_each, large, one_each, large
+        large, large, large, one_each, large, one_each, large, large
     ]  # fmt: skip
     odd = dataclasses.replace(cuttings[-1], blocks=(Block(start=0, size=4, count=2),))
     assert rescale_group(dataclasses.replace(group, cuttings=(odd,)), Part(2), Part(6)) is None

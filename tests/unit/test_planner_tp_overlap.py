@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.choose import Candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.compilation import consider_compiled
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price
+from meshwright.planner.measured_price import price_layout
 from meshwright.spec.layout import Layout
 
 SIZES = "layers=16,width=8192,heads=64,vocab=32000"
@@ -90,6 +95,22 @@ def test_it_is_chosen_where_it_wins_by_more_than_the_price_is_sure_of() -> None:
     assert any("tp's traffic is sent under products" in note for note in choice.notes)
     without = [option.price.step_s for option in choice.best if not option.layout.tp_overlap]
     assert 1.05 * plan.price.step_s < min(without)
+
+
+def test_that_it_was_never_measured_is_said_of_a_compiled_plan_too() -> None:
+    config = PlanConfig(sizes=SIZES, cluster=CARDS, batch=8, sequence=8192, fix="pp=1,tp=8")
+    result = plan_model(config, model_of_sizes(SIZES))
+    question = dataclasses.replace(result.question, compile_steps=1000)
+
+    def faster(layout: Layout) -> Candidate:
+        """Prices compiled layers as twice as fast."""
+        candidate = price_layout(question, layout, None)
+        step_s = candidate.price.step_s / (2.0 if layout.compile else 1.0)
+        return dataclasses.replace(candidate, price=dataclasses.replace(candidate.price, step_s=step_s))
+
+    choice = consider_compiled(question, result.choice, faster)
+    assert choice.best[0].layout.compile and choice.best[0].layout.tp_overlap
+    assert any("never measured on several GPUs" in note for note in choice.notes)
 
 
 @pytest.mark.parametrize(("cluster", "sizes"), [(NODE, SIZES), ("1x8xcpu", "layers=4,width=512,heads=8,vocab=4000")])

@@ -1,0 +1,46 @@
+"""Forms of finalists that the search doesn't price: with a secondary copy, with ``tp``'s traffic under products."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
+from meshwright.spec.layout import Layout
+from meshwright.units import format_seconds
+
+
+def consider_forms(
+    question: Question,
+    choice: Choice,
+    price: Callable[[Layout], Candidate],
+    key: str,
+    forms: Callable[[Layout], Iterable[Layout]],
+) -> Choice:
+    """Returns the choice, with the fastest form of each finalist beside it where that fits and is faster.
+
+    A form that is faster by less than the price can tell isn't taken.
+
+    Args:
+        question: what was planned.
+        choice: of layouts without such forms.
+        price: prices a layout as the finalists are.
+        key: of a layout, which the forms have.
+        forms: yields a finalist's forms.
+    """
+    options: dict[str, Candidate] = {}
+    for option in choice.best:
+        candidates = price_possible(forms(option.layout), price)
+        fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
+        fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
+        if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:
+            options[str(fastest.layout)] = fastest
+    if not options:
+        return choice
+    without = choice.best[0]
+    best, ties = sort_candidates([*choice.best, *options.values()], question.same)
+    sentences = choice.notes
+    if str(best[0].layout) in options:
+        seconds = format_seconds(without.price.step_s)
+        sentences = (*notes(question, best[0]), f"the fastest without {key}, {without.layout}, takes {seconds}")
+    return dataclasses.replace(choice, best=best, ties=ties, notes=sentences)
