@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -106,6 +106,51 @@ class LogitPenalty(Backbone):
         logits = self.head(self.hidden(tokens))
         z = logits.logsumexp(-1).square().mean()
         return {"logits": logits, "loss": entropy(logits, targets) + 0.01 * z, "z": z}
+
+
+class PenaltyInPlace(Backbone):
+    """Its loss is written into after the cross-entropy was computed."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        loss = entropy(logits, targets)
+        loss += 0.01 * logits.square().mean()
+        return logits, loss
+
+
+class _Halved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: torch.Tensor) -> torch.Tensor:
+        return upstream[0] / 2.0
+
+
+class HalvedGradient(Backbone):
+    """Its loss is the cross-entropy, and its gradient half of that."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, _Halved.apply(entropy(logits, targets))
+
+
+class CooledInPlace(Backbone):
+    """Its loss is of a copy of the logits that was written into."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        return logits, entropy(logits.clone().div_(2.0), targets)
+
+
+class ScoredInPlace(Backbone):
+    """Its logits are written into after the loss was computed of them."""
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
+        logits = self.head(self.hidden(tokens))
+        loss = entropy(logits, targets)
+        return logits.mul_(2.0), loss
 
 
 class StraightThrough(Backbone):
@@ -296,6 +341,22 @@ def balanced(vocab: int = VOCAB) -> nn.Module:
 
 def balanced_dropout(vocab: int = VOCAB) -> nn.Module:
     return Balanced(vocab, 0.3)
+
+
+def halved_gradient(vocab: int = VOCAB) -> nn.Module:
+    return HalvedGradient(vocab)
+
+
+def penalty_in_place(vocab: int = VOCAB) -> nn.Module:
+    return PenaltyInPlace(vocab)
+
+
+def cooled_in_place(vocab: int = VOCAB) -> nn.Module:
+    return CooledInPlace(vocab)
+
+
+def scored_in_place(vocab: int = VOCAB) -> nn.Module:
+    return ScoredInPlace(vocab)
 
 
 def loss_alone(vocab: int = VOCAB) -> nn.Module:

@@ -92,7 +92,13 @@ def test_a_forward_that_writes_into_its_targets_is_refused() -> None:
         try_forward(build_meta(own("writes_targets"), vocab=2000, context=SEQUENCE))
 
 
-@pytest.mark.parametrize("name", ["logit_penalty", "straight_through", "loss_alone", "rare_ignored", "counting"])
+IN_PLACE = ("penalty_in_place", "cooled_in_place", "scored_in_place")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["logit_penalty", "straight_through", "loss_alone", "rare_ignored", "counting", "halved_gradient", *IN_PLACE],
+)
 def test_a_model_too_large_for_a_trial_is_tried_where_its_operators_do_not_tell(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import duplicate_module
@@ -84,7 +85,8 @@ def trace_forward(module: nn.Module, structure: ModelStructure, length: int) -> 
     return ForwardTrace(
         entropy_alone=output.logits is not None
         and output.loss is not None
-        and watch.is_entropy(output.loss, output.logits),
+        and watch.is_entropy(output.loss, output.logits)
+        and _keeps_gradient(output.loss, output.logits),
         changes_targets=watch.changes_targets,
         trained_scalars=any(scalar.requires_grad for scalar in scalars),
         moved_buffers=moved,
@@ -155,6 +157,9 @@ class _LossWatch(TorchDispatchMode):
         self._softmaxes: dict[int, int] = {}
         self._entropies: dict[int, _Entropy] = {}
         self._first_tokens: dict[int, set[int]] = {}
+        # Memories of which a copy, a softmax or a loss was noted; and those of them that were written into afterwards.
+        self._noted: set[int] = set()
+        self._rewritten: set[int] = set()
         # A memory's number is used again once nobody holds it.
         self._held: list[torch.Tensor] = [targets]
         self.changes_targets = False
@@ -168,23 +173,28 @@ class _LossWatch(TorchDispatchMode):
             for argument, described in zip(args, func._schema.arguments)
             if described.alias_info is not None and described.alias_info.is_write
         ]
-        self.changes_targets |= any(
-            isinstance(leaf, torch.Tensor) and _memory(leaf) == self._targets for leaf in tree_leaves(written)
-        )
+        memories = {_memory(leaf) for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)}
+        self.changes_targets |= self._targets in memories
+        self._rewritten |= memories & self._noted
         if func.overloadpacket in _COPIES:
             self._origins[_memory(out)] = _memory(args[0])
+            self._noted |= {_memory(out), _memory(args[0])}
         elif func is torch.ops.aten.slice.Tensor and args[0].shape[:2] == self._shape and args[1] == 1:
             self._first_tokens.setdefault(self._origin(args[0]), set()).add(args[2] or 0)
         elif func.overloadpacket is LOG_SOFTMAX:
             self._softmaxes[_memory(out)] = self._origin(args[0])
+            self._noted |= {_memory(out), _memory(args[0])}
         elif func in _ENTROPIES:
             self._note_entropy(out[0], *args[:5])
         return out
 
     def is_entropy(self, loss: torch.Tensor, logits: torch.Tensor) -> bool:
-        """Returns whether a scalar is the mean cross-entropy of ``logits: (B, S, V)`` with all targets."""
+        """Returns whether a scalar is the mean cross-entropy of ``logits: (B, S, V)`` with all targets.
+
+        Not where anything between the two was written into after it was read, as by ``loss += penalty``.
+        """
         entropy = self._entropies.get(self._origin(loss))
-        return entropy is not None and entropy.whole and entropy.logits == self._origin(logits)
+        return not self._rewritten and entropy is not None and entropy.whole and entropy.logits == self._origin(logits)
 
     def _note_entropy(
         self,
@@ -205,6 +215,7 @@ class _LossWatch(TorchDispatchMode):
         whole = targets.numel() == (rows * (tokens - 1) if shifted else rows * tokens)
         usual = weight is None and reduction == _MEAN and ignored == IGNORED
         self._entropies[_memory(out)] = _Entropy(logits, origin, whole and usual)
+        self._noted.add(_memory(out))
 
     def _origin(self, tensor: torch.Tensor) -> int:
         """Returns the memory that a tensor is a view or copy of."""
@@ -212,6 +223,20 @@ class _LossWatch(TorchDispatchMode):
         while memory in self._origins:
             memory = self._origins[memory]
         return memory
+
+
+def _keeps_gradient(loss: torch.Tensor, logits: torch.Tensor) -> bool:
+    """Returns whether torch alone makes the gradient between a loss and its logits: no function or hook of the code."""
+    if loss._backward_hooks or logits._backward_hooks:
+        return False
+    node = loss.grad_fn
+    while node is not None and node is not logits.grad_fn:
+        if isinstance(node, BackwardCFunction):
+            return False
+        sources = [source for source, _ in node.next_functions if source is not None]
+        # The logits' own product has several, where others are returned than the loss is of: copies of one memory.
+        node = sources[0] if len(sources) == 1 else None
+    return True
 
 
 def _memory(tensor: torch.Tensor) -> int:
