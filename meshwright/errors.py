@@ -38,6 +38,10 @@ class PlanError(MeshwrightError):
     exit_status = REFUSED
 
 
+class NoRoomError(PlanError):
+    """No layout fits the memory of the devices."""
+
+
 class ClusterError(MeshwrightError):
     """Devices or links are missing, unknown or unusable."""
 

@@ -9,7 +9,7 @@ from itertools import combinations
 
 from meshwright.cluster.cluster_text import with_network
 from meshwright.cluster.node import standard_node
-from meshwright.errors import ClusterError, ConfigError, PlanError
+from meshwright.errors import ClusterError, ConfigError, NoRoomError, PlanError
 from meshwright.jobs.attention_checks import as_run_on
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
 from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
@@ -393,9 +393,18 @@ def _planner_plans(
         question = measure_activations(question, measure)
         choice = choose_finalists(question, FINALISTS, measure, config.allow)
     except (ClusterError, PlanError) as error:
+        # What takes a GPU's memory is known to a percent; ranks of a host share more of theirs than is planned.
+        if isinstance(error, NoRoomError) and devices.kind == "cuda":
+            raise
         memory = device_memory_bytes(devices, ranks)
-        plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
-        say(f"plan: by state alone, since time can't be priced here: {error}")
+        try:
+            plan = state_rule.choose(ranks, config.train.batch, model.sizes, memory, precision)
+        except PlanError:
+            # The search names what would fit, if it got so far.
+            if isinstance(error, PlanError):
+                raise error from None
+            raise
+        say(f"plan: by state alone, since none could be planned here: {error}")
         analysis = analyse_layout(config, model, plan.layout, devices)
         prediction = state_rule.predict(plan.layout, model_parts(model.built, analysis))
         return [(dataclasses.replace(plan, prediction=prediction), analysis)]

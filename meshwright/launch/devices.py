@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from meshwright.control_groups import allowed_memory_bytes, read_quota
 from meshwright.errors import ClusterError
 
 _SMI_S = 20.0
@@ -102,41 +103,6 @@ def allowed_core_time(quota: float | None = None) -> float:
     return min(cores, read_quota() if quota is None else quota)
 
 
-def read_quota(system: Path = Path("/")) -> float:
-    """Returns the cores' worth of time that the tightest quota of this process's cgroups allows; infinity for none.
-
-    Args:
-        system: root of the file system.
-
-    Source: Documentation/admin-guide/cgroup-v2.rst, ``cpu.max``; cgroup-v1 and scheduler/sched-bwc.rst,
-    ``cpu.cfs_quota_us``.
-    """
-    mount, quotas = system / "sys/fs/cgroup", [math.inf]
-    try:
-        lines = (system / "proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    for controllers, _, group in (line.partition(":")[2].partition(":") for line in lines):
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        root = mount / "cpu" if controllers else mount
-        # A container sees its own group as the root, and none of those above it.
-        folder = root / group.lstrip("/")
-        quotas += [_folder_quota(each) for each in (folder, *folder.parents) if each.is_relative_to(root)]
-    return min(quotas)
-
-
-def _folder_quota(folder: Path) -> float:
-    """Returns the quota of a cgroup's folder, of either version, in cores; infinity for none."""
-    try:
-        limit = folder / "cpu.max"
-        files = [limit] if limit.is_file() else [folder / f"cpu.cfs_{name}_us" for name in ("quota", "period")]
-        quota, period = " ".join(file.read_text(encoding="ascii") for file in files).split()
-        return math.inf if quota == "max" or int(quota) <= 0 else int(quota) / int(period)
-    except (OSError, ValueError):
-        return math.inf
-
-
 def count_gpus() -> int:
     """Returns how many GPUs torch could use here; 0 for a CPU build of torch."""
     if _torch_is_cpu_build():
@@ -162,13 +128,13 @@ def cuda_environment() -> dict[str, str]:
 def device_memory_bytes(devices: Devices, local_world: int) -> int:
     """Returns the memory that each of ``local_world`` ranks may use, without touching CUDA in this process.
 
-    The smallest GPU's, or an even share of the host's.
+    The smallest GPU's, or an even share of what this process may use of the host's.
 
     Raises:
         ClusterError: when nvidia-smi doesn't say how much the GPUs have.
     """
     if devices.kind == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // max(1, local_world)
+        return allowed_memory_bytes() // max(1, local_world)
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_S, check=True)

@@ -17,6 +17,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.control_groups import group_folders
+
 M_TRIM_THRESHOLD = -1
 """Source: glibc malloc.h."""
 M_TOP_PAD = -2
@@ -66,16 +68,6 @@ def _has_glibc() -> bool:
         return False
 
 
-def available_bytes() -> int:
-    """Returns the memory that this node can give without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        # MemAvailable counts reclaimable page cache, which a training process fills with its data files.
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError, IndexError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
-
-
 RANK_SCORE, SUPERVISOR_SCORE = 500, -500
 """oom_score_adj of a rank and of its supervisor, in thousandths of the memory: a killed rank is replaced, but the
 supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj."""
@@ -84,17 +76,12 @@ supervisor, which may be larger, holds the state. Source: proc(5), oom_score_adj
 def count_oom_kills() -> int:
     """Returns how many processes the kernel has killed for lack of memory: of this control group, else of this host.
 
-    0 where neither is known. Source: Documentation/admin-guide/cgroup-v2.rst, ``memory.events``; proc(5), vmstat.
+    0 where neither is known. Source: Documentation/admin-guide/cgroup-v2.rst, ``memory.events``; cgroup-v1/memory.rst,
+    ``memory.oom_control``; proc(5), vmstat.
     """
-    paths = [Path("/proc/vmstat")]
-    with contextlib.suppress(OSError):
-        group = Path("/proc/self/cgroup").read_text(encoding="ascii", errors="replace").rpartition("::")[2].strip()
-        paths = [
-            Path("/sys/fs/cgroup") / group.lstrip("/") / "memory.events",
-            Path("/sys/fs/cgroup/memory.events"),
-            *paths,
-        ]
-    for path in paths:
+    names = ("memory.events", "memory.oom_control")
+    groups = [folder / name for folder in group_folders("memory") for name in names]
+    for path in (*groups, Path("/proc/vmstat")):
         with contextlib.suppress(OSError, ValueError):
             fields = dict(line.split() for line in path.read_text(encoding="ascii").splitlines())
             if "oom_kill" in fields:

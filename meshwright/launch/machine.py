@@ -11,6 +11,7 @@ from typing import Any
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
+from meshwright.control_groups import allowed_memory_bytes, machine_memory_bytes
 from meshwright.errors import ClusterError
 from meshwright.launch.devices import Devices, device_memory_bytes
 
@@ -30,7 +31,7 @@ def machine_facts(devices: Devices, ranks: int, nodes: int = 1) -> dict[str, Any
         "device": gpu_name() if devices.kind == "cuda" else processor_name(),
         "found": devices.found,
         "cores": int(time) if (time := devices.core_time) == int(time) else time,
-        "memory_gib": round(host_memory_bytes() / 2**30),
+        "memory_gib": round(machine_memory_bytes() / 2**30),
         "torch": importlib.metadata.version("torch"),
         "ranks": ranks,
         "nodes": nodes,
@@ -55,7 +56,7 @@ def this_cluster(devices: Devices, nodes: int = 1, link: str = "") -> Cluster:
         nodes=nodes,
         cores=devices.cores,
         memory_bytes=device_memory_bytes(devices, devices.count),
-        host_memory_bytes=host_memory_bytes(),
+        host_memory_bytes=allowed_memory_bytes(),
         link=link,
     )
     folder, each = calibration_folder(), devices.count
@@ -90,11 +91,6 @@ def processor_name() -> str:
         return platform.machine()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())
-
-
-def host_memory_bytes() -> int:
-    """Returns the memory of this node."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def calibration_folder() -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import PlanError
+from meshwright.errors import NoRoomError, PlanError
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -296,11 +296,11 @@ def choose(question: Question, show: int = 10) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        PlanError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
+        NoRoomError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
     """
     result = search_space(question)
     if result.best is None:
-        raise PlanError(_nothing_fits_message(question, result))
+        raise NoRoomError(_nothing_fits_message(question, result))
     return build_choice(question, result, show)
 
 

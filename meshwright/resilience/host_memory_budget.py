@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from meshwright.launch.host_memory import available_bytes
+from meshwright.control_groups import available_bytes
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
 from meshwright.spec.plan import Plan

@@ -15,10 +15,10 @@ from functools import partial
 from meshwright.checkpoint.remote import Key, Shelf
 from meshwright.checkpoint.snapshot import HEADER_BYTES, Segment, Snapshot, State, read_snapshots
 from meshwright.checkpoint.star import StarAgreement
+from meshwright.control_groups import available_bytes
 from meshwright.errors import CheckpointError
 from meshwright.launch.addresses import interface_of, link_bytes_s, listen_at, open_store_socket
 from meshwright.launch.contract import NodeRanks
-from meshwright.launch.host_memory import available_bytes
 from meshwright.resilience.courier import CourierInbox, start_courier, start_snapshot_server
 from meshwright.resilience.disk import DiskWriter, WriterShare
 from meshwright.resilience.generation_ranks import Fence, GenerationRanks, Watch, job_origin

@@ -17,9 +17,9 @@ from statistics import median
 
 import torch
 
+from meshwright.control_groups import available_bytes
 from meshwright.errors import PlanError
 from meshwright.events import StepRecord
-from meshwright.launch.host_memory import available_bytes
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Program
 from meshwright.spec.balanced_shares import balanced_shares

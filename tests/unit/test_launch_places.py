@@ -85,31 +85,6 @@ def test_cpu_ranks_may_outnumber_cores(monkeypatch):
     assert found_devices().count == count_cores()
 
 
-@pytest.mark.parametrize(
-    ("groups", "files", "cores"),
-    [
-        # Version 2: the group's own file, a tighter one above it, a container that sees itself as the root.
-        ("0::/a/b", {"a/b/cpu.max": "150000 100000"}, 1.5),
-        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "50000 100000"}, 0.5),
-        ("0::/a/b", {"cpu.max": "200000 100000"}, 2.0),
-        ("0::/", {"cpu.max": "max 100000"}, float("inf")),
-        # Version 1: a quota of -1 is none; that of another controller's group isn't ours.
-        ("3:cpu,cpuacct:/n\n0::/", {"cpu/n/cpu.cfs_quota_us": "5000\n", "cpu/n/cpu.cfs_period_us": "10000\n"}, 0.5),
-        ("3:cpu:/n", {"cpu/n/cpu.cfs_quota_us": "-1", "cpu/n/cpu.cfs_period_us": "10000"}, float("inf")),
-        ("3:cpuset:/n", {"cpu/n/cpu.cfs_quota_us": "5000", "cpu/n/cpu.cfs_period_us": "10000"}, float("inf")),
-        ("", {}, float("inf")),
-    ],
-)
-def test_quotas_are_those_of_the_kernels_files(tmp_path, groups, files, cores):
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(groups)
-    for name, text in files.items():
-        path = tmp_path / "sys/fs/cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    assert devices.read_quota(tmp_path) == cores
-
-
 def test_a_quota_counts_as_parts_of_cores(monkeypatch):
     """Threads stay within it, and a machine with another quota is another one to a calibration."""
     monkeypatch.setattr(devices, "count_gpus", lambda: 0)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.data.config import DataConfig
-from meshwright.errors import ConfigError, PlanError
+from meshwright.errors import ConfigError, NoRoomError, PlanError
 from meshwright.jobs import layouts
 from meshwright.jobs.layouts import make_plans
 from meshwright.jobs.machines import Machines
@@ -124,6 +125,33 @@ def test_islands_that_a_setting_rules_out_give_way_to_the_next_layout(
     assert islands.layout.islands > 1 == measured.layout.islands
     assert f"{islands.layout}: train.noise_scale = 2 is of the rows that all ranks" in measured.reason
     assert not measured.outer
+
+
+@pytest.mark.parametrize(("kind", "name"), [("cuda", "2xh100"), ("cpu", "2xcpu")])
+def test_what_fits_nowhere_is_refused_with_what_would_fit(
+    kind: Literal["cpu", "cuda"], name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On a host's cores, which share more of their memory than is planned, what the state alone allows may run."""
+    cluster = Cluster.parse(name)
+    monkeypatch.setattr(layouts, "cluster_of_machines", lambda machines: cluster)
+    monkeypatch.setattr(layouts, "run_history_file", lambda machines: (tmp_path / "none.json", ""))
+    state_bytes = 16 * 2**30
+    monkeypatch.setattr(layouts, "device_memory_bytes", lambda devices, ranks: state_bytes)
+    sizes = ModelConfig(name="llama", layers=160, width=8192, heads=64, ffn=28672, vocab=32000, context=2048)
+    config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=TrainConfig(batch=16))
+    model = read_model(config, None, 2048)
+    machines = Machines(devices=Devices(kind=kind, count=2, found=2, cores=2), ranks=2)
+    said: list[str] = []
+    with pytest.raises(PlanError, match=f"no layout of {name} holds llama .* nearest that would: about"):
+        make_plans(config, model, machines, say=said.append)
+    assert not said
+    state_bytes = 2**42
+    if kind == "cuda":
+        with pytest.raises(NoRoomError):
+            make_plans(config, model, machines)
+    else:
+        assert make_plans(config, model, machines, say=said.append)[0][0].layout.world == 2
+        assert said[0].startswith(f"plan: by state alone, since none could be planned here: no layout of {name}")
 
 
 # -------------------------------------------------------- compiled layers

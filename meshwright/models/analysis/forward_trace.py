@@ -6,7 +6,6 @@ forward do, on the meta device too, where a model of any size costs nothing.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import BackwardCFunction
 
+from meshwright.control_groups import allowed_memory_bytes
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import duplicate_module
 from meshwright.models.analysis.objective import nothing_dropped
@@ -122,14 +122,14 @@ def check_trial_memory(built: BuiltModel, elements: int) -> None:
     Raises:
         ConfigError: with the bytes, and what makes the trial unnecessary.
     """
-    needed, memory = TRIAL_BYTES * elements, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed, memory = TRIAL_BYTES * elements, allowed_memory_bytes()
     if 2 * needed > memory:
         raise ConfigError(
             f"model '{built.config.name}': its operators don't show that its loss is the cross-entropy of its logits "
             f"and that no buffer changes, and a trial of its {elements / 1e9:.2f} G weights takes "
-            f"{format_bytes(needed)}, more than half of this machine's {format_bytes(memory)}; nearest that works: "
-            "torch.nn.functional.cross_entropy(logits, targets) as its whole loss, a forward that takes no targets "
-            "and gives logits, or smaller sizes"
+            f"{format_bytes(needed)}, more than half of the {format_bytes(memory)} that may be used here; nearest that "
+            "works: torch.nn.functional.cross_entropy(logits, targets) as its whole loss, a forward that takes no "
+            "targets and gives logits, or smaller sizes"
         )
 
 
