@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.cluster import traffic
-from meshwright.errors import PlanError
+from meshwright.errors import NoRoomError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.kernels import move_s
@@ -42,9 +42,9 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape
 from meshwright.units import format_bytes, format_seconds
 
-UPDATE_ACCESSES = 38.0
+UPDATE_ACCESSES = 35.0
 """Reads and writes of a value in memory that a join makes, beside those of rounding. Counted on `train.outer`: the
-movement 5, its weight and the division 4, distances for the metrics 8, the outer step 11, the weights 2, and 8 where
+movement 5, its weight and the division 4, distances for the metrics 8, the outer step 11, the weights 2, and 5 where
 bounds are looked at (`train.bounds`)."""
 
 
@@ -140,7 +140,7 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        PlanError: when no layout exists or fits.
+        NoRoomError: when no layout exists or fits.
     """
     one = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
     choice = choose(one, show)
@@ -154,7 +154,7 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
         for candidates in (choice.best, choice.more)
     )
     if not best:
-        raise PlanError(
+        raise NoRoomError(
             f"no layout of {question.cluster} has room for the outer weights and momentum of {islands.islands} islands "
             "beside the state of one; nearest that would: --fix islands=1"
         )

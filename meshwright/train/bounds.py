@@ -54,10 +54,15 @@ class StateBounds:
 
     def start(self) -> None:
         """Takes the present state as correct, and measures it."""
-        self._updates, self._growth, self._decay_factor = self._optimizer.steps, 0.0, 1.0
-        self._largest_weights = _largest_magnitudes([weight.local for weight in self._weights])
+        self._updates = self._optimizer.steps
+        self.weights_moved()
         means, squares, _ = self._moments()
         self._mean_bound, self._square_bound = (max(sizes, default=0.0) for sizes in (means, squares))
+
+    def weights_moved(self) -> None:
+        """Takes the present weights as correct, and measures them: something else than an update has moved them."""
+        self._growth, self._decay_factor = 0.0, 1.0
+        self._largest_weights = _largest_magnitudes([weight.local for weight in self._weights])
 
     def updated(self, norm: float, lr: float) -> None:
         """Extends the bounds by an update.
@@ -116,5 +121,11 @@ def _largest_magnitudes(tensors: Sequence[torch.Tensor]) -> list[float]:
         tensors: local shards of any shape, floating, none of them empty.
     """
     detached = [tensor.detach() for tensor in tensors]
+    if not detached:
+        return []
+    if detached[0].device.type == "cpu":
+        # A tenth of the time of the CPU's infinity norm (5.8 million float32 on a core: 2 against 22 ms).
+        extremes = torch.stack([extreme for tensor in detached for extreme in torch.aminmax(tensor)])
+        return extremes.view(-1, 2).abs().amax(1).tolist()
     # One fused kernel for all tensors, and one transfer of the results.
-    return torch.stack(foreach_norm(detached, math.inf)).tolist() if detached else []
+    return torch.stack(foreach_norm(detached, math.inf)).tolist()

@@ -115,7 +115,7 @@ class Integrity:
     def joined(self) -> None:
         """Takes the weights that the islands joined to as correct: they moved further than by an update."""
         if self._bounds is not None:
-            self._bounds.start()
+            self._bounds.weights_moved()
 
     def limits(self, step: int) -> Limits | None:
         """Returns the largest loss and norm with which step ``step + 1`` may update weights; None for any finite."""
