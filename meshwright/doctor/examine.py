@@ -7,12 +7,13 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 
-from meshwright.doctor import devices, disk, file_system, links, ports, shared_memory, versions
+from meshwright.doctor import devices, disk, file_system, host_memory, links, ports, shared_memory, versions
 from meshwright.doctor.contract import Check, CheckResult, NodeExamination, Observation, Subject
 from meshwright.doctor.time_limit import call_with_limit
 
 CHECKS = (
     devices.CHECK,
+    host_memory.CHECK,
     shared_memory.CHECK,
     disk.CHECK,
     file_system.CHECK,

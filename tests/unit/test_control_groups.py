@@ -9,6 +9,8 @@ import pytest
 
 from meshwright import control_groups
 from meshwright.control_groups import allowed_memory_bytes, available_bytes, read_quota
+from meshwright.doctor import host_memory
+from meshwright.doctor.contract import Subject
 from meshwright.launch import devices, machine
 from meshwright.launch.devices import Devices, device_memory_bytes
 from meshwright.launch.host_memory import count_oom_kills
@@ -129,6 +131,17 @@ def test_ranks_share_the_limit_and_a_calibration_is_of_the_machine(monkeypatch):
     assert machine.machine_facts(two, 2)["memory_gib"] == 16
     node = machine.this_cluster(two).groups[0].node
     assert (node.host_memory_bytes, node.device.memory_bytes) == (3 * GIB, 3 * GIB // 2)
+
+
+def test_the_doctor_tells_limit_and_machine(monkeypatch, tmp_path):
+    for name, size in (("machine_memory", 16 * GIB), ("allowed_memory", 2 * GIB), ("available", GIB)):
+        monkeypatch.setattr(host_memory, f"{name}_bytes", lambda size=size: size)
+    two, three = (host_memory.examine(Subject(run_dir=tmp_path, session="a", slots=slots)) for slots in (2, 3))
+    assert two.value == "1.00 GiB available of 2.00 GiB, to which a control group limits the machine's 16.0 GiB"
+    assert not two.findings and two.facts["allowed_bytes"] == 2 * GIB
+    (sentence,) = three.findings
+    assert sentence.startswith("1.00 GiB of host memory are available, and 3 ranks take about 1.05 GiB")
+    assert "raise the limit of the container" in sentence and "--devices" in sentence
 
 
 def test_kills_are_counted_by_version_1_too(tmp_path, monkeypatch):
