@@ -190,3 +190,39 @@ def test_the_launchers_last_flag_may_stand_before_the_program(tmp_path: Path) ->
         tmp_path, ".sh", f"torchrun --nnodes 2 --nproc_per_node 4 {MEGATRON.removeprefix('python ')}", None
     )
     assert recipe.config.devices == 8
+
+
+def test_what_torchtitan_saved_of_a_run_is_read_whole(tmp_path: Path) -> None:
+    """Written for this test in the form of `Config.to_dict`: one group of AdamW, policies known by their fields."""
+    rates = {"lr": 3e-4, "betas": [0.9, 0.98], "eps": 1e-7, "weight_decay": 0.2}
+    deep: dict[str, object] = {"norm": {"eps": 1e-5}}
+    for name in ("attention", "block", "layers", "decoder", "model", "outer"):
+        deep = {name: deep}
+    saved: dict[str, object] = {
+        "model_spec": {"name": "llama3", "flavor": "8B", "model": deep},
+        "hf_assets_path": "./assets",
+        "training": {"num_tokens_per_microbatch_per_dp_rank": 8192, "num_tokens_per_train_step": -1}
+        | {"max_context_length": 4096, "steps": 700, "mixed_precision_param": "bfloat16"},
+        "parallelism": {"data_parallel_shard_degree": -1, "tensor_parallel_degree": 2, "num_pp_microbatches": 1}
+        | {"enable_sequence_parallel": True, "module_fqns_per_model_part": None},
+        "optimizer": {"param_groups": [{"pattern": ".*", "optimizer_name": "AdamW", "optimizer_kwargs": rates}]},
+        "lr_scheduler": {"warmup_steps": 20, "decay_ratio": None, "decay_type": "cosine", "total_steps": None},
+        "activation_checkpoint": {"preserve_rng_state": True},
+        "dataloader": {"dataset": deep, "num_workers": 0},
+        "validator": {"enable": False, "freq": 10, "dataloader": None},
+        "override": {"imports": []},
+        "debug": {"seed": None},
+    }
+    recipe = migrated(tmp_path, ".json", json.dumps(saved))
+    assert str(recipe.layout) == "shard=4,tp=2,zero=3,recompute=full,precision=bf16,sequence=true"
+    config = recipe.config
+    assert (config.optimizer.lr, config.optimizer.beta2, config.optimizer.eps) == (3e-4, 0.98, 1e-7)
+    assert (config.train.batch, config.train.steps, config.schedule.shape) == (8, 700, "cosine")
+    assert config.model.layers == 32 and not any(line.endswith(UNKNOWN) for line in recipe.missing)
+    assert "dataloader.dataset = settings of its own: write paths" in "\n".join(recipe.missing)
+    saved["activation_checkpoint"] = {"force_recompute_mm_shapes_by_fqns": []}
+    saved["optimizer"] = {"param_groups": [{"pattern": "a"}, {"pattern": "b"}]}
+    recipe = migrated(tmp_path, ".json", json.dumps(saved))
+    assert str(recipe.layout.recompute) == "selective" and any("param_groups" in line for line in recipe.missing)
+    saved["activation_checkpoint"] = None
+    assert not migrated(tmp_path, ".json", json.dumps(saved)).layout.recompute

@@ -224,7 +224,7 @@ class Migration:
             needless, missing = (_answer(name, table) for table in (foreign.needless, foreign.missing))
             if needless:
                 self.drop(needless, name)
-            elif value == {}:
+            elif value in ({}, []):
                 self.drop("empty", name)
             elif is_auto:
                 continue  # said when it was taken

@@ -26,6 +26,7 @@ from meshwright.jobs.migrate.megatron import read_megatron
 from meshwright.jobs.migrate.megatron_flags import MEGATRON
 from meshwright.jobs.migrate.shell import read_script
 from meshwright.jobs.migrate.torchtitan import TORCHTITAN, read_torchtitan
+from meshwright.jobs.migrate.torchtitan_saved import is_saved_torchtitan, saved_values
 from meshwright.spec.groups import reader
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -161,6 +162,8 @@ def _read(path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
         raise ConfigError(f"it is not valid {path.suffix[1:].upper() or 'text'}: {str(error)[:200]}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"it holds a {type(tree).__name__}; a configuration is a mapping of keys to values")
+    if path.suffix == ".json" and is_saved_torchtitan(tree):
+        return "torchtitan", saved_values(tree), None, []
     framework = {".json": "deepspeed", ".toml": "torchtitan"}.get(path.suffix, "accelerate")
     values = flatten(tree)
     if not any(_is_known(key, READERS[framework][0]) for key in values):

@@ -153,7 +153,7 @@ FLAVORS = MappingProxyType({"llama3": "llama-3", "qwen3": "qwen3", "deepseek_v3"
 
 _FUNCTION = (
     "a function of torchtitan's Python has what these flags don't say (steps, rates, lengths, degrees), which stands "
-    "here at torchtitan's defaults; set it"
+    "here at torchtitan's defaults; set it, or give what --debug.save_config_file writes"
 )
 
 
