@@ -80,6 +80,7 @@ TORCHTITAN = Foreign(
         "dataloader.*": 'write paths = ["..."] of text under [data]',
         "model.*path*": "a directory in Hugging Face format is model.name, or data.tokenizer",
         f"{_P}module_fqns_per_model_part": "split= in the layout takes the layers of each stage, as 5-7-6-6",
+        "model_spec.*": "sizes follow where they are public; else write them under [model]",
         "override.*": "code of its own can't be brought along",
         "tokenizer.*": "a directory in Hugging Face format is data.tokenizer",
         "hf_assets_path": "a directory in Hugging Face format is data.tokenizer",

@@ -41,7 +41,7 @@ def saved_values(tree: Mapping[str, object]) -> dict[str, object]:
     for name, value in collapsed.items():
         if name == ".".join(_OF_GROUPS):
             values |= _optimizer(value)
-        elif name != "model_spec.model":
+        else:
             values[name] = "settings of its own" if value else None
     for key in ("name", "flavor"):
         if (value := values.pop(f"model_spec.{key}", None)) is not None:
