@@ -81,6 +81,15 @@ def nodes() -> dict[str, dict[str, Any]]:
     return dict(_read_catalogue()["nodes"])
 
 
+@cache
+def links_within_nodes() -> frozenset[str]:
+    """Returns the links that join devices or the host of some node, and are the network of none."""
+    tables = list(nodes().values())
+    within = {name for table in tables for key in ("inside", "host_link") if (name := table.get(key))}
+    within -= {table.get("outside") for table in tables}
+    return frozenset(name for name in within if "ethernet" not in name)  # Gaudi's, which is a network too
+
+
 def link(name: str) -> Link:
     """Returns a link by name.
 

@@ -99,7 +99,7 @@ def with_network(node: Node, link: str) -> Node:
     Ethernet, of any other network the standard number of the node.
 
     Raises:
-        ClusterError: for an unknown link.
+        ClusterError: for an unknown link, or one that joins the devices of a node.
     """
     if not link:
         return node
@@ -110,7 +110,15 @@ def with_network(node: Node, link: str) -> Node:
     match = _CARDS.fullmatch(link.strip())
     name = match[2] if match else link
     cards = float(match[1]) if match else 1.0 if name.startswith("ethernet") else node.outside_count
-    return dataclasses.replace(node, outside=catalogue.link(name), outside_count=cards)
+    network = catalogue.link(name)
+    if network.name in catalogue.links_within_nodes():
+        devices = [other for other in catalogue.devices() if other.startswith(node.device.name)]
+        kinds = f" ({', '.join(devices)})" if len(devices) > 1 else ""
+        raise ClusterError(
+            f"'@{name}' names the network between nodes, and {network.name} joins what is in one; write a network, as "
+            f"@infiniband-ndr, or leave it out: a device's name says how those of a node are joined{kinds}"
+        )
+    return dataclasses.replace(node, outside=network, outside_count=cards)
 
 
 def read_slots(path: Path) -> list[int]:

@@ -47,8 +47,18 @@ TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(
 `get_schedule_class`."""
 MEGATRON_SCHEDULES = ("1f1b", "interleaved")
 """Our schedules that Megatron-LM has."""
+MEGATRON_ATTENTIONS: Mapping[str, str] = MappingProxyType({"heads": "a2a", "gather": "all_gather", "ring": "p2p"})
+"""Ways of `cp` by Transformer Engine's names, which `--cp-comm-type` hands on."""
 FSDP_STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 """Megatron-FSDP's strategies by ZeRO level."""
+_PRECISIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "torchtitan": ("bf16", "float32"),
+        "megatron": ("bf16", "float32", "fp16", "fp8"),
+        "deepspeed": ("bf16", "float32", "fp16"),
+    }
+)
+"""Precisions that a flag or a key of each asks for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,28 +177,40 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             "leave it out, and hide tp's traffic by its own flags",
         ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
-        (layout.precision == "float64", "precision=float64", "take float32 or bf16"),
     ):
         if has:
             raise PlanError(f"{framework} has no {what}; {cure}")
+    if layout.precision not in _PRECISIONS[framework]:
+        in_code = framework == "torchtitan" and layout.precision.startswith("fp8")
+        why = "; its float8 is a converter of a Python configuration" if in_code else ""
+        cures = " or ".join(_PRECISIONS[framework])
+        raise PlanError(f"{framework} has no flag or key for precision={layout.precision}{why}; take {cures}")
 
 
-def _torchtitan(question: Question, layout: Layout) -> tuple[str, list[str]]:
+def _check_torchtitan(question: Question, layout: Layout, batch: _Batch) -> None:
+    """Refuses what torchtitan has no flag for, or checks and refuses itself."""
     _refuse_our_own("torchtitan", layout)
-    batch, job, notes = _Batch.of(question, layout), question.job, []
     if layout.zero == 1:
         raise PlanError("torchtitan shards parameters wherever it shards (FSDP2), so it has no zero=1; zero=2 works")
     if batch.tp > 1 and not layout.sequence:
         raise PlanError("torchtitan's tp splits tokens too unless a model's own code says otherwise; add sequence=true")
-    if layout.precision == "fp16":
-        raise PlanError("torchtitan has no fp16 (mixed_precision_param is bfloat16 or float32); take bf16")
     if layout.offload == "optimizer":
         raise PlanError("torchtitan offloads parameters, gradients and optimizer together; take offload=parameters")
     if layout.secondary:
         raise PlanError("torchtitan keeps no secondary copy of gathered weights; leave secondary out")
-    schedule = TORCHTITAN_SCHEDULES.get(layout.schedule or DEFAULT_SCHEDULE)
-    if batch.pp > 1 and schedule is None:
+    if batch.pp > 1 and (layout.schedule or DEFAULT_SCHEDULE) not in TORCHTITAN_SCHEDULES:
         raise PlanError(f"torchtitan has no schedule={layout.schedule}; it has {', '.join(TORCHTITAN_SCHEDULES)}")
+    tokens, parts = batch.micro_rows * question.job.sequence, batch.tp * (2 * batch.cp if batch.cp > 1 else 1)
+    if tokens % parts:
+        raise PlanError(
+            f"torchtitan splits the {tokens} tokens of a micro-batch into {parts} equal parts (tp x 2 cp), "
+            "and they don't divide; take a sequence that does"
+        )
+
+
+def _torchtitan(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    batch, job, notes = _Batch.of(question, layout), question.job, []
+    _check_torchtitan(question, layout, batch)
     section = "--parallelism"
     flags = [
         f"--training.max_context_length {job.sequence}",
@@ -198,29 +220,23 @@ def _torchtitan(question: Question, layout: Layout) -> tuple[str, list[str]]:
         f"{section}.data_parallel_replicate_degree {batch.replicate}",
         f"{section}.data_parallel_shard_degree {batch.shard}",
     ]
-    if layout.zero:
+    if layout.zero or batch.cp > 1:
         flags.append(f"{section}.fsdp_reshard_after_forward {'always' if layout.zero == 3 else 'never'}")
     if batch.tp > 1:
         flags.append(f"{section}.tensor_parallel_degree {batch.tp}")
     if batch.cp > 1:
         flags.append(f"{section}.context_parallel_degree {batch.cp}")
-        notes.append("torchtitan's cp passes keys and values around; the planner prices heads or a gather")
+        if not layout.zero:
+            notes.append("torchtitan's FSDP shards parameters over the ranks of cp too; the plan copies them")
+        if _cp_attention(question, layout, batch) != "gather":
+            notes.append("torchtitan's cp gathers keys and values; the plan was priced otherwise (attention=)")
     if batch.ep > 1:
         flags.append(f"{section}.expert_parallel_degree {batch.ep}")
     if batch.pp > 1:
-        flags += [
-            f"{section}.pipeline_parallel_degree {batch.pp}",
-            f"{section}.pipeline_parallel_schedule {schedule}",
-            f"{section}.num_pp_microbatches {layout.microbatches}",
-        ]
-        stages, layers = batch.pp * layout.stages_per_rank, job.shape.layers
-        if layers % stages == 0:
-            flags += [
-                f"{section}.pipeline_parallel_layers_per_stage {layers // stages}",
-                f"{section}.pipeline_parallel_first_stage_less_layers 0",
-                f"{section}.pipeline_parallel_last_stage_less_layers 0",
-            ]
+        flags += _torchtitan_pipeline(job.shape.layers, layout, batch)
         notes.append("the stages' layers are balanced by cost here and by number there")
+    if batch.pp > 1 or batch.ep > 1:
+        flags.append("--training.disable_cuda_graphs")  # on by default, and refused with pp and most ep
     if layout.offload == "parameters":
         flags.append("--training.enable_cpu_offload")
     if layout.compile:
@@ -228,6 +244,33 @@ def _torchtitan(question: Question, layout: Layout) -> tuple[str, list[str]]:
     # tyro takes the word of a subcommand behind all flags.
     flags.append(f"activation-checkpoint:{_whole_recompute('torchtitan', layout, job.shape.layers) or 'none'}")
     return "\n".join(flags), notes
+
+
+def _torchtitan_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
+    """Writes the pipeline: where layers don't divide, the first and the last stage have fewer."""
+    section, schedule = "--parallelism", layout.schedule or DEFAULT_SCHEDULE
+    flags = [
+        f"{section}.pipeline_parallel_degree {batch.pp}",
+        f"{section}.pipeline_parallel_schedule {TORCHTITAN_SCHEDULES[schedule]}",
+        f"{section}.num_pp_microbatches {layout.microbatches}",
+    ]
+    stages = batch.pp * layout.stages_per_rank
+    lacking = -layers % stages
+    each, first = (layers + lacking) // stages, lacking // 2
+    if lacking - first <= each:
+        return [
+            *flags,
+            f"{section}.pipeline_parallel_layers_per_stage {each}",
+            f"{section}.pipeline_parallel_first_stage_less_layers {first}",
+            f"{section}.pipeline_parallel_last_stage_less_layers {lacking - first}",
+        ]
+    usual = dataclasses.replace(layout, stages=0).stages_per_rank
+    if layout.stages_per_rank != usual:
+        raise PlanError(
+            f"torchtitan gives a rank {usual} stages where {layers} layers are too few for {stages} even ones; take "
+            f"stages={usual}"
+        )
+    return flags
 
 
 def _whole_recompute(framework: str, layout: Layout, layers: int) -> str:
@@ -242,15 +285,27 @@ def _whole_recompute(framework: str, layout: Layout, layers: int) -> str:
     return "full"
 
 
-def _megatron(question: Question, layout: Layout) -> tuple[str, list[str]]:
+def _check_megatron(question: Question, layout: Layout, batch: _Batch) -> None:
+    """Refuses what Megatron-LM has no flag for, or checks and refuses itself (`validate_args`, `MoELayer`)."""
     _refuse_our_own("megatron", layout)
-    batch, job, notes = _Batch.of(question, layout), question.job, []
+    job = question.job
     if layout.secondary:
         raise PlanError("megatron keeps no secondary copy of gathered weights; leave secondary out")
     if layout.offload == "parameters":
         raise PlanError("megatron offloads the optimizer alone; take offload=optimizer")
+    if layout.offload == "optimizer" and not layout.zero and batch.replicate > 1:
+        raise PlanError("megatron offloads what its distributed optimizer shards; take zero=1 with offload=optimizer")
     if layout.compile:
         raise PlanError("megatron compiles no layers by a flag; leave compile out")
+    if batch.cp > 1 and job.sequence % (2 * batch.cp):
+        raise PlanError(f"megatron's rows are a multiple of 2 x cp = {2 * batch.cp} tokens; {job.sequence} is none")
+    if job.shape.experts and batch.tp > 1 and not layout.sequence:
+        raise PlanError("megatron trains experts beside tp with tokens split alone; add sequence=true")
+
+
+def _megatron(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    batch, job, notes = _Batch.of(question, layout), question.job, []
+    _check_megatron(question, layout, batch)
     flags = [
         f"--tensor-model-parallel-size {batch.tp}",
         f"--pipeline-model-parallel-size {batch.pp}",
@@ -262,30 +317,35 @@ def _megatron(question: Question, layout: Layout) -> tuple[str, list[str]]:
     if batch.tp > 1 and layout.sequence:
         flags.append("--sequence-parallel")
     if batch.cp > 1:
-        flags.append(f"--cp-comm-type {_megatron_cp(question, layout, batch)}")
+        flags.append(f"--cp-comm-type {MEGATRON_ATTENTIONS[_cp_attention(question, layout, batch)]}")
     if job.shape.experts:
         flags.append(f"--expert-model-parallel-size {batch.ep}")
         # Without ep tp splits each expert; with it ep divides tp's ranks too, and an expert is whole.
         flags.append(f"--expert-tensor-parallel-size {1 if batch.ep > 1 else batch.tp}")
+        if batch.ep > 1:
+            flags.append("--moe-token-dispatcher-type alltoall")
     flags += _megatron_pipeline(job.shape.layers, layout, batch)
     flags += _megatron_data(layout, batch)
-    if layout.precision != "float32":
+    if layout.precision == "fp8":  # of present values, as here; the default's scales follow from the steps before
+        flags += ["--bf16", "--fp8-format hybrid", "--fp8-recipe tensorwise"]
+    elif layout.precision != "float32":
         flags.append(f"--{layout.precision}")
     flags += _megatron_recompute(job.shape.layers, layout, batch)
     if layout.offload == "optimizer":
-        flags.append("--optimizer-cpu-offload")
+        flags += ["--optimizer-cpu-offload", "--use-precision-aware-optimizer"]
     if layout.zero > 1:
         notes.append("megatron's FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment")
+    elif batch.tp > 1 or batch.cp > 1:
+        notes.append("megatron's tp and cp want CUDA_DEVICE_MAX_CONNECTIONS=1 in the environment before Blackwell")
     if layout.recompute.mode == "full" and layout.recompute.share(job.shape.layers) < 1:
         notes.append("megatron recomputes the first layers of each stage; the plan spaces them evenly over the model")
     return "\n".join(flags), notes
 
 
-def _megatron_cp(question: Question, layout: Layout, batch: _Batch) -> str:
+def _cp_attention(question: Question, layout: Layout, batch: _Batch) -> str:
+    """Returns how cp computes attention: as said, else heads where they divide, else a gather."""
     heads = min((block.kv_heads for block in question.job.shape.blocks if block.kv_heads), default=0)
-    # As `attention=` leaves it open: heads where they divide, else a gather.
-    exchanges = layout.attention == "heads" or (not layout.attention and heads and heads % (batch.cp * batch.tp) == 0)
-    return "a2a" if exchanges else "allgather"
+    return layout.attention or ("heads" if heads and heads % (batch.cp * batch.tp) == 0 else "gather")
 
 
 def _megatron_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
@@ -312,7 +372,8 @@ def _megatron_pipeline(layers: int, layout: Layout, batch: _Batch) -> list[str]:
 def _megatron_data(layout: Layout, batch: _Batch) -> list[str]:
     overlap = ["--overlap-grad-reduce"] if batch.replicate * batch.shard > 1 else []
     if not layout.zero:
-        return overlap
+        # Offload is of the distributed optimizer, also on one data rank.
+        return ["--use-distributed-optimizer", *overlap] if layout.offload == "optimizer" else overlap
     flags = ["--use-distributed-optimizer", *overlap, "--overlap-param-gather"]
     if layout.zero > 1:
         flags += ["--use-megatron-fsdp", f"--data-parallel-sharding-strategy {FSDP_STRATEGIES[layout.zero]}"]
@@ -339,29 +400,40 @@ def _megatron_recompute(layers: int, layout: Layout, batch: _Batch) -> list[str]
     return ["--recompute-granularity full", "--recompute-method block", f"--recompute-num-layers {by_stage}"]
 
 
-def _deepspeed(question: Question, layout: Layout) -> tuple[str, list[str]]:
+def _check_deepspeed(layout: Layout, batch: _Batch) -> None:
+    """Refuses what a configuration can't ask for, or DeepSpeed checks and refuses itself."""
     _refuse_our_own("deepspeed", layout)
-    batch, notes = _Batch.of(question, layout), []
+    mics = batch.replicate > 1 and batch.shard > 1
     if batch.pp > 1:
         raise PlanError(
             "deepspeed's pipelines are code (PipelineModule), which its configuration can't ask for; pp=1 works"
         )
     if batch.cp > 1:
         raise PlanError("deepspeed's Ulysses changes the model's attention by code, no configuration does; cp=1 works")
-    if batch.tp > 1 and batch.ep > 1:
-        raise PlanError("deepspeed's AutoTP and AutoEP can't be combined; take ep=1 with tp, or tp=1 with ep")
-    if batch.replicate > 1 and batch.shard > 1 and (layout.zero < 3 or batch.ep > 1):
+    if batch.tp > 1 and batch.ep > 1 and (layout.zero == 3 or layout.offload != "none"):
+        raise PlanError("deepspeed's AutoTP and AutoEP fold together under zero=0, 1 or 2 without offload alone")
+    if mics and (layout.zero < 3 or batch.ep > 1):
         raise PlanError(
             f"deepspeed shards zero={layout.zero} over all data ranks, so it has no replicate={batch.replicate} beside "
             f"shard={batch.shard}; replicate=1 works, and zero=3 without experts by MiCS"
         )
+    if mics and layout.offload != "none":
+        raise PlanError("deepspeed's MiCS (copies of shards) offloads nothing; take replicate=1, or leave offload out")
+    if layout.secondary and batch.ep > 1:
+        raise PlanError("deepspeed's AutoEP has no secondary copy of gathered weights; leave secondary out")
     if layout.offload != "none" and not layout.zero:
         raise PlanError("deepspeed offloads what ZeRO shards; take zero=1, 2 or 3 with offload")
     if layout.offload == "parameters" and layout.zero < 3:
         raise PlanError("deepspeed offloads parameters under zero=3 alone; take offload=optimizer")
+
+
+def _deepspeed(question: Question, layout: Layout) -> tuple[str, list[str]]:
+    batch, notes = _Batch.of(question, layout), []
+    _check_deepspeed(layout, batch)
     zero: dict[str, object] = {"stage": layout.zero}
     if batch.replicate > 1 and batch.shard > 1:
         zero["mics_shard_size"] = batch.shard
+        notes.append("deepspeed's MiCS wants the model built under deepspeed.zero.MiCS_Init")
     if layout.secondary:
         zero["zero_hpz_partition_size"] = layout.secondary
     if layout.offload != "none":

@@ -107,6 +107,14 @@ def cores(job: PricedJob, space: Space) -> np.ndarray:
     Raises:
         PlanError: when no core exists; the message names the rule that excludes all.
     """
+    core_rows = _core_rows(job, space)
+    if not core_rows:
+        raise PlanError(_no_layout_message(job, space))
+    return np.array(core_rows, dtype=float)
+
+
+def _core_rows(job: PricedJob, space: Space) -> list[tuple[int, ...]]:
+    """Returns every core as a row of `CORE`; none where the bounds leave none."""
     core_rows: list[tuple[int, ...]] = []
     tails_of: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for pp, cp, tp in _core_degrees(job, space):
@@ -120,9 +128,7 @@ def cores(job: PricedJob, space: Space) -> np.ndarray:
             tails += tails_of[pp, microbatches]
         for ep in _expert_degrees(job, space, readers, cp, tp):
             core_rows += [(pp, cp, tp, ep, *tail) for tail in tails]
-    if not core_rows:
-        raise PlanError(_no_layout_message(job, space))
-    return np.array(core_rows, dtype=float)
+    return core_rows
 
 
 def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]]:
@@ -435,13 +441,25 @@ def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, 
     return layout == dataclasses.replace(base, sequence=sizes["tp"] > 1 and space.sequence, **free_values)
 
 
+def _nearest_fixed(job: PricedJob, space: Space) -> str:
+    """Returns what works: the given degrees with one of them changed to the nearest that some layout has."""
+    sizes = divisors(space.devices)
+    changes = [(abs(size - degree), axis, size) for axis, degree in space.fixed.items() for size in sizes]
+    for distance, axis, size in sorted(changes):
+        nearby = {**space.fixed, axis: size}
+        if distance and _core_rows(job, dataclasses.replace(space, fixed=nearby)):
+            return "nearest that works: " + ", ".join(f"{name}={degree}" for name, degree in nearby.items())
+    return "nearest that works: fewer of them, since changing one doesn't do"
+
+
 def _no_layout_message(job: PricedJob, space: Space) -> str:
     most_readers = max(size for size in divisors(space.devices) if job.rows % size == 0)
     if space.fixed:
         fixed_text = ", ".join(f"{axis}={degree}" for axis, degree in space.fixed.items())
         return (
-            f"no layout of {space.devices} devices has {fixed_text} with a batch of {job.rows} rows: degrees must "
-            f"divide the devices, and what is left of them the rows; nearest that works: drop one of them"
+            f"no layout of {space.devices} devices has {fixed_text} with a batch of {job.rows} rows: degrees divide "
+            f"the devices, tp lies within the {space.domain} that fast links join and pp within the layers, and what "
+            f"is left divides the rows; {_nearest_fixed(job, space)}"
         )
     return (
         f"a batch of {job.rows} rows can't be shared by {space.devices} devices: at most {most_readers} of them can "

@@ -96,6 +96,8 @@ REFUSED = {
     "12": "no cluster",
     "h100-60": "h100-pcie",
     "16xh100@infiniband": "unknown link",
+    "8xa100-40@pcie4": r"pcie4 joins what is in one; .*\(a100-40, a100-40-pcie\)",
+    "16xh100@4xnvlink4": "names the network between nodes",
     "16xh100@": "follows @",
     "64xh100+": "no cluster",
     "missing.toml": "can't be read",

@@ -112,7 +112,9 @@ def migrated(tmp_path: Path, suffix: str, text: str, devices: int | None = None)
     [
         ("deepspeed", "replicate=8,microbatches=2", DENSE),
         ("deepspeed", "shard=8,zero=1", DENSE),
-        ("deepspeed", "replicate=2,shard=8,zero=3,microbatches=2,offload=parameters", DENSE),
+        ("deepspeed", "replicate=2,shard=8,zero=3,microbatches=2", DENSE),
+        ("deepspeed", "shard=16,zero=3,microbatches=2,offload=parameters", DENSE),
+        ("deepspeed", "shard=4,tp=2,ep=4,zero=1", EXPERTS),
         ("deepspeed", "shard=8,tp=2,zero=2,microbatches=4,offload=optimizer", DENSE),
         ("deepspeed", "shard=8,zero=3,secondary=2,precision=fp16", DENSE),
         ("deepspeed", "shard=8,ep=4,zero=1", EXPERTS),
@@ -126,6 +128,7 @@ def migrated(tmp_path: Path, suffix: str, text: str, devices: int | None = None)
         ("megatron", "pp=2,shard=2,zero=3,microbatches=4,recompute=full:4,sequence=true,tp=2", DENSE),
         ("megatron", "cp=8,attention=gather,precision=fp16,offload=optimizer", DENSE),
         ("megatron", "cp=4,attention=heads,recompute=full", DENSE),
+        ("megatron", "cp=4,attention=ring,precision=fp8", DENSE),
         ("megatron", "shard=8,ep=4,zero=3", EXPERTS),
     ],
 )

@@ -17,6 +17,7 @@ from meshwright.spec.layout import Layout
 
 DENSE = "layers=8,width=1024,heads=16,kv_heads=4,vocab=32000,ffn=2816"
 EXPERTS = "layers=8,width=1024,heads=16,kv_heads=4,vocab=32000,experts=8,active_experts=2,expert_ffn=1408"
+DEEP = "layers=31,width=1024,heads=16,kv_heads=4,vocab=32000,ffn=2816"
 # Names that stand in the sources of torchtitan b5bcd76, Megatron-LM d98e8a6 and DeepSpeed edaa722.
 KNOWN = {
     "torchtitan": {
@@ -25,6 +26,7 @@ KNOWN = {
         "training.num_tokens_per_train_step",
         "training.mixed_precision_param",
         "training.enable_cpu_offload",
+        "training.disable_cuda_graphs",
         "parallelism.data_parallel_replicate_degree",
         "parallelism.data_parallel_shard_degree",
         "parallelism.fsdp_reshard_after_forward",
@@ -66,6 +68,10 @@ KNOWN = {
         "recompute-num-layers",
         "recompute-modules",
         "optimizer-cpu-offload",
+        "use-precision-aware-optimizer",
+        "fp8-format",
+        "fp8-recipe",
+        "moe-token-dispatcher-type",
     },
 }
 
@@ -112,20 +118,24 @@ def test_megatrons_flags_say_the_layout() -> None:
     assert experts["expert-model-parallel-size"] == "4" and experts["expert-tensor-parallel-size"] == "1"
     assert experts["data-parallel-sharding-strategy"] == "optim_grads_params" and set(experts) <= KNOWN["megatron"]
     long_rows, _ = written("megatron", "cp=8,attention=gather")
-    assert long_rows["cp-comm-type"] == "allgather" and written("megatron", "cp=4")[0]["cp-comm-type"] == "a2a"
+    assert long_rows["cp-comm-type"] == "all_gather" and written("megatron", "cp=4")[0]["cp-comm-type"] == "a2a"
     uneven, _ = written("megatron", "pp=3,microbatches=4")
     assert uneven["pipeline-model-parallel-layout"] == "'Ettt|ttt|ttL'"
 
 
 def test_deepspeeds_configuration_says_the_layout() -> None:
     asked = question(devices=16)
-    layout = Layout.parse("replicate=2,shard=8,zero=3,microbatches=2,precision=bf16,offload=parameters")
-    config = json.loads(emit_plan("deepspeed", asked, [price_candidate(asked, layout)]).text)
+    layout = Layout.parse("replicate=2,shard=8,zero=3,microbatches=2,precision=bf16")
+    emitted = emit_plan("deepspeed", asked, [price_candidate(asked, layout)])
+    config = json.loads(emitted.text)
     accumulated = config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"]
     assert accumulated * 16 == config["train_batch_size"] == 64
     zero = config["zero_optimization"]
-    assert zero["stage"] == 3 and zero["mics_shard_size"] == 8 and zero["offload_param"]["device"] == "cpu"
+    assert zero["stage"] == 3 and zero["mics_shard_size"] == 8 and "zero.MiCS_Init" in "\n".join(emitted.notes)
     assert config["bf16"] == {"enabled": True}
+    layout = Layout.parse("shard=16,zero=3,precision=bf16,offload=parameters")
+    config = json.loads(emit_plan("deepspeed", asked, [price_candidate(asked, layout)]).text)
+    assert config["zero_optimization"]["offload_param"]["device"] == "cpu"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +152,17 @@ def test_deepspeeds_configuration_says_the_layout() -> None:
         ("deepspeed", "pp=2,microbatches=4", DENSE, "pp=1 works"),
         ("deepspeed", "cp=2", DENSE, "cp=1 works"),
         ("deepspeed", "replicate=2,shard=2,zero=2", DENSE, "replicate=1 works"),
-        ("deepspeed", "shard=2,tp=2,ep=2,zero=1", EXPERTS, "can't be combined"),
+        ("deepspeed", "shard=2,tp=2,ep=2,zero=3", EXPERTS, "fold together under zero=0, 1 or 2"),
+        ("deepspeed", "shard=2,tp=2,ep=2,zero=1,offload=optimizer", EXPERTS, "without offload alone"),
+        ("deepspeed", "replicate=2,shard=2,zero=3,offload=optimizer", DENSE, "offloads nothing; take replicate=1"),
+        ("deepspeed", "shard=4,ep=2,zero=3,secondary=2", EXPERTS, "leave secondary out"),
+        ("deepspeed", "shard=2,zero=3,precision=fp8", DENSE, "for precision=fp8; take bf16"),
+        ("torchtitan", "shard=2,zero=3,precision=fp8", DENSE, "its float8 is a converter"),
+        ("torchtitan", "shard=2,zero=3,precision=tf32", DENSE, "for precision=tf32; take bf16 or float32"),
+        ("torchtitan", "pp=5,microbatches=5,schedule=interleaved,stages=3", DEEP, "take stages=2"),
+        ("megatron", "shard=2,zero=3,precision=fp8_rowwise", DENSE, "fp16 or fp8"),
+        ("megatron", "replicate=4,offload=optimizer", DENSE, "take zero=1 with offload=optimizer"),
+        ("megatron", "shard=2,tp=2,zero=1", EXPERTS, "add sequence=true"),
         ("megatron", "replicate=4,compress=int8", DENSE, "leave compress out"),
         ("megatron", "tp=4,tp_overlap=2", DENSE, "leave it out, and hide tp's traffic by its own flags"),
     ],
@@ -150,6 +170,39 @@ def test_deepspeeds_configuration_says_the_layout() -> None:
 def test_what_a_framework_lacks_is_refused_in_a_sentence(framework: str, layout: str, sizes: str, why: str) -> None:
     with pytest.raises(PlanError, match=why):
         written(framework, layout, sizes)
+
+
+def test_what_the_frameworks_check_is_met() -> None:
+    """CUDA graphs refuse pipelines, Transformer Engine's words, flags that come in pairs."""
+    flags, _ = written("torchtitan", "pp=2,shard=4,zero=3,microbatches=8")
+    assert flags["training.disable_cuda_graphs"] == ""
+    assert "training.disable_cuda_graphs" in written("torchtitan", "shard=8,ep=4,zero=3", EXPERTS)[0]
+    assert "training.disable_cuda_graphs" not in written("torchtitan", "shard=8,zero=3")[0]
+    # Eight layers in three stages: 3, 3 and 2, by torchtitan's own rule of fewer layers at the ends.
+    flags, _ = written("torchtitan", "pp=3,microbatches=4")
+    names = ("layers_per_stage", "first_stage_less_layers", "last_stage_less_layers")
+    assert [flags[f"parallelism.pipeline_parallel_{name}"] for name in names] == ["3", "0", "1"]
+    flags, notes = written("torchtitan", "shard=2,cp=2,zero=3,attention=gather")
+    assert not notes and flags["parallelism.context_parallel_degree"] == "2"
+    notes = written("torchtitan", "cp=2,attention=ring")[1]
+    assert "FSDP shards parameters over the ranks of cp" in notes[0] and "gathers keys and values" in notes[1]
+    assert written("megatron", "cp=2,attention=ring")[0]["cp-comm-type"] == "p2p"
+    flags, notes = written("megatron", "shard=2,tp=2,zero=1,offload=optimizer,precision=fp8")
+    assert "use-precision-aware-optimizer" in flags and "CUDA_DEVICE_MAX_CONNECTIONS=1" in notes[0]
+    assert flags["fp8-format"] == "hybrid" and flags["fp8-recipe"] == "tensorwise" and "bf16" in flags
+    assert "use-distributed-optimizer" in written("megatron", "tp=2,offload=optimizer")[0]
+    assert written("megatron", "shard=4,ep=4,zero=1", EXPERTS)[0]["moe-token-dispatcher-type"] == "alltoall"
+
+
+def test_rows_that_do_not_divide_are_refused() -> None:
+    """torchtitan wants a micro-batch's tokens by tp x 2 cp, Megatron a row's by 2 cp."""
+    layout = Layout.parse("cp=8,attention=gather,precision=bf16")
+    config = PlanConfig(sizes=DENSE, cluster="8xh100", batch=64, sequence=1000)
+    asked = question_of(config, model_of_sizes(DENSE))
+    for framework, why in (("torchtitan", "into 16 equal parts"), ("megatron", "a multiple of 2 x cp = 16")):
+        short = dataclasses.replace(layout, microbatches=64)
+        with pytest.raises(PlanError, match=why):
+            emit_plan(framework, asked, [price_candidate(asked, short)])
 
 
 def test_where_the_plan_cannot_be_said_the_next_best_is() -> None:

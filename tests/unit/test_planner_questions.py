@@ -341,3 +341,17 @@ def test_a_case_without_a_plan_says_why() -> None:
     question = question_of(asked(batch=3, fix="replicate=8"), MODEL)
     case = PlannedCase(name="none", question=question, best=None, why="because")
     assert case.to_json()["best"] is None and case.to_json()["why"] == "because"
+
+
+@pytest.mark.parametrize(
+    ("fix", "nearest"),
+    [
+        ("tp=3", "nearest that works: tp=2"),
+        ("pp=3,tp=8", "nearest that works: pp=2, tp=8"),
+        ("tp=16", r"tp lies within the 8 that fast links join .*nearest that works: tp=8"),
+        ("pp=3,tp=3", "nearest that works: fewer of them"),
+    ],
+)
+def test_degrees_that_no_layout_has_are_refused_with_the_nearest(fix: str, nearest: str) -> None:
+    with pytest.raises(PlanError, match=nearest):
+        plan_model(asked(cluster="16xh100", batch=64, fix=fix), MODEL)

@@ -18,6 +18,8 @@ ACCELERATE = Foreign(
         "main_process_port": "--meet, or the launcher, says it",
         "main_training_function": "meshwright has the loop",
         "main_process_*": "the launcher says it",
+        "commands": "of TPUs alone",
+        "command_file": "of TPUs alone",
         "rdzv_backend": "ranks meet over meshwright's own port",
         "same_network": "the cluster says it",
         "enable_cpu_affinity": "the launcher binds ranks",
@@ -43,13 +45,29 @@ ACCELERATE = Foreign(
         f"{_DEEPSPEED}deepspeed_moe_layer_cls_names": "experts are found when the model is read",
         f"{_DEEPSPEED}deepspeed_multinode_launcher": "--hostfile, --on slurm and others start the nodes",
         f"{_DEEPSPEED}deepspeed_hostfile": "--hostfile reads that file",
-        f"{_PARALLEL}cp_comm_strategy": "attention=gather in the layout, ring passes keys and values round",
+        f"{_PARALLEL}cp_backend": "cp is torch's collectives",
+        f"{_PARALLEL}sp_*": "the split of tokens for heads fits any length and any kernel of attention",
+        f"{_DEEPSPEED}seq_parallel_communication_data_type": "tokens and heads travel in the layout's precision",
+        f"{_MEGATRON}no_*_optim": "a run goes on from its own directory with all of its state",
+        f"{_MEGATRON}attention_softmax_in_fp32": "the model's own code says it",
+        f"{_MEGATRON}attention_backend": "model.attention takes torch's fused kernels where the family has them",
+        f"{_MEGATRON}calculate_per_token_loss": "the loss is a mean over tokens",
+        f"{_MEGATRON}overlap_cpu_optimizer_d2h_h2d": "copies travel beside the update",
+        f"{_MEGATRON}expert_tensor_parallel_size": "ep divides the ranks of shard x cp x tp a second time",
     },
     missing={
         f"{_FSDP}ignored_modules": "all weights are sharded",
         f"{_DEEPSPEED}deepspeed_inclusion_filter": "leave the other nodes out of the hostfile",
         f"{_DEEPSPEED}deepspeed_exclusion_filter": "leave these nodes out of the hostfile",
         f"{_DEEPSPEED}offload_*_nvme_path": "nothing is offloaded to NVMe; offload=parameters keeps it in host memory",
+        f"{_MEGATRON}decoder_last_pipeline_num_layers": "stages are balanced by cost; split= says otherwise",
+        f"{_MEGATRON}eod_mask_loss": "data.mask_documents masks targets, attention and positions",
+        f"{_MEGATRON}*_dropout": "model.dropout, where the model type has it",
+        f"{_MEGATRON}recompute_method": "recompute=full:K in the layout recomputes K layers",
+        f"{_MEGATRON}recompute_num_layers": "recompute=full:K in the layout recomputes K layers",
+        f"{_MEGATRON}use_rotary_position_embeddings": "positions are those of the model type",
+        f"{_MEGATRON}use_custom_fsdp": "shard=N,zero=3 in the layout",
+        f"{_MEGATRON}use_precision_aware_optimizer": "master weights and moments are float32",
         "fp8_config.*": "precision=fp8 scales each tensor by its present values, fp8_rowwise each row",
         "ipex_config.*": "torch's own operators run",
         "mpirun_config.*": "--hostfile starts the nodes",
@@ -57,7 +75,7 @@ ACCELERATE = Foreign(
     defaults={},
     layout_keys={
         "distributed_type": "FSDP, DEEPSPEED, MEGATRON_LM, MULTI_GPU, MULTI_CPU, NO; any other is refused",
-        "num_processes": "`devices`",
+        "num_processes": "`devices`; distributed_type NO starts one whatever it says",
         "mixed_precision": "`layout: precision`",
         "gradient_accumulation_steps": "`layout: microbatches`",
         "dynamo_config.dynamo_backend": "`layout: compile=true`",
@@ -74,8 +92,14 @@ ACCELERATE = Foreign(
         "parallelism_config.parallelism_config_dp_shard_size": "`layout: shard`",
         "parallelism_config.parallelism_config_tp_size": "`layout: tp`",
         "parallelism_config.parallelism_config_cp_size": "`layout: cp`",
+        "parallelism_config.parallelism_config_cp_comm_strategy": "`layout: attention`; alltoall is ring",
+        "parallelism_config.parallelism_config_sp_size": "`layout: cp, attention=heads` (Ulysses)",
         "megatron_lm_config.megatron_lm_tp_degree": "`layout: tp`",
         "megatron_lm_config.megatron_lm_pp_degree": "`layout: pp`",
+        "megatron_lm_config.megatron_lm_context_parallel_size": "`layout: cp, attention=ring`",
+        "megatron_lm_config.megatron_lm_expert_model_parallel_size": "`layout: ep`",
+        "megatron_lm_config.megatron_lm_recompute_granularity": "`layout: recompute`",
+        "megatron_lm_config.megatron_lm_optimizer_cpu_offload": "`layout: offload=optimizer`",
         "megatron_lm_config.megatron_lm_num_micro_batches": "`layout: microbatches`",
         "megatron_lm_config.megatron_lm_sequence_parallelism": "`layout: sequence=true`",
         "megatron_lm_config.megatron_lm_recompute_activations": "`layout: recompute=selective`",
@@ -84,6 +108,8 @@ ACCELERATE = Foreign(
 )
 _ACCUMULATED = "gradient_accumulation_steps"
 _KINDS = ("fsdp", "deepspeed", "megatron_lm", "multi_gpu", "multi_cpu", "no", "false", "")
+_SECTIONS = {"fsdp": _FSDP, "deepspeed": _DEEPSPEED, "megatron_lm": _MEGATRON}
+"""Where each kind of job has its keys; accelerate reads no other section."""
 _STRATEGIES = {
     "full_shard": 3, "1": 3, "shard_grad_op": 2, "2": 2, "no_shard": 0, "3": 0, "hybrid_shard": 3, "4": 3,
     "hybrid_shard_zero2": 2, "5": 2,
@@ -106,6 +132,10 @@ def read_accelerate(config: Migration, path: str) -> None:
     if kind not in _KINDS:
         raise ConfigError(f"distributed_type: {kind.upper()} isn't trained here; FSDP, DEEPSPEED and MULTI_GPU are")
     config.drop("the layout says it", "distributed_type")
+    for name in list(config.values) if kind else ():
+        if any(name.startswith(prefix) for section, prefix in _SECTIONS.items() if section != kind):
+            config.take(name)
+            config.drop("not read there beside this distributed_type", name)
     other = config.take(f"{_DEEPSPEED}deepspeed_config_file")
     if other is not None:
         processes = config.take("num_processes")
@@ -113,12 +143,7 @@ def read_accelerate(config: Migration, path: str) -> None:
             f"{path}: the settings are in {str(other)[:200]}; write meshwright new --from that file"
             + (f" --devices {processes}" if isinstance(processes, int) else "")
         )
-    said = config.count("num_processes")
-    ranks = config.devices or said or config.require_devices(path)
-    if said is not None:
-        why = f"--devices {ranks} goes over it" if ranks != said else f"devices = {ranks} says it"
-        config.drop(why, "num_processes")
-    config.devices = ranks
+    config.devices = ranks = _read_ranks(config, kind, path)
     machines = config.values.get("num_machines")
     _read_axes(config, kind, ranks, machines if isinstance(machines, int) and machines > 0 else 1)
     precision = config.word("mixed_precision")
@@ -140,6 +165,23 @@ def read_accelerate(config: Migration, path: str) -> None:
         config.drop("off", "dynamo_config.dynamo_backend", "dynamo_backend")
 
 
+def _read_ranks(config: Migration, kind: str, path: str) -> int:
+    """Returns the number of ranks: the user's, else the file's."""
+    if config.values.get("num_processes") == -1:  # left to the launch
+        config.take("num_processes")
+        said = None
+    else:
+        said = config.count("num_processes")
+    if kind in ("no", "false"):
+        ranks = config.devices or 1
+        config.drop("distributed_type NO starts one process; --devices N takes more", "num_processes")
+        return ranks
+    ranks = config.devices or said or config.require_devices(path)
+    why = f"--devices {ranks} goes over it" if ranks != said else f"devices = {ranks} says it"
+    config.drop(why, "num_processes")
+    return ranks
+
+
 def _read_axes(config: Migration, kind: str, ranks: int, machines: int) -> None:
     """Answers ZeRO, offload and degrees.
 
@@ -151,10 +193,10 @@ def _read_axes(config: Migration, kind: str, ranks: int, machines: int) -> None:
     """
     tp_names, pp_name = (f"{_PARALLEL}tp_size", f"{_MEGATRON}tp_degree"), f"{_MEGATRON}pp_degree"
     tp = config.lay_degree("tp", config.count(*tp_names), *tp_names)
-    cp = config.lay_degree("cp", config.count(f"{_PARALLEL}cp_size"), f"{_PARALLEL}cp_size")
+    cp = _read_token_axis(config)
     pp = config.lay_degree("pp", config.count(pp_name), pp_name)
-    if cp > 1:
-        config.lay("attention", "gather", f"{_PARALLEL}cp_size")
+    ep_name = f"{_MEGATRON}expert_model_parallel_size"
+    config.lay_degree("ep", config.count(ep_name), ep_name)
     if config.flag(f"{_MEGATRON}sequence_parallelism") and tp > 1:
         config.lay("sequence", "true", f"{_MEGATRON}sequence_parallelism")
     data_ranks = divided(ranks, tp * cp * pp, f"{ranks} processes over tp x cp x pp")
@@ -185,16 +227,46 @@ def _read_axes(config: Migration, kind: str, ranks: int, machines: int) -> None:
     if (strategy or reshard).startswith("hybrid") or strategy in ("4", "5"):
         group = divided(data_ranks, machines, f"{data_ranks} ranks over num_machines")
     zero_names = (strategy_name, reshard_name, zero_name, optimizer_name)
+    if zero and data_ranks == copies and cp > 1:
+        config.tell_state_over_cp()
     config.lay_data_axes(zero, data_ranks, group, *names, *zero_names)
     if config.flag(f"{_FSDP}offload_params"):
         config.lay("offload", "parameters", f"{_FSDP}offload_params")
     else:
         config.drop("off", f"{_FSDP}offload_params")
     read_offload(config, f"{_DEEPSPEED}offload_optimizer_device", f"{_DEEPSPEED}offload_param_device")
+    if config.flag(f"{_MEGATRON}optimizer_cpu_offload"):
+        config.lay("offload", "optimizer", f"{_MEGATRON}optimizer_cpu_offload")
+    else:
+        config.drop("off", f"{_MEGATRON}optimizer_cpu_offload")
     _read_recompute(config)
 
 
+def _read_token_axis(config: Migration) -> int:
+    """Answers the three ways in which tokens of a row are split; returns the degree."""
+    names = (f"{_PARALLEL}cp_size", f"{_PARALLEL}sp_size", f"{_MEGATRON}context_parallel_size")
+    ways = dict(zip(names, ("gather", "heads", "ring"), strict=True))
+    degrees = {name: config.count(name) or 1 for name in names}
+    name = max(names, key=lambda key: degrees[key])
+    if sum(degree > 1 for degree in degrees.values()) > 1:
+        raise ConfigError(f"{config.origin(*names)}: only one of them splits the tokens; leave one")
+    config.drop("off", *(key for key in names if key != name))
+    strategy = f"{_PARALLEL}cp_comm_strategy"
+    if config.lay_degree("cp", degrees[name], name) > 1:
+        rotates = config.word(strategy) == "alltoall" and name == names[0]
+        config.lay("attention", "ring" if rotates else ways[name], name, strategy)
+    else:
+        config.take(strategy)
+        config.drop("no cp", strategy)
+    return degrees[name]
+
+
 def _read_recompute(config: Migration) -> None:
+    granularity = f"{_MEGATRON}recompute_granularity"
+    if (mode := config.word(granularity)) in ("full", "selective"):
+        config.lay("recompute", mode, granularity)
+    else:
+        config.drop("off", granularity)
     for name, mode in (
         (f"{_FSDP}activation_checkpointing", "full"),
         (f"{_MEGATRON}recompute_activations", "selective"),

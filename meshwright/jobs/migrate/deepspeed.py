@@ -26,6 +26,22 @@ DEEPSPEED = Foreign(
         f"{_ZERO}*bucket_size": "a layer is a unit of communication",
         f"{_ZERO}allgather_partitions": "weights of shards are always gathered",
         f"{_ZERO}sub_group_size": "the update runs over a layer's shards at a time",
+        f"{_ZERO}cpu_offload_use_pin_memory": "host memory is always pinned",
+        f"{_ZERO}offload_*.max_in_cpu": "of NVMe alone",
+        f"{_ZERO}offload_*.pipeline*": "of NVMe alone",
+        f"{_ZERO}offload_*.cpuadam_cores_perc": "the update takes the host's cores",
+        f"{_ZERO}offload_*.super_offload": "a choice of how DeepSpeed runs the update on the host",
+        f"{_ZERO}max_*": "a layer is gathered when it runs; the next one travels meanwhile",
+        f"{_ZERO}*_persistence_threshold": "a layer's small weights travel with its large ones",
+        f"{_ZERO}leaf_module.*": "a repeated layer is a unit",
+        f"{_ZERO}mics_hierarchical_params_gather": "a choice of how DeepSpeed gathers",
+        f"{_ZERO}use_multi_rank_bucket_allreduce": "a layer is a unit of communication",
+        f"{_ZERO}memory_efficient_linear": "products keep what autograd keeps",
+        f"{_ZERO}legacy_stage1": "zero=1 is as it is now",
+        f"{_ZERO}override_module_apply": "weights are built as a rank's own part only",
+        f"{_ZERO}pipeline_loading_checkpoint": "each rank reads its own slices",
+        f"{_ZERO}log_trace_cache_warnings": "a choice of what DeepSpeed prints",
+        f"{_ZERO}enable_sanity_checks": "verify proves the layout",
         f"{_ZERO}stage3_*": "a layer is gathered when it runs; the next one travels meanwhile",
         f"{_ZERO}round_robin_gradients": "a rank's shard is a slice of every layer",
         f"{_ZERO}gather_16bit_weights_on_model_save": "meshwright export gathers and converts",
@@ -40,7 +56,9 @@ DEEPSPEED = Foreign(
         "fp16.min_loss_scale": "the scale is bounded by itself",
         "fp16.initial_scale_power": "the scale starts at 2^16",
         "fp16.auto_cast": "precision casts inputs",
-        "bf16.*": "bf16 always has float32 master weights and sums",
+        "bf16.immediate_grad_update": "gradients are added as they come",
+        "bf16.check_grad_overflow": "a step that isn't finite is skipped, and told",
+        "fp16.consecutive_hysteresis": "the scale halves at each overflow",
         "communication_data_type": "sums are of float32; compress=bf16 in the layout rounds them",
         "prescale_gradients": "gradients are averaged over tokens",
         "gradient_predivide_factor": "gradients are averaged over tokens",
@@ -55,6 +73,19 @@ DEEPSPEED = Foreign(
         "csv_monitor.*": "metrics.jsonl is always written",
         "checkpoint.*": "a setting of how DeepSpeed writes files",
         "aio.*": "of NVMe alone",
+        "nebula.*": "checkpoints are written while training goes on",
+        "datastates.*": "checkpoints are written while training goes on",
+        "timers.*": "metrics.jsonl has the parts of each step",
+        "data_types.*": "weights and sums are float32; precision casts what computes",
+        "dataloader_drop_last": "whole batches alone are trained",
+        "disable_allgather": "a choice of how DeepSpeed gathers",
+        "managed_gradient_accumulation": "the loop counts micro-batches",
+        "seq_parallel_communication_data_type": "tokens and heads travel in the layout's precision",
+        "use_data_before_expert_parallel*": "ep divides the ranks of shard x cp x tp a second time",
+        "vocabulary_size": "of a warning there alone",
+        "log_level": "a choice of what DeepSpeed prints",
+        "graph_harvesting": "no step is captured as a CUDA graph",
+        "optimizer.legacy_fusion": "torch's fused AdamW runs",
         "activation_checkpointing.*": "choices of how DeepSpeed keeps them; recompute in the layout says how much",
         "tensor_parallel.*": "choices of how AutoTP finds weights; the model is read here",
         "expert_parallel.preset_model": "the model is read here",
@@ -72,6 +103,19 @@ DEEPSPEED = Foreign(
         f"{_ZERO}offload_*.ratio": "offload takes all of the state",
         f"{_ZERO}zenflow.*": "updates are never late here; offload=optimizer is exact",
         "fp16.loss_scale": "the scale of fp16 is dynamic",
+        "fp16.fp16_master_weights_and_grads": "master weights and moments are float32",
+        "bf16.bf16_master_weights_and_grads": "master weights and moments are float32",
+        "bf16.bf16_optimizer_states": "master weights and moments are float32",
+        f"{_ZERO}zeropp_loco_param.*": "compress=int8 in the layout rounds without bias, and keeps no error",
+        f"{_ZERO}save_muon_momentum_buffer_in_memory": "AdamW is the only optimizer",
+        "optimizer.params.max_grad_norm": "optimizer.clip",
+        "optimizer.params.*": "a setting of that optimizer; AdamW is the only one",
+        "scheduler.params.*": "a setting of that schedule; shapes are cosine, linear, wsd and constant",
+        "pipeline.*": "pp=N in the layout",
+        "eigenvalue.*": "models aren't pruned or quantised in training",
+        "quantize_training.*": "models aren't pruned or quantised in training",
+        "weight_quantization.*": "models aren't pruned or quantised in training",
+        "expert_parallel.*": "experts and their routing are the model type's own code",
         "wandb.*": 'write trackers = ["wandb"] under [monitor]',
         "comet.*": 'write trackers = ["mlflow"] under [monitor]',
         "data_efficiency.*": "rows keep their length and order",
@@ -96,10 +140,16 @@ DEEPSPEED = Foreign(
         "zero_optimization.zero_hpz_partition_size": "`layout: secondary`",
         "zero_optimization.offload_optimizer.device": "`layout: offload=optimizer`; NVMe is left out",
         "zero_optimization.offload_param.device": "`layout: offload=parameters`; NVMe is left out",
+        "zero_optimization": "true, of old files: `layout: shard, zero=1`",
+        "zero_optimization.cpu_offload": "`layout: offload=optimizer`, the old key",
+        "zero_optimization.cpu_offload_param*": "`layout: offload=parameters`, the old key",
+        "bfloat16.enabled": "bf16.enabled, the old key",
+        "gradient_allreduce_op": "mean; `sum` is left out",
         "bf16.enabled": "`layout: precision=bf16`",
         "fp16.enabled": "`layout: precision=fp16`",
         "tensor_parallel.autotp_size": "`layout: tp`",
         "expert_parallel.autoep_size": "`layout: ep`",
+        "sequence_parallel_size": "`layout: cp, attention=heads` (Ulysses)",
         "optimizer.type": "AdamW; any other is left out",
         "optimizer.params.betas": "`optimizer.beta1`, `optimizer.beta2`",
         "optimizer.params.adam_w_mode": "AdamW's decay; Adam's is left out",
@@ -126,11 +176,41 @@ def read_deepspeed(config: Migration, path: str) -> None:
     Raises:
         ConfigError: when its batch sizes contradict each other, or nothing says how many devices there are.
     """
+    _rename_old_keys(config)
     _read_batch(config, path)
+    if config.word(name := "gradient_allreduce_op") == "sum":
+        config.leave("gradients are averaged over tokens", name)
+    else:
+        config.drop("gradients are averaged over tokens", name)
     read_precision(config, "bf16.enabled", "fp16.enabled")
     read_offload(config, f"{_ZERO}offload_optimizer.device", f"{_ZERO}offload_param.device")
     _read_optimizer(config)
     _read_scheduler(config)
+
+
+def _rename_old_keys(config: Migration) -> None:
+    """Gives keys of old files the names that DeepSpeed gives them.
+
+    Raises:
+        ConfigError: the new name is there too.
+    """
+    old: dict[str, tuple[str, object]] = {f"{_ZERO}cpu_offload": (f"{_ZERO}offload_optimizer.device", "cpu")}
+    for name in (f"{_ZERO}cpu_offload_param", f"{_ZERO}cpu_offload_params"):
+        old[name] = (f"{_ZERO}offload_param.device", "cpu")
+    old |= {name: (f"bf16.{name.removeprefix('bfloat16.')}", None) for name in config.values if "bfloat16." in name[:9]}
+    if config.values.get("zero_optimization") is True:
+        old["zero_optimization"] = (f"{_ZERO}stage", 1)
+    for name, (new, value) in old.items():
+        if name not in config.values:
+            continue
+        if new in config.values:
+            raise ConfigError(f"{name} is the old name of {new}, which is there too; leave one of them")
+        if value is not None and not config.flag(name):
+            config.drop("off", name)
+            continue
+        written = config.take(name)
+        config.drop(f"the old name of {new}", name)
+        config.values[new] = written if value is None else value
 
 
 def _read_batch(config: Migration, path: str) -> None:
@@ -140,15 +220,23 @@ def _read_batch(config: Migration, path: str) -> None:
     tp = config.lay_degree(
         "tp", config.count("tensor_parallel.autotp_size", least=0) or 1, "tensor_parallel.autotp_size"
     )
+    cp = config.lay_degree("cp", config.count("sequence_parallel_size"), "sequence_parallel_size")
+    if cp > 1:
+        config.lay("attention", "heads", "sequence_parallel_size")
+    tp *= cp  # ranks that read the same rows
     if rows and micro and accumulated:
         ranks = divided(rows, micro * accumulated, " / ".join(names))
         if config.devices not in (None, ranks * tp):
             config.require_devices(path)
-            ranks = divided(config.devices or 0, tp, "devices / tensor_parallel.autotp_size")
+            ranks = divided(
+                config.devices or 0, tp, "devices over tensor_parallel.autotp_size x sequence_parallel_size"
+            )
             accumulated = divided(rows, micro * ranks, f"{names[0]} over {config.devices} devices")
         config.devices = ranks * tp
     else:
-        ranks = divided(config.require_devices(path), tp, "devices / tensor_parallel.autotp_size")
+        ranks = divided(
+            config.require_devices(path), tp, "devices over tensor_parallel.autotp_size x sequence_parallel_size"
+        )
         if rows and (micro or accumulated):
             part = divided(
                 rows, ranks * (micro or accumulated or 1), f"{names[0]} over micro-batches of {ranks} data ranks"

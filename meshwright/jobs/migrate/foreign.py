@@ -159,6 +159,13 @@ class Migration:
         self.lay(axis, degree, *names)
         return degree
 
+    def tell_state_over_cp(self) -> None:
+        """Says that the ranks of cp share the state there, which here they do beside those of shard alone."""
+        self.missing.append(
+            "state over cp: its ranks share the state there, and here each of them has it whole; they share it beside "
+            "shard, as in shard=2,cp=4,zero=3"
+        )
+
     def drop(self, why: str, *names: str) -> None:
         """Answers keys that were taken: they are needless here."""
         self._answered.update(names)
@@ -217,6 +224,8 @@ class Migration:
             needless, missing = (_answer(name, table) for table in (foreign.needless, foreign.missing))
             if needless:
                 self.drop(needless, name)
+            elif value in ({}, []):
+                self.drop("empty", name)
             elif is_auto:
                 continue  # said when it was taken
             elif missing and value in _OFF:
@@ -227,6 +236,21 @@ class Migration:
         for setting, value in foreign.defaults.items():
             if setting not in self.settings:
                 self.set(setting, value, why=f"default of {foreign.name}")
+        self._keep_warmup()
+
+    def _keep_warmup(self) -> None:
+        """Keeps a warm-up that outlasts the steps, as that of a short run on a long run's schedule."""
+        names = ("train.steps", "schedule.warmup")
+        steps, warmup = (self.settings[name].value if name in self.settings else None for name in names)
+        shape = self.settings.get("schedule.shape")
+        if not (isinstance(steps, int) and isinstance(warmup, int)) or warmup < steps:
+            return
+        if shape is not None and shape.value == "constant":
+            return
+        written = shape.value if shape else "the schedule"
+        why = f"a warm-up of {warmup} steps outlasts {steps} steps, so that {written} never begins"
+        self.settings["schedule.shape"] = Carried(value="constant", origin=why)
+        self.needless.append(f"schedule.shape: {why}")
 
     def require_devices(self, path: str) -> int:
         """Returns the number of ranks.

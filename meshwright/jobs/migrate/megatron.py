@@ -1,210 +1,16 @@
-# long: a framework's flags and what reads them are one view of it
-"""Megatron-LM's flags. Source: Megatron-LM d98e8a6 (megatron/training/arguments.py, core/model_parallel_config.py)."""
+"""Reads Megatron-LM's flags that layout, batch, schedule and model are made of. Source: as in `megatron_flags`."""
 
 from __future__ import annotations
 
 from meshwright.errors import ConfigError
-from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
+from meshwright.jobs.migrate.foreign import Migration, divided
 from meshwright.planner.emit import FSDP_STRATEGIES
 
-MEGATRON = Foreign(
-    name="megatron",
-    settings={
-        "lr": "optimizer.lr",
-        "adam-beta1": "optimizer.beta1",
-        "adam-beta2": "optimizer.beta2",
-        "adam-eps": "optimizer.eps",
-        "weight-decay": "optimizer.weight_decay",
-        "clip-grad": "optimizer.clip",
-        "seed": "train.seed",
-        "seq-length": "data.sequence",
-        "num-layers": "model.layers",
-        "hidden-size": "model.width",
-        "num-attention-heads": "model.heads",
-        "num-experts": "model.experts",
-        "save-interval": "checkpoint.every",
-        "eval-interval": "evaluation.every",
-        "log-interval": "monitor.every",
-    },
-    needless={
-        "overlap-*": "communication always goes on under compute",
-        "tp-comm-overlap*": "tp_overlap=4 in the layout does the like",
-        "use-mcore-models": "the model is read, not written anew",
-        "transformer-impl": "kernels are torch's",
-        "attention-backend": "model.attention takes torch's fused kernels where the family has them",
-        "use-flash-attn": "model.attention takes flash attention on GPUs",
-        "*-fusion": "kernels are torch's; compile=true in the layout fuses layers",
-        "manual-gc*": "a setting of Python's garbage collection",
-        "empty-unused-memory-level": "memory comes in segments that grow",
-        "distributed-*": "launch has limits of waiting; hangs are named",
-        "num-workers": "rows are memory-mapped and prefetched",
-        "no-mmap-bin-files": "token files are memory-mapped",
-        "no-create-attention-mask-in-dataloader": "masks are the model's",
-        "mmap-*": "token files are memory-mapped",
-        "data-cache-path": "prepared text is kept in a cache; data.cache names another",
-        "tensorboard-*": "tensorboard/ is always written",
-        "log-*": "metrics.jsonl has every step",
-        "timing-log-*": "metrics.jsonl has the parts of each step",
-        "profile*": "monitor.timeline records phases and waits of chosen steps",
-        "use-pytorch-profiler": "monitor.timeline records phases and waits of chosen steps",
-        "save": "checkpoints are in the run directory; --run names it",
-        "async-save": "checkpoints are written while training goes on",
-        "ckpt-*": "any layout loads any checkpoint",
-        "use-dist-ckpt": "any layout loads any checkpoint",
-        "dist-ckpt-*": "any layout loads any checkpoint",
-        "auto-detect-ckpt-format": "any layout loads any checkpoint",
-        "exit-*": "Ctrl-C, SIGTERM and meshwright cancel end a run with a checkpoint",
-        "accumulate-allreduce-grads-in-fp32": "gradients are summed in float32",
-        "attention-softmax-in-fp32": "the model's own code says it",
-        "grad-reduce-in-bf16": "gradients are summed in float32; compress=bf16 in the layout rounds them",
-        "loss-scale-window": "the scale doubles after 1000 steps without overflow",
-        "initial-loss-scale": "the scale starts at 2^16",
-        "min-loss-scale": "the scale is bounded by itself",
-        "hysteresis": "the scale halves at each overflow",
-        "no-gradient-accumulation-fusion": "kernels are torch's",
-        "no-async-tensor-model-parallel-allreduce": "without tp_overlap in the layout every sum is waited for",
-        "moe-token-dispatcher-type": "tokens travel by all-to-all",
-        "moe-grouped-gemm": "experts of a rank are one grouped product where torch has it",
-        "moe-permute-fusion": "kernels are torch's",
-        "expert-tensor-parallel-size": "ep divides the ranks of shard x cp x tp a second time",
-        "check-for-nan-in-loss-and-grad": "a step that isn't finite is skipped, and told",
-        "no-check-for-nan-in-loss-and-grad": "a step that isn't finite is skipped, and told",
-        "no-load-*": "a run goes on from its own directory with all of its state",
-        "no-save-*": "a run goes on from its own directory with all of its state",
-        "calculate-per-token-loss": "the loss is a mean over tokens",
-        "apply-query-key-layer-scaling": "a choice of numerics of fp16 there",
-        "make-vocab-size-divisible-by": "the vocabulary is split unevenly where it doesn't divide",
-        "fp8-amax-*": "scales follow from present values",
-        "fp8-recipe": "precision=fp8 has a scale for each tensor, fp8_rowwise for each row",
-        "fp8-margin": "scales follow from present values",
-        "deterministic-mode": "runs on one layout repeat where torch's kernels do",
-        "no-pipeline-*": "a choice of kernels there",
-        "local-rank": "the launcher says it",
-        "wandb-*": 'trackers = ["wandb"] under [monitor]',
-    },
-    missing={
-        "data-path": "write paths = [\"...\"] of text under [data]; Megatron's .bin files aren't read",
-        "*-data-path": "write paths = [\"...\"] of text under [data]; Megatron's .bin files aren't read",
-        "mock-data": "without paths the text is the Python source of the interpreter",
-        "data-args-path": 'write paths = ["..."] of text under [data]',
-        "split": "data.validation_share is the share held out",
-        "tokenizer-*": 'write tokenizer = "DIRECTORY" under [data]; a Hugging Face tokenizer is read',
-        "vocab-file": 'write tokenizer = "DIRECTORY" under [data]; a Hugging Face tokenizer is read',
-        "merge-file": 'write tokenizer = "DIRECTORY" under [data]; a Hugging Face tokenizer is read',
-        "tiktoken-*": 'write tokenizer = "DIRECTORY" under [data]; a Hugging Face tokenizer is read',
-        "load": "weights come from a directory in Hugging Face format as model.name",
-        "pretrained-checkpoint": "weights come from a directory in Hugging Face format as model.name",
-        "finetune": "a directory in Hugging Face format as model.name is trained on",
-        "eval-iters": "evaluation.rows are the rows of an evaluation",
-        "rotary-percent": "model.overrides.partial_rotary_factor, where the model type has it",
-        "rotary-*": "the model type's rotary positions hold",
-        "use-rope-scaling": "model.overrides.rope_parameters",
-        "rope-scaling-factor": "model.overrides.rope_parameters",
-        "norm-epsilon": "gpt2's is 1e-5; model.overrides.layer_norm_epsilon",
-        "layernorm-epsilon": "model.overrides.layer_norm_epsilon",
-        "apply-layernorm-1p": "norms are those of the model type",
-        "qk-layernorm": 'model.name = "qwen3" has norms of queries and keys',
-        "normalization": "gpt2 has LayerNorm",
-        "disable-bias-linear": "gpt2 has biases",
-        "add-qkv-bias": "biases are those of the model type",
-        "no-position-embedding": "positions are those of the model type",
-        "position-embedding-type": "positions are those of the model type",
-        "squared-relu": "the activation is the model type's",
-        "window-size": 'model.name = "mistral" has a window; model.overrides.sliding_window',
-        "multi-latent-attention": 'model.name = "deepseek_v3" has latent attention',
-        "moe-*": "routing is the model type's own code",
-        "mtp-*": "no layer for multi-token prediction is built",
-        "decoupled-lr": "one learning rate holds for all weights",
-        "decoupled-min-lr": "one learning rate holds for all weights",
-        "rampup-batch-size": "the batch is the same in all steps; a longer schedule.warmup keeps the first ones small",
-        "lr-warmup-init": "a warm-up begins at 0",
-        "lr-wsd-*": "schedule.decay_share is the share of the steps that decays, linearly",
-        "override-opt*": "the recipe's schedule holds",
-        "use-checkpoint-opt*": "the recipe's schedule holds",
-        "start-weight-decay": "weight decay stays as it is",
-        "end-weight-decay": "weight decay stays as it is",
-        "weight-decay-incr-style": "weight decay stays as it is",
-        "no-weight-decay-*": "optimizer.decay says what decays",
-        "optimizer-offload-fraction": "offload takes all of the state",
-        "main-*-dtype": "master weights and moments are float32",
-        "exp-avg*-dtype": "moments are float32",
-        "use-precision-aware-optimizer": "master weights and moments are float32",
-        "fp8-param-gather": "compress_weights=fp8 in the layout does the like",
-        "loss-scale": "the scale of fp16 is dynamic",
-        "freeze-*": "all weights are trained",
-        "enable-ft*": "recovery is on without a flag",
-        "encoder-*": "models have no encoder",
-        "decoder-*": "stages are balanced by cost; split= in the layout says otherwise",
-        "account-for-*-in-pipeline-split": "stages are balanced by cost, embedding and head included",
-        "cpu-offloading*": "activations aren't offloaded; recompute=full keeps fewer",
-        "hierarchical-context-parallel-sizes": "attention=heads in the layout where the heads divide, else gather",
-    },
-    defaults={
-        "optimizer.beta2": 0.999,
-        "optimizer.weight_decay": 0.01,
-        "schedule.shape": "linear",
-        "schedule.warmup": 0,
-        "train.seed": 1234,
-    },
-    layout_keys={
-        "tensor-model-parallel-size": "`layout: tp`",
-        "pipeline-model-parallel-size": "`layout: pp`",
-        "context-parallel-size": "`layout: cp`",
-        "cp-comm-type": "`layout: attention`: a2a heads, allgather gather, p2p ring",
-        "expert-model-parallel-size": "`layout: ep`",
-        "sequence-parallel": "`layout: sequence=true`",
-        "num-virtual-stages-per-pipeline-rank": "`layout: schedule=interleaved, stages`",
-        "num-layers-per-virtual-pipeline-stage": "`layout: schedule=interleaved, stages`",
-        "pipeline-model-parallel-layout": "`layout: split`, where stages hold decoder layers alone",
-        "micro-batch-size": "`layout: microbatches`",
-        "global-batch-size": "`train.batch`",
-        "use-distributed-optimizer": "`layout: shard, zero=1`",
-        "num-distributed-optimizer-instances": "`layout: replicate`",
-        "use-megatron-fsdp": "`layout: shard, zero`",
-        "use-torch-fsdp2": "`layout: shard, zero=3`",
-        "data-parallel-sharding-strategy": "`layout: zero`",
-        "bf16": "`layout: precision=bf16`",
-        "fp16": "`layout: precision=fp16`",
-        "fp8-format": "`layout: precision=fp8`",
-        "recompute-granularity": "`layout: recompute`",
-        "recompute-activations": "`layout: recompute=selective`",
-        "recompute-method": "`layout: recompute=full`, or full:K for `block`",
-        "recompute-num-layers": "`layout: recompute=full:K` for `block`",
-        "recompute-modules": "left out: selective recompute keeps products here",
-        "optimizer-cpu-offload": "`layout: offload=optimizer`",
-        "optimizer": "AdamW; any other is left out",
-        "train-iters": "`train.steps`",
-        "train-samples": "`train.steps`, by the batch",
-        "min-lr": "`schedule.floor`, by lr",
-        "lr-decay-style": "`schedule.shape`: cosine, linear, constant, WSD; inverse-square-root is left out",
-        "lr-decay-iters": "the schedule goes over train.steps; left out where it differs",
-        "lr-decay-samples": "the schedule goes over train.steps; left out where it differs",
-        "lr-warmup-iters": "`schedule.warmup`",
-        "lr-warmup-samples": "`schedule.warmup`, by the batch",
-        "lr-warmup-fraction": "`schedule.warmup`",
-        "attention-dropout": "`model.dropout`; left out where hidden-dropout differs",
-        "hidden-dropout": "`model.dropout`",
-        "max-position-embeddings": "`model.context`; gpt2's follows from the data",
-        "init-method-std": "`model.overrides.initializer_range`",
-        "rotary-base": "`model.overrides.rope_parameters`",
-        "kv-channels": "`model.overrides.head_dim`",
-        "norm-epsilon": "`model.overrides.rms_norm_eps`",
-        "moe-router-topk": "`model.overrides.num_experts_per_tok`",
-        "moe-aux-loss-coeff": "`model.overrides.router_aux_loss_coef`",
-        "swiglu": '`model.name = "llama"`, `"mixtral"` with experts; without it gpt2',
-        "untie-embeddings-and-output-weights": "`model.tie`",
-        "vocab-size": "`model.vocab`",
-        "group-query-attention": "`model.kv_heads`: num-query-groups, or 1",
-        "num-query-groups": "`model.kv_heads`, beside group-query-attention",
-        "ffn-hidden-size": "`model.ffn`",
-        "moe-ffn-hidden-size": "`model.ffn` of mixtral, whose layers all have experts",
-        "use-rotary-position-embeddings": "rotary positions, as llama and mixtral have",
-        "reset-position-ids": "`data.mask_documents`",
-        "reset-attention-mask": "`data.mask_documents`",
-        "eod-mask-loss": "`data.mask_documents`",
-    },
-)
 _ATTENTIONS = {"a2a": "heads", "allgather": "gather", "p2p": "ring"}
+_ZERO_FLAGS = (
+    "use-distributed-optimizer", "use-megatron-fsdp", "use-custom-fsdp", "use-torch-fsdp2",
+    "torch-fsdp2-no-reshard-after-forward", "data-parallel-sharding-strategy",
+)  # fmt: skip
 _ROTARY = "{{rope_type = 'default', rope_theta = {}}}"
 _SHAPES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "wsd": "wsd"}
 
@@ -242,7 +48,9 @@ def _read_degrees(config: Migration, path: str) -> tuple[int, int]:
         config.lay("sequence", "true", "sequence-parallel")
     else:
         config.drop("off without tp", "sequence-parallel")
-    kind = config.word("cp-comm-type")
+    # One for all layers, or one for each; Transformer Engine's word is all_gather, the help text's allgather.
+    kinds = set(config.word("cp-comm-type").replace("_", "").split())
+    kind = kinds.pop() if len(kinds) == 1 else " ".join(kinds)
     if cp > 1:
         if kind in _ATTENTIONS or not kind:
             config.lay("attention", _ATTENTIONS.get(kind, "ring"), "cp-comm-type", why="p2p, default of megatron")
@@ -250,19 +58,27 @@ def _read_degrees(config: Migration, path: str) -> tuple[int, int]:
             config.leave("attention=heads, gather or ring in the layout", "cp-comm-type")
     else:
         config.drop("no cp", "cp-comm-type")
-    zero = 1 if config.flag("use-distributed-optimizer") else 0
-    strategy = config.word("data-parallel-sharding-strategy")
-    if config.flag("use-torch-fsdp2"):
-        zero = 3
-    elif config.flag("use-megatron-fsdp"):
-        if strategy and strategy not in FSDP_STRATEGIES:
-            raise ConfigError(f"data-parallel-sharding-strategy {strategy[:40]}: known: {', '.join(FSDP_STRATEGIES)}")
-        zero = FSDP_STRATEGIES.index(strategy or "no_shard")
+    zero = _read_zero(config)
+    if zero and readers == 1 and cp > 1:
+        config.tell_state_over_cp()
     copies = config.count("num-distributed-optimizer-instances") or 1
     group = divided(readers, copies, f"num-distributed-optimizer-instances = {copies} over {readers} readers")
-    keys = ("use-distributed-optimizer", "use-megatron-fsdp", "use-torch-fsdp2", "data-parallel-sharding-strategy")
-    config.lay_data_axes(zero, readers, group, *keys, "num-distributed-optimizer-instances")
+    config.lay_data_axes(zero, readers, group, *_ZERO_FLAGS, "num-distributed-optimizer-instances")
     return readers, pp
+
+
+def _read_zero(config: Migration) -> int:
+    """Answers which flags share the state; returns the ZeRO level."""
+    zero = 1 if config.flag("use-distributed-optimizer") else 0
+    strategy = config.word("data-parallel-sharding-strategy")
+    keeps = config.flag("torch-fsdp2-no-reshard-after-forward")
+    if config.flag("use-torch-fsdp2"):
+        return 2 if keeps else 3
+    if config.flag("use-megatron-fsdp", "use-custom-fsdp"):
+        if strategy and strategy not in FSDP_STRATEGIES:
+            raise ConfigError(f"data-parallel-sharding-strategy {strategy[:40]}: known: {', '.join(FSDP_STRATEGIES)}")
+        return FSDP_STRATEGIES.index(strategy or FSDP_STRATEGIES[-1])
+    return zero
 
 
 def _read_batch(config: Migration, readers: int) -> int:
@@ -304,6 +120,13 @@ def _read_choices(config: Migration, layers: int) -> None:
             if precision == "fp16" and "precision" in config.layout:
                 raise ConfigError("bf16 and fp16: only one of them can hold; leave bf16")
             config.lay("precision", precision, name)
+    has_fp8 = "precision" in config.layout and config.layout["precision"].value == "fp8"
+    if has_fp8:
+        config.drop("precision=fp8 computes all else in bf16", "bf16", "fp16")
+    if config.word("fp8-recipe") in ("", "tensorwise") or not has_fp8:
+        config.drop("precision=fp8 has a scale for each tensor, of its present values", "fp8-recipe")
+    else:
+        config.leave("precision=fp8 has a scale for each tensor, of its present values", "fp8-recipe")
     names = ("recompute-granularity", "recompute-activations")
     mode = config.word(names[0]) or ("selective" if config.flag(names[1]) else "")
     method, count = config.word("recompute-method"), config.count("recompute-num-layers")
@@ -380,6 +203,11 @@ def _read_overrides(config: Migration, gated: bool, experts: bool) -> None:
             config.set(f"model.{setting}", written, name)
     if gated:
         _read_block(config, experts)
+    if not gated:
+        config.count("max-position-embeddings")
+        config.drop("gpt2's positions follow from the data", "max-position-embeddings")
+        config.count("kv-channels")
+        config.leave("gpt2's heads share its width out evenly", "kv-channels")
     for name in () if gated else ("group-query-attention", "num-query-groups", "num-experts"):
         if config.take(name) is not None:
             config.leave("gpt2 has none; take a model type that has, as mixtral", name)
@@ -388,6 +216,9 @@ def _read_overrides(config: Migration, gated: bool, experts: bool) -> None:
 def _read_block(config: Migration, experts: bool) -> None:
     """Answers what a block of llama and mixtral has, by its keys or by the framework's defaults."""
     rotary = "use-rotary-position-embeddings"
+    if config.values.get("rotary-percent") == 1:
+        config.take("rotary-percent")
+        config.drop("all of a head turns", "rotary-percent")
     if config.flag(rotary):
         config.values.setdefault("position-embedding-type", "rope")
     config.drop("a block of llama and mixtral has it", rotary)
@@ -417,9 +248,14 @@ def _read_block(config: Migration, experts: bool) -> None:
 
 def _read_model(config: Migration) -> None:
     """Answers the model's type and what Megatron says of it by flags."""
-    gated, experts = config.flag("swiglu"), "num-experts" in config.values
+    swiglu, experts = config.flag("swiglu"), config.values.get("num-experts", 0) not in (0, "0")
+    gated = swiglu or experts
     name = "gpt2" if not gated else "mixtral" if experts else "llama"
     config.set("model.name", name, "swiglu", why="no --swiglu")
+    if experts and not swiglu:
+        config.missing.append(
+            "swiglu: not given, which is GELU there; mixtral's experts are gated, with a third matrix"
+        )
     _read_overrides(config, gated, experts)
     config.set(
         "model.tie",
@@ -436,7 +272,7 @@ def _read_model(config: Migration) -> None:
         config.set("model.ffn", ffn, "ffn-hidden-size")
         config.drop("no effect without experts", "moe-ffn-hidden-size")
     elif gated and isinstance(width, int):
-        config.set("model.ffn", int(width * 8 / 3 / 64) * 64, why="default of megatron")
+        config.set("model.ffn", int(width * 8 / 3 / 64) * 64 if swiglu else 4 * width, why="default of megatron")
     vocab = config.count("vocab-size")
     if vocab:
         config.set("model.vocab", vocab, "vocab-size")

@@ -22,9 +22,11 @@ from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.jobs.migrate.accelerate import ACCELERATE, read_accelerate
 from meshwright.jobs.migrate.deepspeed import DEEPSPEED, read_deepspeed
 from meshwright.jobs.migrate.foreign import Foreign, Migration, flatten, printable
-from meshwright.jobs.migrate.megatron import MEGATRON, read_megatron
+from meshwright.jobs.migrate.megatron import read_megatron
+from meshwright.jobs.migrate.megatron_flags import MEGATRON
 from meshwright.jobs.migrate.shell import read_script
 from meshwright.jobs.migrate.torchtitan import TORCHTITAN, read_torchtitan
+from meshwright.jobs.migrate.torchtitan_saved import is_saved_torchtitan, saved_values
 from meshwright.spec.groups import reader
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -44,6 +46,10 @@ _YAML_STARTS = (
 _YAML_ENDS = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
 MOST_KEYS = 2000
 """Keys of a file; those of the frameworks have a hundred or two."""
+_OF_TRAINING = dict.fromkeys(
+    ("micro-batch-size", "num-layers", "train-iters", "train-samples", "tensor-model-parallel-size")
+)
+"""Flags of which a command of Megatron-LM has one."""
 READERS: Mapping[str, tuple[Foreign, Callable[[Migration, str], None]]] = MappingProxyType(
     {
         "deepspeed": (DEEPSPEED, read_deepspeed),
@@ -156,6 +162,8 @@ def _read(path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
         raise ConfigError(f"it is not valid {path.suffix[1:].upper() or 'text'}: {str(error)[:200]}") from None
     if not isinstance(tree, Mapping):
         raise ConfigError(f"it holds a {type(tree).__name__}; a configuration is a mapping of keys to values")
+    if path.suffix == ".json" and is_saved_torchtitan(tree):
+        return "torchtitan", saved_values(tree), None, []
     framework = {".json": "deepspeed", ".toml": "torchtitan"}.get(path.suffix, "accelerate")
     values = flatten(tree)
     if not any(_is_known(key, READERS[framework][0]) for key in values):
@@ -210,25 +218,57 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_flags(text: str) -> tuple[str, dict[str, object], int | None, list[str]]:
     script = read_script(text)
-    is_torchtitan = any("." in name for name in script.flags)
+    is_torchtitan = any("." in name for name in script.flags) or {"module", "config"} <= script.flags.keys()
     values: dict[str, object] = {}
     for flag, words in script.flags.items():
         name = flag.replace("-", "_") if "." in flag else flag if is_torchtitan else flag.replace("_", "-")
         values[name] = _scalar(words)
     launcher = {name.replace("_", "-"): words for name, words in script.launcher.items()}
-    per_node, nodes = (_scalar(launcher.get(key, ["?"])) for key in ("nproc-per-node", "nnodes"))
+    per_node, nodes = (_scalar(launcher.get(key, ["?"])[:1]) for key in ("nproc-per-node", "nnodes"))
     nodes = 1 if "nnodes" not in launcher else nodes
     said = per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else None
     notes = []
-    if script.undecided:
-        notes.append(f"{' '.join(script.undecided)}: under a condition of the script, which isn't run")
+    decided = {f"--{name} {' '.join(words)}".rstrip() for name, words in script.flags.items()}
+    for text in _grouped(script.undecided):
+        if text not in decided:
+            notes.append(f"{text}: under a condition of the script, which isn't run")
     if script.program and not re.search("gpt|torchtitan|train$|train.py", script.program):
         notes.append(f"{script.program}: models are causal language models, and code of its own isn't brought along")
     framework = "torchtitan" if is_torchtitan else "megatron"
+    if not is_torchtitan:
+        _refuse_other_program(values)
     for name, value in values.items():
         if "$" in str(value) and _is_number_of(name, READERS[framework][0]):
             raise ConfigError(f"--{name} {value}: only a run of the script knows it; write the value out")
     return framework, values, said, notes
+
+
+def _grouped(words: list[str]) -> list[str]:
+    """Returns flags with their values, each once, and what else is under a condition, as one text each."""
+    groups: list[list[str]] = []
+    for word in words:
+        is_own = word.startswith("--") or (groups and groups[-1][0].startswith("--") and "=" in word)
+        if is_own or not groups:
+            groups.append([word])
+        else:
+            groups[-1].append(word)
+    return list(dict.fromkeys(" ".join(group) for group in groups))
+
+
+def _refuse_other_program(values: Mapping[str, object]) -> None:
+    """Refuses flags of a program that isn't Megatron-LM's, whose words would be read as what they don't mean."""
+    if values.keys() & _OF_TRAINING:
+        return
+    for name in ("deepspeed-config", "deepspeed"):
+        if str(values.get(name, "")).endswith(".json"):
+            raise ConfigError(
+                f"the layout is in {str(values[name])[:200]}, and the other flags are the script's own; give that file "
+                "to --from"
+            )
+    raise ConfigError(
+        f"its command has none of the flags that training with Megatron-LM has (--{', --'.join(_OF_TRAINING)}); "
+        "give that command, or the file that it reads"
+    )
 
 
 def _is_number_of(name: str, foreign: Foreign) -> bool:
@@ -315,9 +355,7 @@ def _recipe_text(config: Migration, layout: Layout, source: str, name: str) -> s
         section, _, key = setting.partition(".")
         sections.setdefault(section, []).append(_line(key, carried.value, carried.origin))
     if not any(line.startswith("name = ") for line in sections["model"]):
-        sections["model"].insert(
-            0, _line("name", "llama", f"{source} names no model: a type, a directory, module:function")
-        )
+        sections["model"].insert(0, _line("name", "llama", "stands in: name a type, a directory or module:function"))
     if "data.paths" not in config.settings:
         sections["data"].insert(
             0, '# paths = ["my-text.txt"]          # without any: the Python source of the interpreter'

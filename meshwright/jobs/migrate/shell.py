@@ -10,6 +10,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from meshwright.errors import ConfigError
 
@@ -179,9 +180,25 @@ def _take_statement(script: _Script, words: list[str], conditional: bool) -> Non
         words = [] if len(values) != 1 or words[1:2] == ["("] else words[1:]
     if words and words[0] not in _SPOKEN:
         expanded = [piece for word in words for piece in _expand(script, word)]
+        if expanded and Path(expanded[0]).name == "run_train.sh":
+            expanded = _torchtitan_command(script, expanded[1:])
         script.count(len(expanded))
         if any(word.startswith("--") or word.startswith("activation-checkpoint:") for word in expanded):
             script.commands.append(expanded)
+
+
+def _torchtitan_command(script: _Script, flags: list[str]) -> list[str]:
+    """Returns the command that torchtitan's run_train.sh starts, by its variables and their defaults."""
+
+    def variable(name: str, default: str = "") -> str:
+        return " ".join(script.variables.get(name, [default]))
+
+    # Before 2026 a file had the settings, since then a function has.
+    module, function = variable("MODULE", "llama3"), variable("CONFIG", "llama3_debugmodel")
+    chosen = ["--module", module, "--config", function]
+    if file := variable("CONFIG_FILE"):
+        chosen = ["--job.config_file", file]
+    return ["torchrun", "--nproc_per_node", variable("NGPU", "8"), "-m", "torchtitan.train", *chosen, *flags]
 
 
 def _expand(script: _Script, word: str) -> list[str]:
@@ -228,7 +245,7 @@ def _chosen(script: _Script) -> ScriptFlags:
     if all(words[0].startswith(("--", "activation-checkpoint:")) for words in script.commands):
         script.commands = [[word for words in script.commands for word in words]]  # flags one a line
     parsed = [_parse(words) for words in script.commands]
-    trained = [item for item in parsed if len(item.flags) > 1]
+    trained = [item for item in parsed if len(item.flags) > 1 or "job.config_file" in item.flags]
     if not trained:
         raise ConfigError("no command with flags of Megatron-LM or torchtitan is in it; give the command itself")
     first = trained[0]

@@ -33,6 +33,7 @@ TORCHTITAN = Foreign(
         "checkpoint.interval": "checkpoint.every",
         "checkpoint.keep_latest_k": "checkpoint.keep",
         "validation.freq": "evaluation.every",
+        "validator.freq": "evaluation.every",
         "metrics.log_freq": "monitor.every",
     },
     needless={
@@ -44,7 +45,13 @@ TORCHTITAN = Foreign(
         "checkpoint.*": "checkpoints are in the run directory, written while training goes on; any layout loads them",
         "validation.*": "the last evaluation takes all held-out text",
         "comm.*": "launch has limits of waiting; hangs are named",
-        f"{_T}gc_freq": "a setting of Python's garbage collection",
+        f"{_T}gc_*": "a setting of Python's garbage collection",
+        f"{_T}disable_cuda_graphs": "no step is captured as a CUDA graph",
+        f"{_P}enable_fsdp_symm_mem": "a choice of how gathers travel there",
+        "compile.enable_async_tensor_parallel": "tp_overlap=4 in the layout does the like",
+        "dump_folder": "a run has a directory of its own; --run names it",
+        "loss.*": "loss_chunk in the layout says how many logits exist at once",
+        "validator.*": "the last evaluation takes all held-out text",
         f"{_T}mixed_precision_reduce": "sums are of float32; compress=bf16 in the layout rounds them",
         f"{_P}disable_loss_parallel": "with tp the loss is over parts of the vocabulary; its numbers are the same",
         f"{_P}enable_compiled_autograd": "layers are compiled one by one",
@@ -72,6 +79,10 @@ TORCHTITAN = Foreign(
         f"{_T}dataset_path": 'write paths = ["..."] of text under [data]',
         "dataloader.*": 'write paths = ["..."] of text under [data]',
         "model.*path*": "a directory in Hugging Face format is model.name, or data.tokenizer",
+        f"{_P}module_fqns_per_model_part": "split= in the layout takes the layers of each stage, as 5-7-6-6",
+        "model_spec.*": "sizes follow where they are public; else write them under [model]",
+        "override.*": "code of its own can't be brought along",
+        "tokenizer.*": "a directory in Hugging Face format is data.tokenizer",
         "hf_assets_path": "a directory in Hugging Face format is data.tokenizer",
         "model.flavor": "no public sizes are known by that name; write layers, width and heads under [model]",
         "model.name": "no public sizes are known by that name; write the Hugging Face type under [model]",
@@ -85,8 +96,11 @@ TORCHTITAN = Foreign(
         "fault_tolerance.*": "recovery is on; islands and outer.* are DiLoCo",
         "experimental.custom_import": "code of its own can't be brought along",
         "experimental.custom_args_module": "code of its own can't be brought along",
-        "quantize.*": "precision=fp8 in the layout",
+        "quantize.*filter_fqns": "precision=fp8 is of all the layers' products, and never of the head",
+        "quantize.*enable_fsdp_float8_all_gather": "compress_weights=fp8 in the layout does the like",
+        "quantize.*precompute_float8_*": "compress_weights=fp8 in the layout does the like",
         "mx.*": "precision=fp8 in the layout; MX formats aren't there",
+        "quantize.*": "precision=fp8 in the layout",
         "ema.*": "no average of the weights is kept",
     },
     defaults={
@@ -124,6 +138,10 @@ TORCHTITAN = Foreign(
         "compile.enable": "`layout: compile=true`",
         "activation_checkpoint.mode": "`layout: recompute`",
         "job.config_file": "refused: give that file to `--from`",
+        "quantize.linear.float8.recipe_name": "`layout: precision=fp8_rowwise` for rowwise",
+        "float8.recipe_name": "`layout: precision=fp8_rowwise` for rowwise",
+        "config": "left out: a function of torchtitan's Python; sizes follow where they are public",
+        "module": "left out: where that function is",
         "model.converters": "`layout: precision=fp8` for float8",
         "model.name": "`model.name`",
         "model.flavor": "the model's sizes, where they are public",
@@ -133,6 +151,11 @@ TORCHTITAN = Foreign(
 )
 FLAVORS = MappingProxyType({"llama3": "llama-3", "qwen3": "qwen3", "deepseek_v3": "deepseek-v3"})
 """Names of our presets begin so, where torchtitan's model has this name and a flavor follows."""
+
+_FUNCTION = (
+    "a function of torchtitan's Python has what these flags don't say (steps, rates, lengths, degrees), which stands "
+    "here at torchtitan's defaults; set it, or give what --debug.save_config_file writes"
+)
 
 
 def read_torchtitan(config: Migration, path: str) -> None:
@@ -203,6 +226,8 @@ def _read_degrees(config: Migration, path: str) -> tuple[int, int, int]:
     method = config.word(f"{_P}context_parallel_rotate_method", "experimental.context_parallel_rotate_method")
     if cp > 1:
         config.lay("attention", "ring" if method == "alltoall" else "gather", keys["cp"])
+        if shard == 1:
+            config.tell_state_over_cp()
     config.drop(
         "attention in the layout", f"{_P}context_parallel_rotate_method", "experimental.context_parallel_rotate_method"
     )
@@ -263,7 +288,11 @@ def _read_choices(config: Migration) -> None:
     """Answers precision, recompute, compile, offload, optimizer and schedule."""
     converters = str(config.take("model.converters") or "")
     if "float8" in converters:
-        config.lay("precision", "fp8", "model.converters")
+        names = ("quantize.linear.float8.recipe_name", "float8.recipe_name")
+        scales = config.word(*names)
+        config.lay("precision", "fp8_rowwise" if scales == "rowwise" else "fp8", "model.converters", *names)
+        if scales not in ("", "none", "tensorwise", "rowwise"):
+            config.leave("precision=fp8 has a scale for each tensor, fp8_rowwise for each row", *names)
     else:
         if converters not in ("", "[]"):
             config.leave("precision=fp8 in the layout; other converters aren't there", "model.converters")
@@ -291,6 +320,13 @@ def _read_choices(config: Migration) -> None:
         config.drop("AdamW is the optimizer", "optimizer.name")
     elif config.origin("optimizer.name"):
         config.leave(TORCHTITAN.missing["optimizer.name"], "optimizer.name")
+    _read_warmup(config)
+    for section in ("validation", "validator"):
+        frequency = f"{section}.freq"
+        if not config.flag(f"{section}.enable") and frequency in config.values:
+            config.take(frequency)
+            config.drop(f"{section}.enable is off", frequency)
+        config.drop("evaluation.every says it", f"{section}.enable")
     decay = config.word("lr_scheduler.decay_type")
     ratio = config.values.get("lr_scheduler.decay_ratio")
     if ratio is not None:
@@ -301,15 +337,32 @@ def _read_choices(config: Migration) -> None:
         config.leave("shapes are cosine, linear and wsd, which decays linearly", "lr_scheduler.decay_type")
 
 
+def _read_warmup(config: Migration) -> None:
+    """Answers a warm-up that is longer than the schedule, which torchtitan shortens to it."""
+    name = "lr_scheduler.warmup_steps"
+    steps = config.values.get("lr_scheduler.total_steps") or config.values.get(f"{_T}steps", 10000)
+    warmup = config.values.get(name, 200)
+    if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
+        config.take(name)
+        config.set("schedule.warmup", steps, name, why="torchtitan shortens a warm-up to its steps")
+
+
 def _read_model(config: Migration) -> int:
     """Answers the model where its sizes are public; returns its layers, 0 where they aren't known."""
+    if str(config.values.get("model.name", "")).startswith("flux"):
+        raise ConfigError("model.name = flux makes images; causal language models are trained here")
+    module, function = (str(config.take(key) or "") for key in ("module", "config"))
+    config.leave(_FUNCTION, "config")
+    config.leave("its Python isn't brought along", "module")
     name, flavor = (str(config.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
+    if function.startswith(f"{module}_") and not name:
+        name, flavor = module, function.removeprefix(f"{module}_")
     preset = presets().get(f"{FLAVORS.get(name.lower(), '?')}-{flavor.lower()}")
     if preset is None or not preset.sizes.gated or preset.sizes.latent or preset.sizes.experts:
         return 0
     config.take("model.name"), config.take("model.flavor")
     sizes = preset.sizes
-    keys = ("model.name", "model.flavor")
+    keys = ("model.name", "model.flavor", "config")
     config.set("model.name", "llama" if name.lower() == "llama3" else name.lower(), *keys)
     for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab"):
         if getattr(sizes, field):
