@@ -54,14 +54,17 @@ class RunText:
 
 
 def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> None:
-    """Puts the tokenizer, the model's config and the facts of the text into a run directory, once.
+    """Puts the tokenizer, the model's config and the facts of the text into a run directory, once for each text.
+
+    A run that died before its first checkpoint may begin anew on a text that changed meanwhile.
 
     Args:
         run_dir: the run's directory, which exists.
         built: the model on meta.
         token_set: the prepared text.
     """
-    if (run_dir / TEXT).exists():
+    facts = _read_facts(run_dir)
+    if facts is not None and facts.get("fingerprint") == token_set.fingerprint:
         return
     for name in (SETTINGS, *COMPANIONS, TOKENIZER):
         if (token_set.path / name).is_file():
@@ -73,6 +76,32 @@ def write_contents(run_dir: Path, built: BuiltModel, token_set: TokenSet) -> Non
                 _write_atomically(run_dir / MODEL_FOLDER / file.name, file.read_bytes())
     facts = {name: value for name, value in token_set.manifest.items() if name != "files"}
     _write_atomically(run_dir / TEXT, json.dumps(facts, indent=2, sort_keys=True).encode("utf-8"))
+
+
+def changed_parts(run_dir: Path, token_set: TokenSet) -> str:
+    """Returns what of a run's text is another now, in words; it is known that something is.
+
+    Args:
+        run_dir: the run's directory, with the facts of its text where it has them.
+        token_set: the text as it is now.
+    """
+    facts = _read_facts(run_dir) or {}
+    now = token_set.manifest
+    parts = [] if facts.get("tokenizer_sha256") in (None, now["tokenizer_sha256"]) else ["the tokenizer"]
+    splits = facts.get("splits")
+    for split, name in (("train", "the training text"), ("validation", "the held-out text")):
+        if isinstance(splits, dict) and splits.get(split) != now["splits"][split]:
+            parts.append(name)
+    return " and ".join(parts) or "words of the text"
+
+
+def _read_facts(run_dir: Path) -> dict[str, Any] | None:
+    """Returns the facts of a run's text; None where there are none that can be read."""
+    try:
+        facts = parse_json((run_dir / TEXT).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return facts if isinstance(facts, dict) else None
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -16,6 +16,7 @@ from meshwright.jobs.layouts import check_fallback_layouts
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.model_reading import ReadModel
 from meshwright.jobs.progress import Say
+from meshwright.jobs.run_contents import changed_parts
 from meshwright.jobs.site_probe import probe_server
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
@@ -96,7 +97,7 @@ def check_torchrun(config: RunConfig, say: Say | None) -> None:
         )
 
 
-def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool) -> None:
+def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool, token_set: TokenSet) -> None:
     """Refuses checkpoints from which ranks of a layout can't resume, by manifests and sizes of files alone.
 
     Contents are read, and compared with their checksums, by the ranks.
@@ -105,10 +106,11 @@ def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool) ->
         config: of the run, whose directory has checkpoints, or none.
         layout: under which it is to go on.
         several_nodes: other nodes may have the state in memory.
+        token_set: the prepared text.
 
     Raises:
         CheckpointError: on one node when there are some and none is whole.
-        ConfigError: when the newest whole one has weights of another type than the layout's.
+        ConfigError: when the newest whole one has weights of another type than the layout's, or is of another text.
     """
     root = Path(config.run) / "checkpoints"
     reasons = []
@@ -122,6 +124,7 @@ def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool) ->
             reasons.append(f"{entry.path.name}: {error}")
             continue
         _check_precision(entry.path, manifest, layout)
+        _check_text(entry.path, manifest, token_set, Path(config.run))
         return
     if reasons and not several_nodes:
         raise CheckpointError(
@@ -141,3 +144,15 @@ def _check_precision(path: Path, manifest: Manifest, layout: Layout) -> None:
             f"{trained}, whose steps come to other numbers: a run keeps their type; write precision={kept}, or give "
             "another --run"
         )
+
+
+def _check_text(path: Path, manifest: Manifest, token_set: TokenSet, run_dir: Path) -> None:
+    """Refuses another text than a checkpoint was trained on: its rows, or what their ids mean, would be others."""
+    if manifest.origin.data == token_set.fingerprint:
+        return
+    raise ConfigError(
+        f"{path} was trained on the text {manifest.origin.data[:12]}, and data.paths and data.tokenizer give "
+        f"{token_set.fingerprint[:12]} now: {changed_parts(run_dir, token_set)} changed since, so that a resumed run "
+        f"would read other rows, or ids that mean other text; bring the text back, or train on from the weights: "
+        f"meshwright export {run_dir} --to DIR, then model.name = DIR with another --run"
+    )

@@ -235,10 +235,10 @@ def _prepare_run_directory(job: TrainJob, leads: bool, several_nodes: bool, toke
         await_keeper(job.run_dir, job.config.checkpoint.wait_s, say)
         # A mirror may have what is damaged here; it is asked once the run directory stands.
         if not job.config.checkpoint.mirror:
-            check_checkpoints(job.config, job.plan.layout, several_nodes)
+            check_checkpoints(job.config, job.plan.layout, several_nodes, token_set)
         write_run(job.run_dir, job.config, job.plan)
         if fetch_checkpoint(job.config, job.run_dir, say):
-            check_checkpoints(job.config, job.plan.layout, several_nodes)
+            check_checkpoints(job.config, job.plan.layout, several_nodes, token_set)
     else:
         wait_for(job.run_dir / PLAN, job.config.launch.group_s)
     if leads or several_nodes:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,6 +34,9 @@ from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor
 from meshwright.models.weights import SafetensorsSource
 
+GENERATION = "generation_config.json"
+"""File in which transformers keeps how a model generates."""
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltModel:
@@ -58,6 +63,8 @@ class BuiltModel:
     def save_config(self, folder: Path) -> None:
         """Writes the transformers config as it was before `without_cache`, to build the same architecture from.
 
+        What a directory says of generation goes with it (tokens that end a text, sampling), unless weights are new.
+
         Args:
             folder: an existing directory.
         """
@@ -71,6 +78,8 @@ class BuiltModel:
         finally:
             for caching in self.caching:
                 caching.use_cache = False
+        if self.config.kind == "directory" and not self.config.fresh:
+            copy_generation_config(Path(self.config.name), folder)
 
     @property
     def vocab(self) -> int | None:
@@ -146,6 +155,12 @@ def build_meta(
     loads = weights and config.kind == "directory" and not config.fresh
     source = SafetensorsSource(Path(config.name), module) if loads else None
     return BuiltModel(config, module, recipe, structure, source, without_cache(module))
+
+
+def copy_generation_config(source: Path, folder: Path) -> None:
+    """Copies what a directory in Hugging Face format says of generation, where it does, in place of a default."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.copyfile(source / GENERATION, folder / GENERATION)
 
 
 def is_transformers(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from meshwright.errors import CheckpointError
-from meshwright.models.build import BuiltModel
+from meshwright.models.build import BuiltModel, copy_generation_config
 from meshwright.models.deferred import retie
 
 
@@ -127,6 +127,8 @@ def _save_transformers(
     for config in built.caching:
         config.use_cache = True
     module.save_pretrained(folder)
+    if built.config.kind == "directory" and not built.config.fresh:
+        copy_generation_config(Path(built.config.name), folder)
 
 
 def _save_plain(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:

@@ -173,7 +173,7 @@ def author_output(
             # the model shifts: hand it the tokens so that its shift restores the targets
             labels_by_argument[structure.target_argument] = torch.cat([tokens[:, :1], targets[:, :-1]], dim=1)
     result = _call_module(module, structure, tokens, labels_by_argument, positions, mask_documents, bounds)
-    return _read_loss(result, tokens, structure.vocab)
+    return read_loss(result, tokens, structure.vocab)
 
 
 def _call_module(
@@ -223,8 +223,17 @@ def _is_library_model(module: nn.Module) -> bool:
     return own_class.__module__.startswith("transformers.")
 
 
-def _read_loss(result: Any, tokens: torch.Tensor, vocab: int | None) -> ModelOutput:
-    """Finds logits, loss and named scalars in a module's output of any type."""
+def read_loss(result: Any, tokens: torch.Tensor, vocab: int | None) -> ModelOutput:
+    """Finds logits, loss and named scalars in a module's output of any type.
+
+    Args:
+        result: what a forward returned.
+        tokens: (B, S) int64, those that it was called with.
+        vocab: of the model; None where it isn't known.
+
+    Raises:
+        ConfigError: as `author_output`.
+    """
     if isinstance(result, torch.Tensor):
         named: dict[str, Any] = {"": result}
     elif isinstance(result, Mapping):

@@ -117,6 +117,7 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     program.dropout_rng, program.rounding_key = context.dropout_rng, context.rounding_key
     program.error_feedback = _error_feedback(program)
     program.term_counts, program.loss_terms = source.weigh, tuple(source.terms)
+    program.counts_targets = source.counts_targets
     program.moving_buffers = MovingBuffers([stage.module for stage in context.stages], source.moving)
     program.progress_hooks = context.progress_hooks
     return program

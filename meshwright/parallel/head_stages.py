@@ -1,10 +1,12 @@
-"""Lets the loss compute its logits in chunks: the stage with the head may end its forward in front of it."""
+"""Lets the loss into the stage with the head: its forward may end in front of that, or the loss is read inside it."""
 
 from __future__ import annotations
 
 from meshwright.errors import PlanError
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.head_cut import HeadCut
+from meshwright.parallel.inner_loss import InnerLoss
+from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics
@@ -30,18 +32,23 @@ def check(layout: Layout, _layers: int) -> None:
         raise PlanError(f"loss_chunk={layout.loss_chunk}: {reason}; leave loss_chunk out, or take schedule=1f1b")
 
 
-def _applies(layout: Layout) -> bool:
-    return layout.loss_chunk.on and not whole_logits_reason(layout)
+def _applies(layout: Layout, source: ModelSource) -> bool:
+    is_cut = bool(source.head) and layout.loss_chunk.on and not whole_logits_reason(layout)
+    return is_cut or source.counts_targets
 
 
 def _apply(context: TransformContext) -> None:
     # Of a rank's pipeline stages the last one may have the head; the others end at their boundary before it.
-    context.view.head_cut = HeadCut(context.stages[-1].module, context.source.head)
+    stage, source = context.stages[-1], context.source
+    if not source.counts_targets:
+        context.view.head_cut = HeadCut(stage.module, source.head)
+    elif stage.is_last:
+        context.view.inner_loss = InnerLoss(stage.module)
 
 
 TRANSFORM = Transform(
     layer=ForwardLayer.HEAD,
-    applies=lambda layout, source: bool(source.head) and _applies(layout),
+    applies=_applies,
     apply=_apply,
     check=check,
 )

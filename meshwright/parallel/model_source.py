@@ -51,6 +51,8 @@ class ModelSource:
     """What a micro-batch counts for in each term of the model's own loss, where it has any."""
     terms: Sequence[str] = ()
     """Names of the terms that ``compute`` reports beside the cross-entropy."""
+    counts_targets: bool = False
+    """Whether ``compute`` reads the model's own loss inside of its forward (`parallel.inner_loss`)."""
     head: str = ""
     """Name of the linear head in front of which ``compute`` may end the forward (`parallel.head_cut`)."""
     ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen

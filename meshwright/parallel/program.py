@@ -70,6 +70,8 @@ class Program:
         """What a micro-batch counts for in each term of the model's own loss, (1 + terms,) float64."""
         self.loss_terms: tuple[str, ...] = ()
         """Names of the terms that the sums have beside the cross-entropy."""
+        self.counts_targets = False
+        """Whether the model's own loss chooses which targets count."""
         self.moving_buffers = MovingBuffers([stage.module for stage in self.stages], ())
         """Buffers that forward changes."""
         modules, has_secondary = [stage.module for stage in self.stages], mesh is not None and mesh.layout.secondary > 0

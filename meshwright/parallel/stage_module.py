@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.head_cut import HeadCut
+from meshwright.parallel.inner_loss import InnerLoss
 from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.spec.placement import LocalShard
 
@@ -24,6 +25,8 @@ class LossView:
     """(index, count, balanced): which of each row's tokens this rank has logits of; see `context.local_tokens`."""
     head_cut: HeadCut | None = None
     """Ends the forward in front of the head; None where the loss needs whole logits."""
+    inner_loss: InnerLoss | None = None
+    """Reads a loss that counts its own targets inside of the forward; None where another is trained."""
     totals: torch.Tensor | None = None
     """(1 + terms,) float64: targets of the global batch, and what it counts for in each term of the model's own loss;
     None where the cross-entropy is all there is."""

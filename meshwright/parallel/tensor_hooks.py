@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeAlias
 
@@ -115,7 +115,7 @@ def on_hidden(module: nn.Module, move: Move, prepend: bool = False, *, purpose: 
         for key, value in kwargs.items():
             if is_hidden(value):
                 return args, kwargs | {key: move(value)}
-        raise ValueError("a layer is called without a hidden state (B, S, D)")
+        raise ValueError(f"a layer is called without a hidden state (B, S, D){object_hint((*args, *kwargs.values()))}")
 
     module.register_forward_pre_hook(described(hook, f"hidden state: {purpose}"), with_kwargs=True, prepend=prepend)
 
@@ -217,3 +217,15 @@ def differentiable(value: torch.Tensor) -> bool:
 def any_tensor(_: torch.Tensor) -> bool:
     """Accepts a tensor of any shape."""
     return True
+
+
+def object_hint(arguments: Iterable[object]) -> str:
+    """Returns a clause on what to change where a hidden state lies in an object of the model's own class; "" else.
+
+    Args:
+        arguments: of a call of a layer.
+    """
+    for argument in arguments:
+        if any(is_hidden(value) for value in getattr(argument, "__dict__", {}).values()):
+            return f", which lies in a {type(argument).__name__}: pass the tensor itself"
+    return ""

@@ -114,9 +114,17 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
         if unsplit_rows or not rows.sequence:
             why_whole = rows.sequence_refused or rows.refused.get("", "")
             reason = f"{unsplit_rows[0]} isn't split over {degree}" if unsplit_rows else why_whole
+            # A matrix of the layer itself, not of a module inside: its heads are made in the layer's own forward.
+            inline = [group.row_linear for group in rows.groups if group.heads and "." not in group.row_linear]
+            cure = (
+                f"move the attention in front of {inline[0]} into a module of its own, called with the hidden state, "
+                "which gets all tokens, or leave sequence out"
+                if inline and not unsplit_rows
+                else "leave sequence out"
+            )
             raise PlanError(
                 f"sequence=true splits the tokens between the parts that tp={degree} splits, but layer {name} needs "
-                f"all of them elsewhere: {reason}; leave sequence out"
+                f"all of them elsewhere: {reason}; {cure}"
             )
 
 

@@ -89,6 +89,12 @@ class Proof:
         off = f"gradient off by at most {self.verdict['grad_error']:.0e}"
         if distance := self.verdict.get("rounding_distance"):
             off += f" but for what is rounded on the wire ({distance:.0e} of it, as in plain numpy)"
+        scope = self.verdict.get("scope") or {}
+        if scope.get("calls", 1) > 1:
+            off += (
+                f", where that is called {scope['calls']} times a step, since its own loss ({scope['terms']}) depends "
+                "on which rows share a call"
+            )
         return f"proved: {self.proven or self.layout} equals one device, {off}, {self.seconds:.1f} s{instead}"
 
 

@@ -277,8 +277,12 @@ def _wrong_sentence(differs: _Difference, equal: bool, method: Deviation, unroun
 
 def unsplit_refusal(scope: Scope) -> str:
     """Returns the refusal of a layout that computes the right thing, but didn't split what it was asked to."""
-    named = "; ".join(f"{name}: {reason}" for name, reason in list(scope.unsplit.items())[:3])
-    unnamed_count = len(scope.unsplit) - 3
+    # Layers of one kind have one reason, which is said once.
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in scope.unsplit.items():
+        names_by_reason.setdefault(reason, []).append(name)
+    named = "; ".join(f"{', '.join(names[:3])}: {reason}" for reason, names in list(names_by_reason.items())[:3])
+    unnamed_count = len(scope.unsplit) - sum(len(names[:3]) for names in list(names_by_reason.values())[:3])
     return (
         f"it equals one device, but tp splits {scope.layer_share:.0%} of the layers and leaves whole what it was asked "
         f"to split: {named}{f'; {unnamed_count} more' if unnamed_count > 0 else ''}; --allow-whole accepts it"

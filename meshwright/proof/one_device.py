@@ -185,7 +185,7 @@ class _OneDevice:
     def __init__(self, case: Case, trial: ForwardTrial, spans: Sequence[Span], device: torch.device) -> None:
         self._case, self._trial, self._device = case, trial, device
         objective = trial.objective
-        self._labels = objective.labels if objective.terms or objective.labels != "shifted" else ""
+        self._labels = "" if objective.plain and objective.labels == "shifted" else objective.labels
         self.batches = [
             [_rows_of(to_device(batch, device), span, self._labels == "shifted") for span in spans]
             for batch in case.batches

@@ -54,6 +54,10 @@ class Scope:
     """Experts that changed the loss of some batch."""
     experts_idle: int = 0
     """Experts that no token visited: nothing is proven of them."""
+    calls: int = 1
+    """Calls of the model a step, where its loss is no mean over targets or rows: one device made the same."""
+    terms: str = ""
+    """Terms of such a loss that depend on which rows share a call."""
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values."""
@@ -79,6 +83,11 @@ class Scope:
             phrases.append(f"not by attention=heads: {self.heads_refused}")
         if self.experts_used or self.experts_idle:
             phrases.append(f"experts {self.experts_used} used, {self.experts_idle} idle")
+        if self.calls > 1:
+            phrases.append(
+                f"its own loss ({self.terms}) depends on which rows share a call: compared with one device that is "
+                f"called {self.calls} times a step, not with one call of all rows"
+            )
         if self.whole:
             phrases.append(f"whole: {', '.join(self.whole)}")
         return "; ".join(phrases)
@@ -113,6 +122,10 @@ def read_scope(
         heads_refused=analysis.heads_refused if layout.degree(Mechanics.TOKENS) > 1 else "",
         grown=grown and layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1,
     )
+    trial = analysis.trial
+    if trial is not None and not trial.objective.exact:
+        terms = ", ".join(term.name for term in trial.objective.terms if not term.exact)
+        scope = replace(scope, calls=len(layout.reader_shares()) * layout.microbatches, terms=terms)
     degree = layout.degree(Mechanics.MATRICES)
     if degree == 1 or analysis.table is None:
         return scope

@@ -184,7 +184,7 @@ def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
 class _ExactDevice(OneDevice):
     """One device that keeps a float64 model in float64 where its code asks for float32, as under a layout."""
 
-    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: object) -> object:
+    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> object:
         """Returns the model, or what the function builds."""
         result = super().shard(model, optimizer, **options)
         assert self.model is not None

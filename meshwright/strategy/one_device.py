@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,16 +18,41 @@ class OneDevice:
     """
 
     def __init__(self) -> None:
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._clip = 0.0
+        self._loss: Callable[[Any, torch.Tensor], torch.Tensor] = self.loss
         self.model: nn.Module | None = None
         """The model of the last `shard`."""
 
     reader = (0, 1)
 
-    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **_: object) -> object:
+    def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> object:
         """Returns the model, or what the function builds."""
         # a function is called as strategy.shard would call it
         self.model = model if isinstance(model, nn.Module) else model()
+        self._optimizer = optimizer
+        self._loss, self._clip = options.get("loss") or self.loss, options.get("clip", 0.0)
         return self.model if optimizer is None else (self.model, optimizer)
+
+    def step(self, batch: Any) -> float:
+        """Trains on one batch, all rows at once; returns its loss.
+
+        Args:
+            batch: (inputs, targets), or a mapping with ``input_ids`` and ``labels``, which the next tokens' are.
+        """
+        assert self.model is not None and self._optimizer is not None
+        inputs, targets = (batch["input_ids"], batch["labels"]) if isinstance(batch, Mapping) else batch
+        output = self.model(inputs)
+        logits = getattr(output, "logits", output)
+        if isinstance(batch, Mapping):
+            logits, targets = logits[:, :-1], targets[:, 1:]
+        loss = self._loss(logits, targets)
+        loss.backward()
+        if self._clip:
+            self.clip_grad_norm_(self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return float(loss.detach())
 
     def optimizer(
         self,

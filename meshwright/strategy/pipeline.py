@@ -27,11 +27,13 @@ from meshwright.strategy.mesh import as_layout, compute_device
 from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
+from meshwright.torch_compat.tensors import tree_leaves
 from meshwright.train.feed import MicroBatch
+from meshwright.train.loss import IGNORED
 from meshwright.train.step import fill_missing
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(output, targets) to the mean over the rows (or targets) of a micro-batch."""
+"""(output, targets) to the mean over the rows (or targets) of a micro-batch; of whole numbers -100 is no target."""
 Make = Callable[[Any], torch.optim.Optimizer]
 """Parameters to an optimizer: ``functools.partial(torch.optim.AdamW, lr=1e-3)``."""
 
@@ -226,17 +228,17 @@ class PipelineEngine:
         return inputs, targets
 
     def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Trains on one batch; returns (3,) float64: loss sum, rows, and 0."""
+        """Trains on one batch; returns (3,) float64: loss sum, targets, and 0."""
         self._program.step_timer.lap("data")
-        readers = self.reader[1]
         count = self.layout.microbatches
         batches = [
             MicroBatch(inputs_chunk, targets_chunk, None)
             for inputs_chunk, targets_chunk in zip(inputs.chunk(count), targets.chunk(count))
         ]
-        # the loss is a mean over rows: its gradient is scaled to the mean over micro-batches and readers
+        # the loss is a mean over targets: each micro-batch is weighted by its number of those of all readers
         random_step = self.sharded_model.random_step
-        sums = self._program.forward_backward(batches, 1.0 / (count * readers), (0, int(random_step)))
+        scale = 1.0 / max(1.0, self._targets_of_all(targets))
+        sums = self._program.forward_backward(batches, scale, (0, int(random_step)))
         random_step += 1
         # a weight without a gradient on this rank may have one on another
         fill_missing(self._program)
@@ -249,13 +251,20 @@ class PipelineEngine:
         self.steps += 1
         return sums
 
+    def _targets_of_all(self, targets: torch.Tensor) -> float:
+        """Returns how many targets all readers have in a step; ``targets: (B, ...)`` are this rank's."""
+        total = torch.tensor(float(_count_targets(targets)), dtype=torch.float64, device=self._device)
+        self._mesh.world.all_reduce(total).wait()
+        # ranks that read the same rows, by which the sum over the world overcounts
+        return float(total) * self.reader[1] / self.layout.world
+
     def _mean(self, sums: list[torch.Tensor]) -> float:
-        """Sums (3,) rows of (loss sum, rows, 0) over batches and ranks; returns the mean loss."""
+        """Sums (3,) rows of (loss sum, targets, 0) over batches and ranks; returns the mean loss."""
         if not sums:
             raise DataError("the loader gave no batch; with drop_last=True a part smaller than a batch gives none")
         total = torch.stack(sums).sum(dim=0)
         self._mesh.world.all_reduce(total).wait()
-        return float(total[0] / total[1])
+        return float(total[0] / total[1].clamp(min=1.0))
 
 
 def mean_cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -337,16 +346,29 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
     return dataclasses.replace(layout, microbatches=microbatches or layout.microbatches)
 
 
+def _count_targets(targets: torch.Tensor) -> int:
+    """Returns how many entries of ``targets: (B, ...)`` a mean is over; -100 is none among whole numbers."""
+    return targets.numel() if targets.is_floating_point() else int((targets != IGNORED).sum())
+
+
 def _compute(structure: ModelStructure, loss: Loss) -> Compute:
-    """Returns the computation of a micro-batch; its sums are (loss x rows, rows, 0)."""
+    """Returns the computation of a micro-batch; its sums are (loss x targets, targets, 0)."""
 
     def compute(module: nn.Module, batch: MicroBatch, scale: float, _: LossView) -> tuple[torch.Tensor, torch.Tensor]:
         is_plain_module = not structure.transformers
         output: Any = module(batch.tokens) if is_plain_module else module(batch.tokens, use_cache=False).logits
-        micro_batch_loss = loss(output, batch.targets)
-        # a mean over rows becomes a sum, so that batches of any size add up
-        loss_sum = micro_batch_loss.detach().to(torch.float64) * len(batch.targets)
-        rows = torch.full_like(loss_sum, float(len(batch.targets)))
-        return micro_batch_loss * scale, torch.stack([loss_sum, rows, torch.zeros_like(loss_sum)])
+        number = _count_targets(batch.targets)
+        # a mean over no target is NaN, and so is its gradient: such rows add nothing
+        micro_batch_loss = loss(output, batch.targets) if number else _nothing(output)
+        # a mean becomes a sum, so that batches of any size add up
+        loss_sum = micro_batch_loss.detach().to(torch.float64) * number
+        targets = torch.full_like(loss_sum, float(number))
+        return micro_batch_loss * (scale * number), torch.stack([loss_sum, targets, torch.zeros_like(loss_sum)])
 
     return compute
+
+
+def _nothing(output: Any) -> torch.Tensor:
+    """Returns a scalar 0 with a gradient of 0 by every tensor of a model's output."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([(leaf * 0.0).sum() for leaf in tensors]).sum()

@@ -74,7 +74,7 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         PlanError: with the term or buffer, and the nearest layout that works.
     """
     objective, batches = trial.objective, sum(layout.reader_shares()) * layout.microbatches
-    names = ", ".join(term.name for term in objective.terms)
+    names = objective.content
     if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
             f"{layout.format_degree(Mechanics.TOKENS)} gives each rank some tokens of a row, and the model's own "

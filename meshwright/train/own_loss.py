@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
-from meshwright.models.analysis.objective import Objective
-from meshwright.models.forward import author_output
+from meshwright.models.analysis.objective import Objective, count_targets
+from meshwright.models.forward import ModelOutput, author_output, read_loss
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.train.feed import MicroBatch
-from meshwright.train.loss import cross_entropy_sums
+from meshwright.train.loss import cross_entropy_sums, scaled_gradient
 
 
 def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute:
@@ -23,6 +24,8 @@ def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute
         structure: of the model.
         objective: its loss.
     """
+    if objective.counts_targets:
+        return _counted_loss_compute(structure, objective)
 
     def compute(
         module: nn.Module, batch: MicroBatch, scale: float, view: LossView
@@ -80,3 +83,56 @@ def _loss_alone(loss: torch.Tensor, targets: torch.Tensor, scale: float) -> tupl
     """
     loss_sum = torch.where(targets > 0, loss.detach().to(torch.float64) * targets, 0.0)
     return loss * (targets * scale), torch.stack([loss_sum, targets, torch.zeros_like(loss_sum)])
+
+
+class _GradientAtLogits(torch.autograd.Function):
+    """Stands for a loss whose gradient by the logits is known."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, logits: torch.Tensor, gradient: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return scaled_gradient(gradient, upstream[0]), None, None
+
+
+def _counted_loss_compute(structure: ModelStructure, objective: Objective) -> Compute:
+    """Returns the computation of one micro-batch of a model whose loss is a mean over targets that it chooses.
+
+    The loss of a step is sum_m k_m / K L_m over micro-batches m: L_m as the model returns it, a mean over k_m of the K
+    targets that all count. The sums give k_m, so that the step divides by K where the data index has other targets.
+    """
+
+    def compute(
+        module: nn.Module, batch: MicroBatch, scale: float, view: LossView
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arguments = (structure, batch.tokens, batch.targets, objective.labels, batch.positions)
+
+        def call() -> ModelOutput:
+            return author_output(module, *arguments, batch.positions is not None, batch.bounds)
+
+        def read(result: object) -> tuple[torch.Tensor, torch.Tensor]:
+            output = read_loss(result, batch.tokens, structure.vocab)
+            assert output.loss is not None and output.logits is not None
+            # Of at most so many targets: their number over this is at most 1, for fp16 as for its loss scale.
+            most = output.logits.shape[0] * output.logits.shape[1]
+            counts = count_targets(output.loss, output.logits, scale * most)
+            assert counts is not None
+            counted, number, gradient = counts
+            logits, value = output.logits, output.loss.detach()
+            sums = torch.where(number > 0, value.to(torch.float64) * number, 0.0)
+            hits = ((logits.detach().argmax(dim=-1) == batch.targets) & counted).sum().to(torch.float64)
+            gradient.mul_((number / most).to(gradient.dtype))
+            loss = _GradientAtLogits.apply(logits, gradient, (sums * scale).to(value.dtype))
+            return loss, torch.stack([sums, number, hits])
+
+        if view.inner_loss is None:
+            # An earlier stage of a pipeline: its forward is left by an exception.
+            call()
+            raise RuntimeError("the forward of an earlier stage came to its end")
+        return view.inner_loss.run(call, read)
+
+    return compute

@@ -525,7 +525,7 @@ class Trainer:
 
         Returns:
             ``validation_loss`` (the model's own loss; nats per token where that is the cross-entropy), ``accuracy``
-            and, over all of the text, ``bits_per_byte``.
+            and, over all of the text and unless the loss chooses its own targets, ``bits_per_byte``.
         """
         deps, started = self._deps, time.perf_counter()
         self._phase("evaluate", 0)
@@ -542,7 +542,7 @@ class Trainer:
         entropy = values[0] / max(1.0, values[1])
         loss = sum(terms.values()) if terms else entropy
         metrics = {"validation_loss": loss, "accuracy": values[2] / max(1.0, values[1])}
-        if rows is None:
+        if rows is None and not deps.program.counts_targets:
             metrics["bits_per_byte"] = deps.feed.bits_per_byte(entropy)
         self.validation_loss = loss
         seconds = time.perf_counter() - started

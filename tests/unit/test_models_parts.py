@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import json
 import os
 import signal
 import sys
@@ -306,3 +307,21 @@ def test_a_fresh_directorys_key_heads_divide_other_heads(tmp_path: Path):
     config = build_meta(ModelConfig(name=str(folder), heads=6, width=48, fresh=True)).hf_config
     assert (config.num_attention_heads, config.num_key_value_heads) == (6, 3)
     assert build_meta(ModelConfig(name=str(folder), layers=2, fresh=True)).hf_config.num_key_value_heads == 4
+
+
+def test_what_a_directory_says_of_generation_is_exported_with_it(folder, tmp_path: Path):
+    said = {"eos_token_id": [3, 7], "temperature": 0.6, "do_sample": True}
+    (folder / "generation_config.json").write_text(json.dumps(said))
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    build_meta(ModelConfig(name=str(folder))).save_config(kept)
+    # A run exports from the folder that it keeps of its model.
+    built = build_meta(ModelConfig(name=str(kept)), weights=False)
+    weights = [(name, torch.zeros(value.shape)) for name, value in built.module.named_parameters()]
+    out = export_hf(built, weights, tmp_path / "out")
+    assert json.loads((out / "generation_config.json").read_text()) == said
+    # New weights end texts as their own tokenizer says.
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    build_meta(ModelConfig(name=str(folder), fresh=True)).save_config(fresh)
+    assert not (fresh / "generation_config.json").exists()

@@ -31,6 +31,9 @@ TRIAL_BYTES = 32
 _COPIES = (torch.ops.aten.clone, TYPE_COPY)
 """Operators that copy a tensor; of another type at most. Views share the memory of what they show."""
 _ENTROPIES = (torch.ops.aten.nll_loss_forward.default, torch.ops.aten.nll_loss2d_forward.default)
+_FEW = 16
+"""Numbers in a tensor up to which they are single words."""
+_COMPARISONS = {getattr(torch.ops.aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "isin")}
 _MEAN = 1
 """Reduction of a cross-entropy to its mean. Source: ATen/core/Reduction.h."""
 
@@ -49,6 +52,8 @@ class ForwardTrace:
     """Buffers that it changes."""
     outside: tuple[OutsideRead, ...] = ()
     """Weights of layers that it reads outside of a call of their layer, each once."""
+    compared: tuple[int, ...] = ()
+    """Numbers that whole numbers, as those of words, are compared with, and their neighbours."""
 
 
 def trace_forward(module: nn.Module, structure: ModelStructure, length: int) -> ForwardTrace:
@@ -91,6 +96,7 @@ def trace_forward(module: nn.Module, structure: ModelStructure, length: int) -> 
         trained_scalars=any(scalar.requires_grad for scalar in scalars),
         moved_buffers=moved,
         outside=tuple(outside.values()),
+        compared=tuple(sorted(watch.compared)),
     )
 
 
@@ -163,6 +169,7 @@ class _LossWatch(TorchDispatchMode):
         # A memory's number is used again once nobody holds it.
         self._held: list[torch.Tensor] = [targets]
         self.changes_targets = False
+        self.compared: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator."""
@@ -184,7 +191,10 @@ class _LossWatch(TorchDispatchMode):
         elif func.overloadpacket is LOG_SOFTMAX:
             self._softmaxes[_memory(out)] = self._origin(args[0])
             self._noted |= {_memory(out), _memory(args[0])}
+        elif func.overloadpacket in _COMPARISONS and _is_whole(args[0]):
+            self.compared |= {number + near for number in _numbers(args[1]) for near in (-1, 0, 1)}
         elif func in _ENTROPIES:
+            self.compared.add(args[4])
             self._note_entropy(out[0], *args[:5])
         return out
 
@@ -237,6 +247,18 @@ def _keeps_gradient(loss: torch.Tensor, logits: torch.Tensor) -> bool:
         # The logits' own product has several, where others are returned than the loss is of: copies of one memory.
         node = sources[0] if len(sources) == 1 else None
     return True
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_floating_point() and value.dtype is not torch.bool
+
+
+def _numbers(value: Any) -> list[int]:
+    """Returns a whole number, or those of a few, that something is compared with; none on the meta device."""
+    if isinstance(value, torch.Tensor):
+        is_known = _is_whole(value) and value.numel() <= _FEW and value.device.type != "meta"
+        return [int(number) for number in value.flatten().tolist()] if is_known else []
+    return [int(value)] if isinstance(value, int) and not isinstance(value, bool) else []
 
 
 def _memory(tensor: torch.Tensor) -> int:

@@ -53,8 +53,7 @@ def try_head(built: BuiltModel, clone: Clone, objective: Objective, length: int,
     """
     structure, name = clone.structure, clone.structure.head
     if not objective.plain:
-        terms = ", ".join(term.name for term in objective.terms)
-        return HeadTrial(refused=f"its own loss ({terms}) is trained as its code computes it")
+        return HeadTrial(refused=f"its own loss ({objective.content}) is trained as its code computes it")
     if changing:
         return HeadTrial(refused=changing)
     if name is None:

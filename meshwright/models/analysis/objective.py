@@ -1,5 +1,8 @@
 """Describes a model's own loss: the cross-entropy of its logits, and terms that are means over something else.
 
+A loss may also be a mean over targets that its own code chooses (a mask of its own). Which these are shows in the
+gradient of the loss by the logits: each call's mean is weighted by their number, and the sum is the mean of the batch.
+
 A term of a global batch is defined by the author's call on one micro-batch: the mean of its values over all
 micro-batches of all readers, each weighted by the size of the set over which the term is a mean. A term that is a mean
 over targets, tokens or rows has the same value however the rows are split. Another term, such as the balancing loss of
@@ -23,6 +26,8 @@ from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
 
 OFFSETS = 4
 """Tokens ahead up to which the targets of a term are looked for: heads that predict several tokens."""
+SHARE = 0.3
+"""Share of the tokens and of the targets of a trial that become words which a loss treats in a way of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +66,20 @@ class Objective:
     """Whether it returns logits; a model without logits has its loss as its only term."""
     terms: tuple[LossTerm, ...] = ()
     """Terms beside the cross-entropy of the logits; the last is the remainder of the loss."""
+    counts_targets: bool = False
+    """Whether the loss is a mean over targets that its own code chooses, found by `count_targets`; it has no terms."""
+    words: tuple[int, ...] = ()
+    """Words by which its code chooses, as far as it names them: a trial on random ones alone might choose none."""
 
     @property
     def plain(self) -> bool:
         """True when the cross-entropy of the logits is the whole loss."""
-        return not self.terms
+        return not self.terms and not self.counts_targets
+
+    @property
+    def content(self) -> str:
+        """What it has beside the cross-entropy of all targets, for people."""
+        return "targets of its own choice" if self.counts_targets else ", ".join(term.name for term in self.terms)
 
     @property
     def exact(self) -> bool:
@@ -111,6 +125,43 @@ def mean_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Ten
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
+def count_targets(
+    loss: torch.Tensor, logits: torch.Tensor, factor: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Finds the targets that a loss is a mean over: those whose logits it has a gradient by.
+
+    A target whose logits are so far above the others that its gradient is zero to the last bit isn't seen.
+
+    Args:
+        loss: () floating; what its graph keeps behind the logits is freed.
+        logits: (B, S, V) floating, that it was computed of.
+        factor: on the gradient, which fp16 would round to zero for a mean over many targets.
+
+    Returns:
+        Which targets count, (B, S) bool; their number, () float64; and the gradient by the logits, (B, S, V), times
+        ``factor``. Zeros, no NaN, for a mean over none. None for a loss that wasn't computed of these logits.
+    """
+    (gradient,) = torch.autograd.grad(loss * factor, logits, allow_unused=True)
+    if gradient is None:
+        return None
+    largest = gradient.abs().amax(dim=-1)
+    # 0 / 0 over finite logits: no target was chosen. Logits that overflowed give a NaN that must be seen.
+    is_empty = loss.detach().isnan() & ~(largest.isfinite() & (largest > 0)).any() & logits.detach().isfinite().all()
+    gradient.masked_fill_(is_empty, 0.0)
+    counted = (largest != 0) & ~is_empty
+    return counted, counted.sum().to(torch.float64), gradient
+
+
+def with_words(ids: torch.Tensor, words: Sequence[int], seed: int) -> torch.Tensor:
+    """Returns ``ids: (B, S)`` with some of them, but no ignored one, replaced by words at random."""
+    if not words:
+        return ids
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.tensor(words)[torch.randint(len(words), ids.shape, generator=generator)].to(ids.device)
+    is_replaced = (torch.rand(ids.shape, generator=generator) < SHARE).to(ids.device) & (ids != IGNORED)
+    return torch.where(is_replaced, chosen, ids)
+
+
 def trial_output(
     module: nn.Module,
     structure: ModelStructure,
@@ -132,6 +183,7 @@ def trial_output(
     Returns:
         (B, S, V), or the scalar loss of a model without logits.
     """
+    tokens, targets = with_words(tokens, objective.words, 0), with_words(targets, objective.words, 1)
     output = author_output(module, structure, tokens, targets, objective.labels, positions, positions is not None)
     if output.logits is None:
         assert output.loss is not None

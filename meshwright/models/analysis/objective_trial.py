@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -12,13 +13,15 @@ import torch
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
+from meshwright.models.analysis.counted_trial import Runs, chooses_targets
 from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.forward_trace import check_trial_memory, settling_trace
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
+from meshwright.models.analysis.label_trial import find_labels
 from meshwright.models.analysis.loss_coefficients import float_of, solve_coefficients, unexplained_loss
 from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
 from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
-from meshwright.models.analysis.target_trial import treats_targets_alike
+from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
@@ -121,7 +124,12 @@ class _Trial:
         if structure.target_argument is None:
             self._refuse_trained_scalars()
             return Objective()
-        labels = self._find_labels()
+        labels = find_labels(
+            self.clone,
+            self.length,
+            rows=lambda seed: (self._sample(seed).tokens, self._sample(seed).targets),
+            run=lambda tokens, targets, labels: self._run_forward(_Sample(tokens, targets), labels),
+        )
         if not labels:
             return Objective()
         samples = [self._sample(seed) for seed in range(SAMPLES)]
@@ -130,22 +138,26 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        if self._is_cross_entropy(as_counted, samples[0], first_output) and (
-            treats_targets_alike(self.clone, self.length, self._excess_of(as_counted))
-        ):
+        is_entropy = self._is_cross_entropy(as_counted, samples[0], first_output)
+        targets = try_targets(self.clone, self.length, self._excess_of(as_counted) if is_entropy else None)
+        if targets.alike:
             return Objective(labels=labels)
         outputs = [first_output, *(self._run_forward(sample, labels) for sample in samples[1:])]
         # otherwise explain the difference from the cross-entropy by scalars that the model returns
         extra_losses = [_extra_loss(as_counted, sample, output) for sample, output in zip(samples, outputs)]
         scale = max(abs(float_of(output.loss)) for output in outputs)
-        coefficients = solve_coefficients(extra_losses, outputs, scale)
+        # A mean over no target is NaN, of which nothing can be solved for.
+        is_known = all(math.isfinite(value) for value in extra_losses)
+        coefficients = solve_coefficients(extra_losses, outputs, scale) if is_known else {}
         terms = [
             LossTerm(name=name, coefficient=coefficient, mean="", exact=False)
             for name, coefficient in coefficients.items()
         ]
         if not terms or unexplained_loss(extra_losses, outputs, coefficients) > TOLERANCE * scale:
             terms.append(LossTerm(name="rest", coefficient=1.0, mean="", exact=False))
-        return self._find_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
+        objective = self._find_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
+        chosen = Objective(labels=labels, counts_targets=True, words=targets.words)
+        return chosen if not objective.exact and self._chooses_targets(chosen, samples) else objective
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
@@ -250,46 +262,13 @@ class _Trial:
                 "and return the whole loss beside the logits, or detach the scalar"
             )
 
-    def _find_labels(self) -> str:
-        """Returns how forward takes targets: where the first target of a row has no effect, its code shifts them."""
-        sample = self._sample(0)
-        first_target_changed, other_targets_changed = sample.targets.clone(), sample.targets.clone()
-        # another valid target id for the first token of each row
-        first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % self.clone.vocab
-        other_targets_changed[:, 1:] = torch.where(
-            other_targets_changed[:, 1:] == IGNORED, IGNORED, (other_targets_changed[:, 1:] + 1) % self.clone.vocab
-        )
-        label_conventions = ("shift_labels", "aligned") if self.clone.structure.transformers else ("aligned",)
-        depends_on_targets = False
-        for labels in label_conventions:
-            try:
-                loss = self._run_forward(sample, labels).loss
-            except TypeError:
-                # its forward has no argument shift_labels
-                continue
-            if loss is None:
-                # its forward has targets, and returns no loss
-                return ""
-            changed_loss = self._run_forward(_Sample(sample.tokens, first_target_changed), labels).loss
-            if float_of(changed_loss) != float_of(loss):
-                return labels
-            depends_on_targets |= float_of(
-                self._run_forward(_Sample(sample.tokens, other_targets_changed), labels).loss
-            ) != float_of(loss)
-        if not depends_on_targets:
-            raise ConfigError(
-                f"the loss that the model's forward gives doesn't depend on its argument "
-                f"'{self.clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
-            )
-        return "shifted"
-
     def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
         """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
         assert output.logits is not None and output.loss is not None
         trained = [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
         with Float64Ops():
             entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        if abs(float_of(output.loss) - float_of(entropy)) > TOLERANCE * abs(float_of(entropy)):
+        if not abs(float_of(output.loss) - float_of(entropy)) <= TOLERANCE * abs(float_of(entropy)):
             return False
         # a detached or zero-valued term shows in the gradients alone
         expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
@@ -303,6 +282,15 @@ class _Trial:
             ):
                 return False
         return True
+
+    def _chooses_targets(self, objective: Objective, samples: Sequence[_Sample]) -> bool:
+        """Returns whether the loss is a mean over targets that its own code chooses."""
+        runs = Runs(
+            forward=lambda tokens, targets: self._run_forward(_Sample(tokens, targets), objective.labels),
+            trained=[parameter for parameter in self.clone.module.parameters() if parameter.requires_grad],
+            scaled=self._scale_matrices,
+        )
+        return chooses_targets(runs, objective, [(sample.tokens, sample.targets) for sample in samples])
 
     def _objective_of_loss(self, labels: str, samples: Sequence[_Sample]) -> Objective:
         """Returns the objective of a model that returns a loss and no logits."""

@@ -26,6 +26,7 @@ from meshwright.models.analysis.saved_tensors import SavedCounts, count_saved_te
 from meshwright.models.analysis.shape_attributes import fit_shape_attributes
 from meshwright.models.analysis.trace import LayerTrace, trace
 from meshwright.models.build import BuiltModel
+from meshwright.parallel.tensor_hooks import object_hint
 from meshwright.spec.sharding_override import apply_overrides
 from meshwright.spec.sharding_table import CuttingKind, LayerSharding, ShardingGroup, ShardingTable
 
@@ -145,7 +146,8 @@ def _read_layer_rows(
         layer=traced.name, shapes={name: tuple(item.shape) for name, item in traced.layer.named_parameters()}
     )
     if traced.output is None or not traced.inputs:
-        refused = {"": "the layer takes or gives no hidden state"}
+        hint = object_hint((*traced.args, *traced.kwargs.values()))
+        refused = {"": f"the layer takes or gives no hidden state{hint}"}
         return LayerSharding(groups=(), refused=refused, sequence=False), evidence
     traced_groups = find_groups(traced, ROWS)
     attempt = _GroupTrials(traced, traced_groups.refused, degree)

@@ -1,0 +1,113 @@
+"""Finds out how a model's forward takes targets: as they stand, or as tokens that its code shifts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+
+from meshwright.errors import ConfigError
+from meshwright.models.analysis.clone import Clone
+from meshwright.models.analysis.loss_coefficients import float_of
+from meshwright.models.analysis.objective import with_words
+from meshwright.models.analysis.target_trial import try_targets
+from meshwright.models.forward import IGNORED, ModelOutput
+
+ATTEMPTS = 8
+"""Batches on which a loss that isn't 0 is looked for."""
+TOLERANCE = 1e-9
+"""Largest relative difference between equal losses, in float64."""
+
+Rows = tuple[torch.Tensor, torch.Tensor]
+"""Tokens and targets, (B, S) int64 each."""
+RunForward = Callable[[torch.Tensor, torch.Tensor, str], ModelOutput]
+"""(tokens, targets, one of `forward.LABELS`) to what the clone gives in float64, with nothing dropped."""
+
+
+def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: RunForward) -> str:
+    """Returns how forward takes targets: where the first target of a row has no effect, its code shifts them.
+
+    Unless it chooses its targets: then the last token's logits meet a target where its code doesn't shift.
+
+    Args:
+        clone: of a model whose forward takes targets.
+        length: tokens of a row.
+        rows: random ones by a seed, of which the first and the last token have a target.
+        run: runs the clone.
+
+    Returns:
+        One of `forward.LABELS`; "" for a forward that gives no loss.
+
+    Raises:
+        ConfigError: for a loss that depends on no target, or of which random rows show nothing.
+    """
+    telling_rows = _telling_rows(clone, length, rows, run)
+    first_rows = next(telling_rows, None)
+    if first_rows is None:
+        raise ConfigError(
+            "the loss that the model's forward gives is 0 or no number for rows of random words, so that nothing "
+            "can be read off it; compare words by ==, as in mask = targets != pad"
+        )
+    tokens, targets = first_rows
+    more_rows: list[Rows] = []
+    first_target_changed, other_targets_changed = targets.clone(), _other_targets(targets, clone.vocab)
+    # another valid target id for the first token of each row
+    first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % clone.vocab
+    other_targets_changed[:, 0] = targets[:, 0]
+    label_conventions = ("shift_labels", "aligned") if clone.structure.transformers else ("aligned",)
+    depends_on_targets = False
+    for labels in label_conventions:
+        try:
+            loss = run(tokens, targets, labels).loss
+        except TypeError:
+            # its forward has no argument shift_labels
+            continue
+        if loss is None:
+            # its forward has targets, and returns no loss
+            return ""
+        if float_of(run(tokens, first_target_changed, labels).loss) != float_of(loss):
+            return labels
+        # Only now, since each takes forwards of a model that may be large.
+        more_rows = more_rows or [first_rows, *telling_rows]
+        if any(_last_token_meets_targets(item, clone.vocab, labels, run) for item in more_rows):
+            return labels
+        depends_on_targets |= float_of(run(tokens, other_targets_changed, labels).loss) != float_of(loss)
+    if not depends_on_targets:
+        raise ConfigError(
+            f"the loss that the model's forward gives doesn't depend on its argument "
+            f"'{clone.structure.target_argument}'; return the whole loss, with the cross-entropy in it"
+        )
+    return "shifted"
+
+
+def _telling_rows(clone: Clone, length: int, rows: Callable[[int], Rows], run: RunForward) -> Iterator[Rows]:
+    """Yields rows of which the loss is a number other than 0: random ones, and with words that its code names."""
+    words: tuple[int, ...] = ()
+    for seed in range(ATTEMPTS):
+        tokens, targets = (with_words(ids, words, 2 * seed + place) for place, ids in enumerate(rows(seed)))
+        loss = run(tokens, targets, "aligned").loss
+        if loss is None or (math.isfinite(float_of(loss)) and float_of(loss)):
+            yield tokens, targets
+        else:
+            words = words or try_targets(clone, length, None).words
+
+
+def _other_targets(targets: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Returns another valid id for each of ``targets: (B, S)``."""
+    return torch.where(targets == IGNORED, IGNORED, (targets + 1) % vocab)
+
+
+def _last_token_meets_targets(rows: Rows, vocab: int, labels: str, run: RunForward) -> bool:
+    """Returns whether what the last token changes in the loss depends on the targets: its logits have one then."""
+    tokens, targets = rows
+    last_token_changed = tokens.clone()
+    last_token_changed[:, -1] = (last_token_changed[:, -1] + 1) % vocab
+    # A second difference: what a term makes of all tokens, as one that balances experts, drops out.
+    losses = [
+        float_of(run(some_tokens, some_targets, labels).loss)
+        for some_targets in (targets, _other_targets(targets, vocab))
+        for some_tokens in (tokens, last_token_changed)
+    ]
+    difference = losses[0] - losses[1] - losses[2] + losses[3]
+    return abs(difference) > TOLERANCE * max(map(abs, losses))
