@@ -50,7 +50,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
     subject = {
         "layout": str(layout),
         "model": job.fingerprint,
-        "code": code_hash(job.model.module),
+        "code": code_hash(job.model.module, job.model.config.name),
         "sequence": config.data.sequence,
         "documents": documents,
         "attention": job.model.config.attention,
@@ -108,15 +108,43 @@ def _report_proof(run_dir: Path, proof: Proof, say: Say) -> None:
     say(str(proof))
 
 
-def code_hash(module: nn.Module) -> str:
-    """Returns a hash of the files that define a model's classes, and of meshwright's version."""
+def code_hash(module: nn.Module, name: str = "") -> str:
+    """Returns a hash of the files that define a model, and of meshwright's version.
+
+    These are the files of its classes and, for a model of the user's own, of all that its code has imported from the
+    folder that Python found it in: its forward may be written in functions of other files.
+
+    Args:
+        module: the model.
+        name: of the model, ``module.path:function`` where it is of the user's own.
+    """
+    names = {type(submodule).__module__ for submodule in module.modules()}
+    path, is_own, _ = name.partition(":")
+    if is_own:
+        names |= {path, *_modules_beside(path)}
     digest = hashlib.sha256(__version__.encode())
-    for name in sorted({type(submodule).__module__ for submodule in module.modules()}):
-        digest.update(name.encode())
-        file = getattr(sys.modules.get(name), "__file__", None) or ""
+    for each in sorted(names):
+        digest.update(each.encode())
+        file = getattr(sys.modules.get(each), "__file__", None) or ""
         with contextlib.suppress(OSError):  # a class typed at a prompt has no file
             digest.update(Path(file).read_bytes())
     return digest.hexdigest()[:16]
+
+
+def _modules_beside(path: str) -> list[str]:
+    """Returns the modules that were imported from the folder in which Python found a module, but installed ones."""
+    file = getattr(sys.modules.get(path), "__file__", None)
+    if not file:
+        return []
+    depth = path.count(".") + (Path(file).name == "__init__.py")
+    folder = Path(file).resolve().parents[depth]
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    sources = {name: Path(file).resolve() for name, file in files.items() if isinstance(file, str)}
+    return [
+        name
+        for name, source in sources.items()
+        if source.is_relative_to(folder) and "site-packages" not in source.relative_to(folder).parts
+    ]
 
 
 def has_proof(path: Path, subject: dict[str, Any], limit_s: float) -> bool:

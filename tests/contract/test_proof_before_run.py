@@ -158,6 +158,27 @@ def test_a_models_code_is_part_of_what_is_proven(tmp_path: Path, monkeypatch: py
     assert train_proof.code_hash(module) != before
 
 
+def test_files_that_a_models_function_uses_are_part_of_what_is_proven(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class of torch's whose forward and loss are written elsewhere: no class of the user's names these files."""
+    made = "from torch import nn\nfrom own_parts.sums import scaled\n\ndef make():\n    return nn.Linear(2, 2)\n"
+    files = {"own_parts/__init__.py": "", "own_parts/models.py": made, "own_parts/sums.py": "scaled = 1\n"}
+    (tmp_path / "own_parts").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("own_parts.models").make()
+    found = {train_proof.code_hash(module, "own_parts.models:make")}
+    assert found == {train_proof.code_hash(module, "own_parts.models:make")}
+    for name in files:
+        (tmp_path / name).write_text("# otherwise\n")
+        found.add(train_proof.code_hash(module, "own_parts.models:make"))
+    assert len(found) == 1 + len(files)
+    # Of a model by its type the classes' files count alone.
+    assert train_proof.code_hash(module, "llama") == train_proof.code_hash(module)
+
+
 def test_what_goes_wrong_in_the_proof_itself_keeps_no_run_from_training(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_args: Any) -> None:
         raise ValueError("no such clone")
