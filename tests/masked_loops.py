@@ -26,13 +26,14 @@ def model_and_optimizer() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def labelled_rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+def labelled_rows(seed: int, with_empty: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tokens and labels, (ROWS, SEQUENCE) int64 each: prompts of several lengths; three rows have no label."""
     tokens = torch.randint(0, VOCAB, (ROWS, SEQUENCE), generator=torch.Generator().manual_seed(seed))
     labels = tokens.clone()
     for row in range(ROWS):
         labels[row, : 2 + row] = -100
-    labels[torch.tensor([0, 1, 4])] = -100
+    if with_empty:
+        labels[torch.tensor([0, 1, 4])] = -100
     return tokens, labels
 
 
@@ -78,3 +79,42 @@ def preferences(strategy: Any) -> list[torch.Tensor]:
         optimizer.zero_grad()
         losses.append(loss.detach())
     return losses
+
+
+def row_mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The mean over rows of the mean over a row's targets; a row without any counts as 0."""
+    entropies = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
+    is_target = targets != -100
+    return ((entropies * is_target).sum(1) / is_target.sum(1).clamp(min=1)).mean()
+
+
+def padding_mean(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A mean over targets that are none at 0, which nobody outside of it knows."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=0)
+
+
+def entropy_sum(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def mixed_batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Two batches in which every target counts, by which rows and targets can't be told apart, and three with -100."""
+    whole = [(labelled_rows(seed)[0],) * 2 for seed in (11, 12)]
+    return whole + [labelled_rows(seed) for seed in range(STEPS)]  # type: ignore[operator]
+
+
+def train_pairs(
+    strategy: Any,
+    loss: Any,
+    batches: list[tuple[torch.Tensor, torch.Tensor]],
+    microbatches: int,
+    with_head: bool = True,
+) -> list[float]:
+    """Trains on pairs by `step`; without ``with_head`` the head begins as zeros, so that every target has one loss."""
+    model, optimizer = model_and_optimizer()
+    if not with_head:
+        model.head.weight.data.zero_()
+    strategy.shard(model, optimizer, loss=loss, microbatches=microbatches)
+    index, count = strategy.reader
+    part = slice(index * ROWS // count, (index + 1) * ROWS // count)
+    return [strategy.step((tokens[part], labels[part])) for tokens, labels in batches]

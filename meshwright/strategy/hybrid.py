@@ -33,9 +33,10 @@ from meshwright.strategy.custom_module import (
 )
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
+from meshwright.strategy.loss_weights import Loss
 from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim
 from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
-from meshwright.strategy.pipeline import Loss, PipelineEngine
+from meshwright.strategy.pipeline import PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
 from meshwright.train.loss import IGNORED, cross_entropy_sums
@@ -168,14 +169,13 @@ class HybridParallelStrategy:
                 that no rank ever has all of it; or a module on meta, with ``fill``.
             optimizer: over the model's parameters; it is rebuilt over the shards, in place: groups, rates,
                 state and schedulers stay. One that isn't handed in is refused at its next step.
-            loss: (output, targets) to a mean over rows, for `step`; cross-entropy when None. Given, or under ``pp``,
-                the strategy runs forward and backward itself.
+            loss: (output, targets) to a mean over rows, or over targets other than -100, for `step`; cross-entropy
+                when None. Given, or under ``pp``, the strategy runs forward and backward itself.
             microbatches: number of micro-batches of a `step`.
             clip: largest norm of the whole gradient in `step`; 0 for no clipping.
             from_rank: use the weights and buffers of this rank's module, where others hold other ones.
             example: one input (B, ...) of a model that doesn't take tokens (B, S); needed by ``tp``.
-            device: where to compute; when None, this rank's GPU under nccl, else where the weights are. ``"meta"``
-                shapes the shards without memory.
+            device: where to compute; when None, this rank's GPU under nccl, else the weights' own; ``"meta"``: nowhere.
             fill: values of a box of a weight, by name, for a module on meta.
             seed: of the weights of a model that a function builds, and of dropout: each forward that trains draws anew,
                 the same numbers for the same rows of the global batch under every layout. Where readers have unequal
@@ -271,7 +271,7 @@ class HybridParallelStrategy:
 
         Raises:
             ConfigError: nothing says what the loss is, or what updates the weights.
-            DataError: the micro-batches don't divide the batch.
+            DataError: the micro-batches don't divide the batch, or the loss is a mean over neither rows nor targets.
         """
         if self._engine is None:
             raise ConfigError("step() needs a loss: shard(model, optimizer, loss=...); without one, write the loop")

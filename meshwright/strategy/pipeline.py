@@ -9,31 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import cross_entropy
 
 from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.models.structure import ModelStructure, read_structure
+from meshwright.models.structure import read_structure
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build, check
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Program
-from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import set_training_modes, training_modes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
+from meshwright.strategy.loss_weights import (
+    Loss,
+    LossBatch,
+    TargetCounts,
+    count_row_targets,
+    known_rule,
+    mean_cross_entropy,
+    mean_of_sums,
+    most_unequal,
+    try_rules,
+    weighted_compute,
+)
 from meshwright.strategy.mesh import as_layout, compute_device
 from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
-from meshwright.torch_compat.tensors import tree_leaves
-from meshwright.train.feed import MicroBatch
-from meshwright.train.loss import IGNORED
 from meshwright.train.step import fill_missing
 
-Loss = Callable[[Any, torch.Tensor], torch.Tensor]
-"""(output, targets) to the mean over the rows (or targets) of a micro-batch; of whole numbers -100 is no target."""
 Make = Callable[[Any], torch.optim.Optimizer]
 """Parameters to an optimizer: ``functools.partial(torch.optim.AdamW, lr=1e-3)``."""
 
@@ -56,8 +61,9 @@ class PipelineEngine:
     Args:
         model: with real weights, the same on all ranks, or a function that builds one; see `HybridParallelStrategy`.
         layout: with ``pp``, and perhaps ``schedule``, ``split``, ``replicate``, ``shard``, ``tp``, ``ep``; or a mesh.
-        loss: (output, targets) to a mean over rows; the output of a transformers model is its logits. Cross-entropy
-            when None.
+        loss: (output, targets) to a mean over rows, or over targets other than -100; which of the two is tried on the
+            first batches, and one that is neither is refused. The output of a transformers model is its logits.
+            Cross-entropy when None.
         optimizer: parameters to an optimizer, which is stepped after each batch, or an optimizer of the model's
             parameters. AdamW at torch's own settings when None.
         microbatches: number of micro-batches of each batch; the layout's when None.
@@ -72,6 +78,7 @@ class PipelineEngine:
     Raises:
         PlanError: the layout fits neither the ranks nor the model.
         ConfigError: the weights differ between ranks, or something is missing or given twice.
+        DataError: in a step, the loss of all rows isn't that of the micro-batches by rows or by targets.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class PipelineEngine:
         self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
         self._model = _single_module(model, model_stages)
         self._loss, self._optimizer_source, self._clip = loss or mean_cross_entropy, optimizer, clip
+        self._weight_rule = known_rule(loss)
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
         self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None
         self.steps = 0
@@ -119,7 +127,7 @@ class PipelineEngine:
         check_equal(built, self._mesh.world)
         # the engine's loss reads full logits
         analysis = broadcast_analysis(built, plan, example, split_vocabulary=False)
-        source = make_model_source(built, analysis, None, _compute(built.structure, self._loss))
+        source = make_model_source(built, analysis, None, weighted_compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.state_meter = None
         # A model that evaluates as a whole, as from_pretrained gives it, is trained here all the same.
@@ -188,7 +196,7 @@ class PipelineEngine:
                 read the same rows get the same batches.
 
         Raises:
-            DataError: a batch doesn't divide into the micro-batches, or there is none.
+            DataError: a batch doesn't divide into the micro-batches, there is none, or the loss isn't of its parts.
         """
         return self._mean([self._step(*self._training_batch(batch)) for batch in loader])
 
@@ -197,8 +205,14 @@ class PipelineEngine:
         return self._mean([self._step(*self._training_batch(inputs if targets is None else (inputs, targets)))])
 
     def evaluate(self, loader: Iterable[object]) -> float:
-        """Returns the mean loss over every row, without training on it; batches may be of any size."""
-        sums = [self._program.evaluate(MicroBatch(*self._on_device(batch), None)) for batch in loader]
+        """Returns the mean loss over every row or target, without training on it; batches may be of any size."""
+        sums: list[torch.Tensor] = []
+        for batch in loader:
+            inputs, targets, counts = self._on_device(batch)
+            if not sums and not self._weight_rule.is_decided and self._has_parts:
+                self._try_weights([LossBatch(inputs, targets)], [counts], self._totals(counts), is_due=False)
+            weight = counts.weight(not self._weight_rule.by_targets)
+            sums.append(self._program.evaluate(LossBatch(inputs, targets, weight)))
         # no backward frees the gathered weights
         self.sharded_model.release()
         return self._mean(sums)
@@ -207,14 +221,16 @@ class PipelineEngine:
         """Returns weights and optimizer state for torch.distributed.checkpoint; see `HybridParallelStrategy`."""
         return self.sharded_model.state_dict(self.optimizer)
 
-    def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device."""
+    def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, TargetCounts]:
+        """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device, and the targets of its rows."""
         inputs, targets = inputs_and_targets(batch)
-        return inputs.to(self._device), targets.to(self._device)
+        # before they go to a GPU, which the host would wait for
+        counts = count_row_targets(targets)
+        return inputs.to(self._device), targets.to(self._device), counts
 
-    def _training_batch(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns (inputs, targets) of a batch for training, (B, ...) each, and builds the engine at the first."""
-        inputs, targets = self._on_device(batch)
+    def _training_batch(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, TargetCounts]:
+        """Returns what `_on_device` does of a batch for training, and builds the engine at the first."""
+        inputs, targets, counts = self._on_device(batch)
         if self._built is None:
             self._build(inputs[:2])
         count = self.layout.microbatches
@@ -225,20 +241,27 @@ class PipelineEngine:
                 f"a batch of {len(inputs)} rows doesn't divide into {count} micro-batches; nearest that works: {near} "
                 "rows; a loader's last batch is left out with drop_last=True"
             )
-        return inputs, targets
+        return inputs, targets, counts
 
-    def _step(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Trains on one batch; returns (3,) float64: loss sum, targets, and 0."""
+    def _step(self, inputs: torch.Tensor, targets: torch.Tensor, counts: TargetCounts) -> torch.Tensor:
+        """Trains on one batch; returns (3,) float64: loss sum, rows or targets, micro-batches of a finite loss."""
         self._program.step_timer.lap("data")
-        count = self.layout.microbatches
+        count, chunks = self.layout.microbatches, counts.chunks(self.layout.microbatches)
+        batches = [LossBatch(*chunk) for chunk in zip(inputs.chunk(count), targets.chunk(count))]
+        totals = self._totals(counts)
+        # after steps 1, 2, 4, 8 and so on, as what ranks must agree on
+        is_due = not self.steps & (self.steps + 1)
+        if self._has_parts and self._weight_rule.needs_trial(is_due):
+            self._try_weights(batches, chunks, totals, is_due)
+        by_rows = not self._weight_rule.by_targets
+        # each micro-batch weighs its part of the rows, or targets, of all readers
+        total = totals[0 if by_rows else 1].clamp(min=1.0)
         batches = [
-            MicroBatch(inputs_chunk, targets_chunk, None)
-            for inputs_chunk, targets_chunk in zip(inputs.chunk(count), targets.chunk(count))
+            dataclasses.replace(batch, weight=chunk.weight(by_rows), total=total)
+            for batch, chunk in zip(batches, chunks)
         ]
-        # the loss is a mean over targets: each micro-batch is weighted by its number of those of all readers
         random_step = self.sharded_model.random_step
-        scale = 1.0 / max(1.0, self._targets_of_all(targets))
-        sums = self._program.forward_backward(batches, scale, (0, int(random_step)))
+        sums = self._program.forward_backward(batches, 1.0, (0, int(random_step)))
         random_step += 1
         # a weight without a gradient on this rank may have one on another
         fill_missing(self._program)
@@ -251,30 +274,59 @@ class PipelineEngine:
         self.steps += 1
         return sums
 
-    def _targets_of_all(self, targets: torch.Tensor) -> float:
-        """Returns how many targets all readers have in a step; ``targets: (B, ...)`` are this rank's."""
-        total = torch.tensor(float(_count_targets(targets)), dtype=torch.float64, device=self._device)
-        self._mesh.world.all_reduce(total).wait()
+    @property
+    def _has_parts(self) -> bool:
+        """Whether a step's loss is put together of several calls."""
+        return self.layout.microbatches * self.reader[1] > 1
+
+    def _totals(self, counts: TargetCounts) -> torch.Tensor:
+        """Returns (4,) float64 of all readers' rows: rows, targets, targets of -100, and rows without a target."""
+        rows, number = len(counts.rows), sum(counts.rows)
+        values = [rows, number, rows * counts.entries - number, counts.rows.count(0)]
+        totals = torch.tensor(values, dtype=torch.float64, device=self._device)
+        self._mesh.world.all_reduce(totals).wait()
         # ranks that read the same rows, by which the sum over the world overcounts
-        return float(total) * self.reader[1] / self.layout.world
+        return totals * (self.reader[1] / self.layout.world)
+
+    def _try_weights(
+        self, batches: Sequence[LossBatch], counts: Sequence[TargetCounts], totals: torch.Tensor, is_due: bool
+    ) -> None:
+        """Tries on one or two micro-batches what the loss is a mean over; every rank calls it, and takes one answer.
+
+        Args:
+            batches: this rank's micro-batches.
+            counts: their targets.
+            totals: (4,) float64, of `_totals`.
+            is_due: whether to try where no target is -100: rows and targets weigh the same there.
+        """
+        _, _, ignored, empty_rows = totals.tolist()
+        if not (is_due or ignored):
+            return
+        parts = []
+        for index in most_unequal(counts):
+            outputs: list[Any] = []
+            self._program.evaluate(dataclasses.replace(batches[index], outputs=outputs))
+            if outputs:
+                # a forward may run twice
+                parts.append((outputs[-1], batches[index].targets))
+        self.sharded_model.release()
+        fails = try_rules(self._loss, parts, ignored, empty_rows) if parts else (False, False)
+        votes = torch.tensor(fails, dtype=torch.float64, device=self._device)
+        self._mesh.world.all_reduce(votes).wait()
+        targets_fail, rows_fail = votes.tolist()
+        self._weight_rule.exclude(targets_fail > 0, rows_fail > 0)
 
     def _mean(self, sums: list[torch.Tensor]) -> float:
-        """Sums (3,) rows of (loss sum, targets, 0) over batches and ranks; returns the mean loss."""
+        """Returns the mean loss over batches and ranks.
+
+        Args:
+            sums: a batch each, (3,) float64: loss sum, rows or targets, and micro-batches with a finite loss.
+        """
         if not sums:
             raise DataError("the loader gave no batch; with drop_last=True a part smaller than a batch gives none")
-        total = torch.stack(sums).sum(dim=0)
+        total = torch.stack(sums)
         self._mesh.world.all_reduce(total).wait()
-        return float(total[0] / total[1].clamp(min=1.0))
-
-
-def mean_cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the mean cross-entropy, a scalar.
-
-    Args:
-        output: (..., V) logits.
-        targets: (...) int64; -100 counts for nothing.
-    """
-    return cross_entropy(output.flatten(0, -2), targets.flatten())
+        return mean_of_sums(total)
 
 
 def inputs_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,31 +396,3 @@ def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
     if layout.offload == "optimizer":
         raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
     return dataclasses.replace(layout, microbatches=microbatches or layout.microbatches)
-
-
-def _count_targets(targets: torch.Tensor) -> int:
-    """Returns how many entries of ``targets: (B, ...)`` a mean is over; -100 is none among whole numbers."""
-    return targets.numel() if targets.is_floating_point() else int((targets != IGNORED).sum())
-
-
-def _compute(structure: ModelStructure, loss: Loss) -> Compute:
-    """Returns the computation of a micro-batch; its sums are (loss x targets, targets, 0)."""
-
-    def compute(module: nn.Module, batch: MicroBatch, scale: float, _: LossView) -> tuple[torch.Tensor, torch.Tensor]:
-        is_plain_module = not structure.transformers
-        output: Any = module(batch.tokens) if is_plain_module else module(batch.tokens, use_cache=False).logits
-        number = _count_targets(batch.targets)
-        # a mean over no target is NaN, and so is its gradient: such rows add nothing
-        micro_batch_loss = loss(output, batch.targets) if number else _nothing(output)
-        # a mean becomes a sum, so that batches of any size add up
-        loss_sum = micro_batch_loss.detach().to(torch.float64) * number
-        targets = torch.full_like(loss_sum, float(number))
-        return micro_batch_loss * (scale * number), torch.stack([loss_sum, targets, torch.zeros_like(loss_sum)])
-
-    return compute
-
-
-def _nothing(output: Any) -> torch.Tensor:
-    """Returns a scalar 0 with a gradient of 0 by every tensor of a model's output."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
-    return torch.stack([(leaf * 0.0).sum() for leaf in tensors]).sum()
