@@ -296,7 +296,8 @@ def choose(question: Question, show: int = 10) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        NoRoomError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
+        NoRoomError: when none of the layouts fits; the message has the shortage and the nearest that would fit.
+        PlanError: when no layout exists; the message names the rule that excludes all.
     """
     result = search_space(question)
     if result.best is None:
