@@ -565,6 +565,8 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
             f"while this machine was calibrated it ran {measured.pace_spread:.0%} slower in the median than at its "
             "fastest, so something else was running: times are no surer than that; calibrate again when it is quiet"
         )
+    if unused_network := "" if question.beside else question.cluster.unused_network:
+        sentences.append(f"the cluster is one node, so its network, {unused_network}, isn't used")
     if measured is None:
         sentences.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")
     return tuple(sentences)

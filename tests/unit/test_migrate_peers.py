@@ -65,8 +65,8 @@ def test_what_would_change_a_run_is_left_out(tmp_path: Path) -> None:
     flags += "--megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp32 --decoder-seq-length 128 "
     recipe = migrated(tmp_path, ".sh", MEGATRON + flags)
     missing = "\n".join(recipe.missing)
-    assert "exit-interval = 200: a run goes on to train.steps" in missing
-    assert "exit-duration-in-mins = 230: a run goes on to train.steps; `timeout 230m`" in missing
+    assert "exit-interval = 200: a run goes to train.steps" in missing
+    assert "exit-duration-in-mins = 230: a run goes to train.steps; `timeout 3h`" in missing
     assert "fp8-recipe: not given, which is delayed there" in missing
     assert "megatron-fsdp-main-params-dtype = fp16: master weights are float32" in missing
     assert "decoder-seq-length = 128: models have no decoder" in missing

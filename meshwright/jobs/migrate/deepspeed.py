@@ -120,7 +120,7 @@ DEEPSPEED = Foreign(
         "weight_quantization.*": "models aren't pruned or quantised in training",
         "expert_parallel.*": "experts and their routing are the model type's own code",
         "wandb.*": 'write trackers = ["wandb"] under [monitor]',
-        "comet.*": 'trackers are wandb, mlflow and trackio, under [monitor]',
+        "comet.*": "trackers are wandb, mlflow and trackio, under [monitor]",
         "data_efficiency.*": "rows keep their length and order",
         "curriculum_learning.*": "rows keep their length and order",
         "progressive_layer_drop.*": "all layers run in every step",

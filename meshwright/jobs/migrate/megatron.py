@@ -135,7 +135,7 @@ def _read_choices(config: Migration, layers: int) -> None:
     elif recipe:
         config.leave(scaling, "fp8-recipe")
     else:
-        config.missing.append(f"fp8-recipe: not given, which is delayed there, by the values of steps before; {scaling}")
+        config.missing.append(f"fp8-recipe: not given, which is delayed there, of the steps before; {scaling}")
     names = ("recompute-granularity", "recompute-activations")
     mode = config.word(names[0]) or ("selective" if config.flag(names[1]) else "")
     method, count = config.word("recompute-method"), config.count("recompute-num-layers")

@@ -152,9 +152,8 @@ MEGATRON = Foreign(
     },
     missing={
         "wandb-*": 'write trackers = ["wandb"] under [monitor]',
-        "exit-interval": "a run goes on to train.steps; meshwright cancel ends it before, with a checkpoint",
-        "exit-duration-in-mins": "a run goes on to train.steps; `timeout 230m` before the command ends it before, with a "
-        "checkpoint",
+        "exit-interval": "a run goes to train.steps; meshwright cancel ends it before, with a checkpoint",
+        "exit-duration-in-mins": "a run goes to train.steps; `timeout 3h` before the command ends it with a checkpoint",
         "log-params-norm": "metrics.jsonl has the gradient's norm, and none of the weights",
         "log-num-zeros-in-grad": "metrics.jsonl has the gradient's norm, and counts no zeros",
         "log-max-attention-logit": "attention's logits aren't measured",
