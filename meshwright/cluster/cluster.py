@@ -98,6 +98,12 @@ class Cluster:
         return sum(group.count for group in self.groups)
 
     @property
+    def unused_network(self) -> str:
+        """Name of the network that was named after @ of one node, which has no use for it; empty otherwise."""
+        network = self.groups[0].node.network
+        return network.name if self.nodes == 1 and "@" in self.name and network is not None else ""
+
+    @property
     def uniform(self) -> bool:
         """Whether all devices are equal."""
         return len({group.node.device.name for group in self.groups}) == 1

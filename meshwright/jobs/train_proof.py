@@ -23,6 +23,7 @@ from meshwright.proof.before_run import Proof
 from meshwright.train.session import TrainJob
 
 FILE = "proof.json"
+_INSTALLED = {"site-packages", "dist-packages"}
 
 
 def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = False, say: Say = to_stderr) -> None:
@@ -138,12 +139,15 @@ def _modules_beside(path: str) -> list[str]:
         return []
     depth = path.count(".") + (Path(file).name == "__init__.py")
     folder = Path(file).resolve().parents[depth]
+    if folder.name in _INSTALLED:
+        # An installed package is its own folder, and not all that is installed beside it.
+        folder = folder / path.partition(".")[0]
     files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
     sources = {name: Path(file).resolve() for name, file in files.items() if isinstance(file, str)}
     return [
         name
         for name, source in sources.items()
-        if source.is_relative_to(folder) and "site-packages" not in source.relative_to(folder).parts
+        if source.is_relative_to(folder) and not _INSTALLED & set(source.relative_to(folder).parts)
     ]
 
 

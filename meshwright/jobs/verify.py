@@ -121,6 +121,7 @@ def _make_case(config: VerifyConfig, layouts: Sequence[Layout], say: Say) -> tup
     case = Case(
         build=build,
         batches=batches,
+        made_up=not config.data.paths,
         recipe=OptimizerRecipe(),
         timeout_s=config.timeout_s,
         training=config.training,

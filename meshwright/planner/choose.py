@@ -296,7 +296,8 @@ def choose(question: Question, show: int = 10) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        NoRoomError: when no layout exists or fits; the message has the shortage and the nearest that would fit.
+        NoRoomError: when none of the layouts fits; the message has the shortage and the nearest that would fit.
+        PlanError: when no layout exists; the message names the rule that excludes all.
     """
     result = search_space(question)
     if result.best is None:
@@ -564,6 +565,8 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
             f"while this machine was calibrated it ran {measured.pace_spread:.0%} slower in the median than at its "
             "fastest, so something else was running: times are no surer than that; calibrate again when it is quiet"
         )
+    if unused_network := "" if question.beside else question.cluster.unused_network:
+        sentences.append(f"the cluster is one node, so its network, {unused_network}, isn't used")
     if measured is None:
         sentences.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")
     return tuple(sentences)

@@ -386,8 +386,6 @@ def _megatron_data(layout: Layout, batch: _Batch) -> list[str]:
 def _megatron_recompute(layers: int, layout: Layout, batch: _Batch) -> list[str]:
     if not layout.recompute:
         return []
-    if layout.recompute.mode == "block":
-        return ["--recompute-granularity selective", "--recompute-modules core_attn"]
     if layout.recompute.mode != "full":
         raise PlanError(
             f"megatron has no recompute={layout.recompute}: its selective recompute runs whole modules again, ours "

@@ -140,7 +140,8 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
         show: most layouts in the answer.
 
     Raises:
-        NoRoomError: when no layout exists or fits.
+        NoRoomError: when none of the layouts fits.
+        PlanError: when no layout exists.
     """
     one = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
     choice = choose(one, show)

@@ -212,6 +212,7 @@ def _prove_in_process(
     case = Case(
         build=stand_in.build,
         batches=random_batches(stand_in.steps, rows, stand_in.tokens, stand_in.vocab or VOCABULARY, documents),
+        made_up=True,
         recipe=OptimizerRecipe(),
         outer=stand_in.outer,
         timeout_s=limit_s,

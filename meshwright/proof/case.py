@@ -20,6 +20,8 @@ class Case:
     """Makes the model on meta; called once in each process."""
     batches: Sequence[MicroBatch]
     """Global batches, one a step, on the CPU."""
+    made_up: bool = False
+    """Whether they are random words: those that the model's own loss names, as padding, are put among them."""
     recipe: OptimizerRecipe
     """Optimizer."""
     outer: OuterRecipe = OuterRecipe()  # noqa: RUF009 - frozen

@@ -21,6 +21,7 @@ from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import found_devices
 from meshwright.launch.fork import ForkLauncher
 from meshwright.launch.rendezvous import init_group
+from meshwright.models.analysis.objective import with_words
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel
@@ -69,6 +70,9 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
             if on_verdict:
                 on_verdict(verdict)
         return refusals
+    if case.made_up and (words := trial.objective.words):
+        batches = [_with_named_words(batch, words, step) for step, batch in enumerate(case.batches)]
+        case = dataclasses.replace(case, batches=batches)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         reference = References(case, Path(folder), layouts[0].precision, trial)
@@ -211,6 +215,14 @@ def _rank_micro_batches(batch: MicroBatch, layout: Layout, rank: int, device: to
     return [
         to_device(MicroBatch(tokens, targets, position_chunk), device) for tokens, targets, position_chunk in chunks
     ]
+
+
+def _with_named_words(batch: MicroBatch, words: Sequence[int], step: int) -> MicroBatch:
+    """Returns a batch of which some tokens and targets are words that a loss names."""
+    tokens, targets = (
+        with_words(ids, words, 2 * step + place) for place, ids in enumerate((batch.tokens, batch.targets))
+    )
+    return dataclasses.replace(batch, tokens=tokens, targets=targets)
 
 
 def random_batches(

@@ -13,6 +13,9 @@ from meshwright.parallel.stage_module import Compute, LossView
 from meshwright.train.feed import MicroBatch
 from meshwright.train.loss import cross_entropy_sums, scaled_gradient
 
+LARGEST_FACTOR = 2.0**14
+"""Most by which a loss is multiplied before its gradient is taken: fp16 ends at 65,504."""
+
 
 def own_loss_compute(structure: ModelStructure, objective: Objective) -> Compute:
     """Returns the computation of one micro-batch of a model whose own loss is trained.
@@ -117,15 +120,16 @@ def _counted_loss_compute(structure: ModelStructure, objective: Objective) -> Co
         def read(result: object) -> tuple[torch.Tensor, torch.Tensor]:
             output = read_loss(result, batch.tokens, structure.vocab)
             assert output.loss is not None and output.logits is not None
-            # Of at most so many targets: their number over this is at most 1, for fp16 as for its loss scale.
-            most = output.logits.shape[0] * output.logits.shape[1]
-            counts = count_targets(output.loss, output.logits, scale * most)
-            assert counts is not None
+            # The factor of a sum over all targets, as far as fp16 holds it; the rest meets the gradient alone.
+            wanted = scale * output.logits.shape[0] * output.logits.shape[1]
+            factor = min(wanted, LARGEST_FACTOR)
+            counts = count_targets(output.loss, output.logits, factor)
+            assert counts is not None, "the trial found the loss to lead to its logits"
             counted, number, gradient = counts
             logits, value = output.logits, output.loss.detach()
             sums = torch.where(number > 0, value.to(torch.float64) * number, 0.0)
             hits = ((logits.detach().argmax(dim=-1) == batch.targets) & counted).sum().to(torch.float64)
-            gradient.mul_((number / most).to(gradient.dtype))
+            gradient.mul_((number * (scale / factor)).to(gradient.dtype))
             loss = _GradientAtLogits.apply(logits, gradient, (sums * scale).to(value.dtype))
             return loss, torch.stack([sums, number, hits])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import pytest
@@ -14,7 +15,7 @@ from meshwright.models.deferred import materialise
 from meshwright.proof.case import Case
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
-from meshwright.proof.verify import verify
+from meshwright.proof.verify import random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
@@ -27,7 +28,11 @@ from tests.counted_models import PAD, PROMPT_END
 from tests.ranks.group import run_ranks
 
 VOCAB, SEQUENCE, ROWS = 61, 12, 8
-CHOOSING = ("pad_ignored", "answers", "floored_answers", "shifted_answers")
+SHIFTED = ("shifted_answers", "shifted_masked")
+CHOOSING = (
+    *("pad_ignored", "answers", "floored_answers", "middle_alone", "last_before_pad", "input_masked", "unlearned"),
+    *SHIFTED,
+)
 LAYOUTS = (
     "replicate=2",
     "shard=2,zero=3,microbatches=2",
@@ -70,11 +75,45 @@ def prove(name: str, *texts: str) -> list[Verdict]:
 def test_a_loss_that_chooses_its_targets_is_found(name: str) -> None:
     objective = try_forward(build(name)).objective
     assert objective.counts_targets and objective.exact and not objective.terms
+    assert objective.labels == ("shifted" if name in SHIFTED else "aligned")
 
 
 @pytest.mark.parametrize("name", ["pad_ignored", "answers"])
 def test_it_is_found_in_a_large_vocabulary_by_the_words_that_its_code_names(name: str) -> None:
     assert try_forward(build(name, vocab=9000)).objective.counts_targets
+
+
+def test_a_mask_of_what_stands_before_a_target_is_found_in_a_middling_vocabulary() -> None:
+    """Random rows hold one word of 2,000 seldom."""
+    assert try_forward(build("input_masked", vocab=2000)).objective.counts_targets
+
+
+@pytest.mark.parametrize("name", ["limited", "large_logits"])
+def test_what_shows_in_a_trained_model_alone_is_no_plain_loss(name: str) -> None:
+    assert not try_forward(build(name)).objective.plain
+
+
+def test_logits_that_are_a_cast_of_those_of_the_loss_show_no_targets() -> None:
+    """In float64 the cast is none: the loss was counted, and training in bf16 ended with an assertion."""
+    objective = try_forward(build("widened_logits")).objective
+    assert not objective.counts_targets and not objective.exact
+
+
+@pytest.mark.parametrize("name", ["answers", "floored_answers", "last_before_pad"])
+def test_a_proof_puts_words_that_a_loss_names_among_random_ones(name: str) -> None:
+    """Of 9,000 words random rows hold none of them: without it every loss is NaN, or 0 and all gradients with it."""
+    case = Case(
+        build=partial(build, name, 9000),
+        batches=random_batches(2, ROWS, SEQUENCE, 9000, documents=False),
+        made_up=True,
+        recipe=OptimizerRecipe(),
+        timeout_s=50,
+        allow_whole=True,
+    )
+    layout = Layout.parse("replicate=2,microbatches=2,precision=float64")
+    assert verify(case, [layout])[0].passed
+    if name == "floored_answers":
+        assert "every gradient is 0" in verify(dataclasses.replace(case, made_up=False), [layout])[0].refused
 
 
 @pytest.mark.parametrize("name", ["weighted_words", "penalised_answers"])
@@ -105,7 +144,7 @@ def test_a_step_is_that_of_a_loop_by_hand(name: str, layout: str) -> None:
     module = materialise(built.module, built.recipe, built.config.seed).double().train()
     # Labels as its author gives them: the tokens themselves where its code shifts.
     last = rows.targets.clone()
-    given = torch.cat([rows.tokens[:, :1], last[:, :-1]], dim=1) if name == "shifted_answers" else rows.targets
+    given = torch.cat([rows.tokens[:, :1], last[:, :-1]], dim=1) if name in SHIFTED else rows.targets
     output = module(rows.tokens, given)
     loss = output["loss"] if isinstance(output, dict) else output[1]
     loss.backward()

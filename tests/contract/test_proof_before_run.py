@@ -175,6 +175,19 @@ def test_files_that_a_models_function_uses_are_part_of_what_is_proven(
         (tmp_path / name).write_text("# otherwise\n")
         found.add(train_proof.code_hash(module, "own_parts.models:make"))
     assert len(found) == 1 + len(files)
+    # What is installed beside an installed package is none of its own.
+    installed = tmp_path / "site-packages"
+    for name in ("own_kit", "other_kit"):
+        (installed / name).mkdir(parents=True)
+        (installed / name / "__init__.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(installed)
+    for name in ("own_kit", "other_kit"):
+        importlib.import_module(name)
+    before = train_proof.code_hash(module, "own_kit:make")
+    (installed / "other_kit/__init__.py").write_text("x = 2\n")
+    assert train_proof.code_hash(module, "own_kit:make") == before
+    (installed / "own_kit/__init__.py").write_text("x = 2\n")
+    assert train_proof.code_hash(module, "own_kit:make") != before
     # Of a model by its type the classes' files count alone.
     assert train_proof.code_hash(module, "llama") == train_proof.code_hash(module)
 

@@ -30,6 +30,9 @@ def migrated(tmp_path: Path, suffix: str, text: str, devices: int | None = 8) ->
         # Megatron-FSDP shards everything unless it is told otherwise.
         ("--use-megatron-fsdp", "shard=8,zero=3"),
         ("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads", "shard=8,zero=2"),
+        # The old name is of a time when it sharded nothing unless it was told to.
+        ("--use-custom-fsdp", "replicate=8"),
+        ("--use-custom-fsdp --data-parallel-sharding-strategy optim", "shard=8,zero=1"),
         ("--use-torch-fsdp2", "shard=8,zero=3"),
         ("--use-torch-fsdp2 --torch-fsdp2-no-reshard-after-forward", "shard=8,zero=2"),
         # The strategy says nothing of plain copies.
@@ -54,6 +57,68 @@ def test_what_megatron_does_otherwise_is_told(tmp_path: Path) -> None:
     assert "cp-comm-type = p2p a2a: attention=heads, gather or ring" in missing
     assert "state over cp: its ranks share the state there" in missing and recipe.layout.zero == 0
     assert "bf16 = true: precision=fp8 computes all else in bf16" in recipe.text
+
+
+def test_what_would_change_a_run_is_left_out(tmp_path: Path) -> None:
+    flags = "--bf16 --fp8-format hybrid --exit-interval 200 --exit-duration-in-mins 230 --exit-signal-handler "
+    flags += "--async-tensor-model-parallel-allreduce --check-for-spiky-loss --check-for-large-grads --async-save "
+    flags += "--megatron-fsdp-main-params-dtype fp16 --megatron-fsdp-main-grads-dtype fp32 --decoder-seq-length 128 "
+    recipe = migrated(tmp_path, ".sh", MEGATRON + flags)
+    missing = "\n".join(recipe.missing)
+    assert "exit-interval = 200: a run goes to train.steps" in missing
+    assert "exit-duration-in-mins = 230: a run goes to train.steps; `timeout 3h`" in missing
+    assert "fp8-recipe: not given, which is delayed there" in missing
+    assert "megatron-fsdp-main-params-dtype = fp16: master weights are float32" in missing
+    assert "decoder-seq-length = 128: models have no decoder" in missing
+    for flag, why in {
+        "exit-signal-handler": "Ctrl-C, SIGTERM",
+        "async-tensor-model-parallel-allreduce": "tp_overlap=4",
+        "check-for-spiky-loss": "recovery.learned_limits runs a step again whose loss",
+        "check-for-large-grads": "recovery.learned_limits runs a step again whose gradient norm",
+        "async-save": "checkpoints are written while training goes on",
+    }.items():
+        assert f"{flag} = true: {why}" in recipe.text and f"{flag} = " not in missing
+    assert "megatron-fsdp-main-grads-dtype = fp32: float32 here too" in recipe.text
+    known = migrated(tmp_path, ".sh", MEGATRON + "--fp8-format hybrid --fp8-recipe tensorwise")
+    assert "delayed" not in known.text
+
+
+@pytest.mark.parametrize(("is_corrected", "is_left_out"), [(True, False), (False, True)])
+def test_moments_without_correction_are_told(is_corrected: bool, is_left_out: bool, tmp_path: Path) -> None:
+    theirs = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"bias_correction": is_corrected}},
+        "data_types": {"grad_accum_dtype": "fp32" if is_corrected else "bf16"},
+        "zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True},
+        "elasticity": {"enabled": not is_corrected, "max_train_batch_size": 2000},
+    }
+    recipe = migrated(tmp_path, ".json", json.dumps(theirs))
+    missing = "\n".join(recipe.missing)
+    for key in ("optimizer.params.bias_correction", "data_types.grad_accum_dtype", "elasticity.max_train_batch_size"):
+        assert (f"{key} = " in missing) is is_left_out and f"{key} = " in recipe.text
+    assert "stage3_gather_16bit_weights_on_model_save = true: meshwright export gathers" in recipe.text
+
+
+def test_weights_that_torchtitan_starts_from_are_left_out(tmp_path: Path) -> None:
+    text = """[job]
+custom_config_module = "mine.config"
+description = "a run"
+[metrics]
+enable_wandb = true
+[checkpoint]
+enable = true
+initial_load_path = "weights"
+load_step = -1
+[parallelism]
+data_parallel_shard_degree = 8
+"""
+    recipe = migrated(tmp_path, ".toml", text)
+    missing = "\n".join(recipe.missing)
+    for key in ("job.custom_config_module", "metrics.enable_wandb", "checkpoint.initial_load_path"):
+        assert f"{key} = " in missing
+    assert "checkpoint.load_step" not in missing and "job.description" not in missing
+    off = migrated(tmp_path, ".toml", text.replace("enable = true", "enable = false"))
+    assert "checkpoint.initial_load_path" not in "\n".join(off.missing)
 
 
 def test_deepspeeds_old_names_and_ulysses(tmp_path: Path) -> None:

@@ -260,3 +260,13 @@ def test_a_run_is_not_compiled_where_compiled_layers_are_refused(monkeypatch: py
     drops = dataclasses.replace(WIDE, name="gpt2", dropout=0.1)
     assert not run_layout(monkeypatch, "cuda", 100_000, drops)[0].compile
     assert not run_layout(monkeypatch, "cuda", 100_000, can_compile=False)[0].compile
+
+
+@pytest.mark.parametrize(
+    ("cluster", "is_noted"), [("8xh100", False), ("8xh100@ethernet-25g", True), ("2x4xh100@ethernet-25g", False)]
+)
+def test_a_network_that_one_node_has_no_use_for_is_noted(cluster: str, is_noted: bool) -> None:
+    """Only the plan's words change: the network is between nodes."""
+    result = planned(SLOW, cluster=cluster)
+    note = "the cluster is one node, so its network, ethernet-25g, isn't used"
+    assert (note in result.choice.notes) is is_noted

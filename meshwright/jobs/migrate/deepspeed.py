@@ -42,6 +42,7 @@ DEEPSPEED = Foreign(
         f"{_ZERO}pipeline_loading_checkpoint": "each rank reads its own slices",
         f"{_ZERO}log_trace_cache_warnings": "a choice of what DeepSpeed prints",
         f"{_ZERO}enable_sanity_checks": "verify proves the layout",
+        f"{_ZERO}stage3_gather_*_weights_on_model_save": "meshwright export gathers and converts",
         f"{_ZERO}stage3_*": "a layer is gathered when it runs; the next one travels meanwhile",
         f"{_ZERO}round_robin_gradients": "a rank's shard is a slice of every layer",
         f"{_ZERO}gather_16bit_weights_on_model_save": "meshwright export gathers and converts",
@@ -71,12 +72,12 @@ DEEPSPEED = Foreign(
         "comms_logger.*": "metrics.jsonl has bytes and seconds by axis",
         "tensorboard.*": "tensorboard/ is always written",
         "csv_monitor.*": "metrics.jsonl is always written",
+        "checkpoint.load_universal": "any layout loads any checkpoint",
         "checkpoint.*": "a setting of how DeepSpeed writes files",
         "aio.*": "of NVMe alone",
         "nebula.*": "checkpoints are written while training goes on",
         "datastates.*": "checkpoints are written while training goes on",
         "timers.*": "metrics.jsonl has the parts of each step",
-        "data_types.*": "weights and sums are float32; precision casts what computes",
         "dataloader_drop_last": "whole batches alone are trained",
         "disable_allgather": "a choice of how DeepSpeed gathers",
         "managed_gradient_accumulation": "the loop counts micro-batches",
@@ -86,13 +87,13 @@ DEEPSPEED = Foreign(
         "log_level": "a choice of what DeepSpeed prints",
         "graph_harvesting": "no step is captured as a CUDA graph",
         "optimizer.legacy_fusion": "torch's fused AdamW runs",
+        "activation_checkpointing.partition_activations": "sequence=true in the layout splits what is kept over tp",
         "activation_checkpointing.*": "choices of how DeepSpeed keeps them; recompute in the layout says how much",
+        "tensor_parallel.tp_overlap_comm": "tp_overlap=4 in the layout hides tp's sums under products",
         "tensor_parallel.*": "choices of how AutoTP finds weights; the model is read here",
         "expert_parallel.preset_model": "the model is read here",
         "optimizer.params.torch_adam": "torch's AdamW runs",
         "optimizer.params.fused": "torch's fused AdamW runs",
-        "optimizer.params.bias_correction": "AdamW corrects its moments",
-        "elasticity.*": "recovery replans by itself; the global batch stays the same",
         "zero_allow_comm_data_type*": "sums are of float32",
     },
     missing={
@@ -108,6 +109,8 @@ DEEPSPEED = Foreign(
         "bf16.bf16_optimizer_states": "master weights and moments are float32",
         f"{_ZERO}zeropp_loco_param.*": "compress=int8 in the layout rounds without bias, and keeps no error",
         f"{_ZERO}save_muon_momentum_buffer_in_memory": "AdamW is the only optimizer",
+        "activation_checkpointing.cpu_checkpointing": "activations aren't offloaded; recompute=full keeps fewer",
+        "elasticity.*": "recovery replans by itself; train.batch stays the same on any number of devices",
         "optimizer.params.max_grad_norm": "optimizer.clip",
         "optimizer.params.*": "a setting of that optimizer; AdamW is the only one",
         "scheduler.params.*": "a setting of that schedule; shapes are cosine, linear, wsd and constant",
@@ -117,7 +120,7 @@ DEEPSPEED = Foreign(
         "weight_quantization.*": "models aren't pruned or quantised in training",
         "expert_parallel.*": "experts and their routing are the model type's own code",
         "wandb.*": 'write trackers = ["wandb"] under [monitor]',
-        "comet.*": 'write trackers = ["mlflow"] under [monitor]',
+        "comet.*": "trackers are wandb, mlflow and trackio, under [monitor]",
         "data_efficiency.*": "rows keep their length and order",
         "curriculum_learning.*": "rows keep their length and order",
         "progressive_layer_drop.*": "all layers run in every step",
@@ -143,6 +146,7 @@ DEEPSPEED = Foreign(
         "zero_optimization": "true, of old files: `layout: shard, zero=1`",
         "zero_optimization.cpu_offload": "`layout: offload=optimizer`, the old key",
         "zero_optimization.cpu_offload_param*": "`layout: offload=parameters`, the old key",
+        "data_types.grad_accum_dtype": "fp32, as here; any other is left out",
         "bfloat16.enabled": "bf16.enabled, the old key",
         "gradient_allreduce_op": "mean; `sum` is left out",
         "bf16.enabled": "`layout: precision=bf16`",
@@ -152,6 +156,7 @@ DEEPSPEED = Foreign(
         "sequence_parallel_size": "`layout: cp, attention=heads` (Ulysses)",
         "optimizer.type": "AdamW; any other is left out",
         "optimizer.params.betas": "`optimizer.beta1`, `optimizer.beta2`",
+        "optimizer.params.bias_correction": "true, as AdamW's; false is left out",
         "optimizer.params.adam_w_mode": "AdamW's decay; Adam's is left out",
         "scheduler.type": "`schedule.shape`: WarmupLR constant, WarmupDecayLR linear, WarmupCosineLR cosine",
         "scheduler.params.warmup_max_lr": "`optimizer.lr`",
@@ -183,6 +188,8 @@ def read_deepspeed(config: Migration, path: str) -> None:
     else:
         config.drop("gradients are averaged over tokens", name)
     read_precision(config, "bf16.enabled", "fp16.enabled")
+    summed = config.word(name := "data_types.grad_accum_dtype") in ("", "fp32")
+    (config.drop if summed else config.leave)("gradients are summed in float32", name)
     read_offload(config, f"{_ZERO}offload_optimizer.device", f"{_ZERO}offload_param.device")
     _read_optimizer(config)
     _read_scheduler(config)
@@ -300,6 +307,10 @@ def _read_optimizer(config: Migration) -> None:
         config.leave("weight decay is decoupled, as AdamW's", "optimizer.params.adam_w_mode")
     else:
         config.drop("weight decay is decoupled", "optimizer.params.adam_w_mode")
+    if config.take(name := f"{_OPTIMIZER}bias_correction") in (False, "false"):
+        config.leave("AdamW always corrects its moments; schedule.warmup shapes its first steps", name)
+    else:
+        config.drop("AdamW corrects its moments", name)
     betas = config.take("optimizer.params.betas")
     if isinstance(betas, list) and len(betas) == 2:
         config.set("optimizer.beta1", betas[0], "optimizer.params.betas")

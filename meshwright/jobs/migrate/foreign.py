@@ -80,7 +80,7 @@ class Migration:
             value = self.values.pop(name)
             self._origins[name] = f"{name} = {format_value(value)}"
             if value == AUTO:
-                if not _answer(name, self.foreign.needless):
+                if not _answers(name, self.foreign)[0]:
                     self.missing.append(f"{name} = auto: another program fills it in; set it here")
             elif taken is None:
                 taken = value
@@ -218,17 +218,23 @@ class Migration:
         for name, setting in foreign.settings.items():
             if name in self.values and (value := self.take(name)) is not None:
                 self.set(setting, _number_if_one(value), name)
+        off_sections = tuple(
+            name.removesuffix(key)
+            for name, value in self.values.items()
+            for key in ("enabled", "enable")
+            if name.endswith(f".{key}") and value in (False, "false")
+        )
         for name in list(self.values):
             is_auto = self.values[name] == AUTO
             value = self.take(name)
-            needless, missing = (_answer(name, table) for table in (foreign.needless, foreign.missing))
+            needless, missing = _answers(name, foreign)
             if needless:
                 self.drop(needless, name)
             elif value in ({}, []):
                 self.drop("empty", name)
             elif is_auto:
                 continue  # said when it was taken
-            elif missing and value in _OFF:
+            elif missing and (value in _OFF or name.startswith(off_sections)):
                 self.drop("off", name)
             else:
                 self.leave(missing or UNKNOWN, name)
@@ -271,9 +277,19 @@ def _number_if_one(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _answer(name: str, table: Mapping[str, str]) -> str:
-    """Returns a table's sentence about a key; empty where it has none."""
-    return table.get(name) or next((why for glob, why in table.items() if fnmatchcase(name, glob)), "")
+def _answers(name: str, foreign: Foreign) -> tuple[str, str]:
+    """Returns the sentences of a framework's tables about a key, needless and missing; empty where one has none.
+
+    A name that a table has outranks the globs of both.
+    """
+    exact = foreign.needless.get(name, ""), foreign.missing.get(name, "")
+    if any(exact):
+        return exact
+    needless, missing = (
+        next((why for glob, why in table.items() if fnmatchcase(name, glob)), "")
+        for table in (foreign.needless, foreign.missing)
+    )
+    return needless, missing
 
 
 def format_value(value: object) -> str:

@@ -74,10 +74,12 @@ def _read_zero(config: Migration) -> int:
     keeps = config.flag("torch-fsdp2-no-reshard-after-forward")
     if config.flag("use-torch-fsdp2"):
         return 2 if keeps else 3
+    is_old = "use-megatron-fsdp" not in config.values
     if config.flag("use-megatron-fsdp", "use-custom-fsdp"):
         if strategy and strategy not in FSDP_STRATEGIES:
             raise ConfigError(f"data-parallel-sharding-strategy {strategy[:40]}: known: {', '.join(FSDP_STRATEGIES)}")
-        return FSDP_STRATEGIES.index(strategy or FSDP_STRATEGIES[-1])
+        # The default became the last on 2026-04-02 (3499efef80), after the old name had gone (2025-08-21, af28b5a559).
+        return FSDP_STRATEGIES.index(strategy or FSDP_STRATEGIES[0 if is_old else -1])
     return zero
 
 
@@ -115,6 +117,10 @@ def _read_pipeline(config: Migration, pp: int, layers: int) -> None:
 
 def _read_choices(config: Migration, layers: int) -> None:
     """Answers precision, recompute and offload."""
+    for name in [name for name, value in config.values.items() if name.endswith("-dtype") and value == "fp32"]:
+        if name.startswith(("main-", "exp-avg", "megatron-fsdp-")):
+            config.take(name)
+            config.drop("float32 here too", name)
     for name, precision in (("bf16", "bf16"), ("fp16", "fp16"), ("fp8-format", "fp8")):
         if config.flag(name) or (precision == "fp8" and config.origin(name)):
             if precision == "fp16" and "precision" in config.layout:
@@ -123,10 +129,13 @@ def _read_choices(config: Migration, layers: int) -> None:
     has_fp8 = "precision" in config.layout and config.layout["precision"].value == "fp8"
     if has_fp8:
         config.drop("precision=fp8 computes all else in bf16", "bf16", "fp16")
-    if config.word("fp8-recipe") in ("", "tensorwise") or not has_fp8:
-        config.drop("precision=fp8 has a scale for each tensor, of its present values", "fp8-recipe")
+    scaling, recipe = "precision=fp8 has a scale for each tensor, of its present values", config.word("fp8-recipe")
+    if recipe == "tensorwise" or not has_fp8:
+        config.drop(scaling, "fp8-recipe")
+    elif recipe:
+        config.leave(scaling, "fp8-recipe")
     else:
-        config.leave("precision=fp8 has a scale for each tensor, of its present values", "fp8-recipe")
+        config.missing.append(f"fp8-recipe: not given, which is delayed there, of the steps before; {scaling}")
     names = ("recompute-granularity", "recompute-activations")
     mode = config.word(names[0]) or ("selective" if config.flag(names[1]) else "")
     method, count = config.word("recompute-method"), config.count("recompute-num-layers")

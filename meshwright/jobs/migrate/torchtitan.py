@@ -70,11 +70,32 @@ TORCHTITAN = Foreign(
         f"{_AC}selective_ac_option": "recompute=selective keeps products of matrices; selective:K in K layers",
         f"{_AC}*": "recompute in the layout says what is kept",
         "model.print_after_conversion": "meshwright inspect shows the model",
-        "debug.*": "meshwright verify is for that",
+        "debug.deterministic*": "runs on one layout repeat where torch's kernels do",
+        "debug.print_config": "the run directory has the config",
+        "debug.save_config_file": "the run directory has the config",
+        "debug.enable_structured_logging": "the run directory has the log",
+        "debug.spmd_typechecking": "meshwright verify is for that",
+        "debug.detect_anomaly": "a step that isn't finite is skipped, and told",
         "float8.enable_fsdp_float8_all_gather": "compress_weights=fp8 in the layout does the like",
         "float8.*": "precision=fp8 or fp8_rowwise in the layout",
     },
     missing={
+        "job.custom_config_module": "code of its own can't be brought along",
+        "metrics.enable_wandb": 'write trackers = ["wandb"] under [monitor]',
+        "checkpoint.initial_load_path": "weights come from a directory in Hugging Face format as model.name",
+        "checkpoint.load_step": "a run goes on from its newest checkpoint",
+        "checkpoint.exclude_from_loading": "a run goes on from its own directory with all of its state",
+        "checkpoint.last_save_in_hf": "meshwright export converts a checkpoint to the Hugging Face format",
+        "validation.dataset": "data.validation_share is the share held out",
+        "validation.dataset_path": "data.validation_share is the share held out",
+        "validation.steps": "evaluation.rows are the rows of an evaluation",
+        "validator.dataloader.*": "data.validation_share is the share held out",
+        "validator.steps": "evaluation.rows are the rows of an evaluation",
+        f"{_P}pipeline_parallel_schedule_csv": "schedule= in the layout takes a schedule by its name",
+        f"{_T}debug_moe_force_load_balance": "routing is the model type's own code",
+        "debug.moe_force_load_balance": "routing is the model type's own code",
+        "debug.batch_invariant": "kernels are torch's, which may sum in another order for another batch",
+        "float8.filter_fqns": "precision=fp8 is of all the layers' products, and never of the head",
         f"{_T}dataset": 'write paths = ["..."] of text under [data]',
         f"{_T}dataset_path": 'write paths = ["..."] of text under [data]',
         "dataloader.*": 'write paths = ["..."] of text under [data]',
@@ -321,11 +342,15 @@ def _read_choices(config: Migration) -> None:
     elif config.origin("optimizer.name"):
         config.leave(TORCHTITAN.missing["optimizer.name"], "optimizer.name")
     _read_warmup(config)
+    for name in ("checkpoint.load_step", "validation.steps", "validator.steps"):
+        if str(config.values.get(name)) == "-1":
+            config.take(name)
+            config.drop("the newest checkpoint, and all held-out text at the end", name)
     for section in ("validation", "validator"):
-        frequency = f"{section}.freq"
-        if not config.flag(f"{section}.enable") and frequency in config.values:
-            config.take(frequency)
-            config.drop(f"{section}.enable is off", frequency)
+        if not config.flag(f"{section}.enable"):
+            for name in [name for name in config.values if name.startswith(f"{section}.")]:
+                config.take(name)
+                config.drop(f"{section}.enable is off", name)
         config.drop("evaluation.every says it", f"{section}.enable")
     decay = config.word("lr_scheduler.decay_type")
     ratio = config.values.get("lr_scheduler.decay_ratio")

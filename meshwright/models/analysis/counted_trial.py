@@ -10,7 +10,7 @@ import torch
 
 from meshwright.models.analysis.loss_coefficients import float_of
 from meshwright.models.analysis.objective import Objective, count_targets, mean_cross_entropy, with_words
-from meshwright.models.forward import ModelOutput
+from meshwright.models.forward import IGNORED, ModelOutput
 
 BATCHES = 4
 """Batches on which a loss is taken apart; what fits all of them by chance is no mean."""
@@ -30,6 +30,8 @@ class Runs:
     """Its trained weights."""
     scaled: Callable[[float], AbstractContextManager[None]]
     """Enters a factor on its matrices."""
+    factors: Sequence[float]
+    """Factors on its matrices with which it is tried in turn, the last one for large logits."""
 
 
 def chooses_targets(runs: Runs, objective: Objective, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> bool:
@@ -47,7 +49,9 @@ def chooses_targets(runs: Runs, objective: Objective, batches: Sequence[tuple[to
         tokens, targets = (
             with_words(item, objective.words, 2 * number + place) for place, item in enumerate((tokens, targets))
         )
-        with runs.scaled(1.0 if number % 2 else 8.0):
+        with runs.scaled(runs.factors[number % len(runs.factors)]):
+            if number > 1:
+                targets = _with_extremes(runs, tokens, targets)
             whole = _measure(runs, tokens, targets)
             parts = [_measure(runs, tokens[rows], targets[rows]) for rows in (slice(0, 1), slice(1, None))]
             if whole is None or None in parts:
@@ -61,6 +65,25 @@ def chooses_targets(runs: Runs, objective: Objective, batches: Sequence[tuple[to
         chooses += abs(whole.value - entropy) > TOLERANCE * abs(entropy)
     # Batches without an effect of the choice say nothing of it.
     return chooses > 1
+
+
+def _with_extremes(runs: Runs, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns ``targets: (B, S)`` of which some are the likeliest and some the least likely words."""
+    with torch.no_grad():
+        logits = runs.forward(tokens, targets).logits
+    return targets if logits is None else extreme_targets(logits, targets)
+
+
+def extreme_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Returns ``targets: (B, S)`` of which a third are the likeliest and a third the least likely words.
+
+    Args:
+        logits: (B, S, V).
+        targets: (B, S) int64, of the tokens whose logits these are.
+    """
+    third = torch.arange(targets.numel(), device=targets.device).view_as(targets) % 3
+    extremes = torch.where(third == 0, logits.argmax(dim=-1), torch.where(third == 1, logits.argmin(dim=-1), targets))
+    return torch.where(targets == IGNORED, IGNORED, extremes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

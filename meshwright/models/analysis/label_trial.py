@@ -26,9 +26,10 @@ RunForward = Callable[[torch.Tensor, torch.Tensor, str], ModelOutput]
 
 
 def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: RunForward) -> str:
-    """Returns how forward takes targets: where the first target of a row has no effect, its code shifts them.
+    """Returns how forward takes targets: which of them the loss raises, at the logits that it returns.
 
-    Unless it chooses its targets: then the last token's logits meet a target where its code doesn't shift.
+    Of a loss that its logits don't lead to, by the targets that have an effect: its code shifts them where neither the
+    first target of a row has any, nor the last token one that depends on the targets.
 
     Args:
         clone: of a model whose forward takes targets.
@@ -66,6 +67,11 @@ def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: Run
         if loss is None:
             # its forward has targets, and returns no loss
             return ""
+        if (place := _raised_targets(run(tokens, targets, labels), targets)) is not None:
+            if place == 0:
+                return labels
+            depends_on_targets = True
+            continue
         if float_of(run(tokens, first_target_changed, labels).loss) != float_of(loss):
             return labels
         # Only now, since each takes forwards of a model that may be large.
@@ -91,6 +97,24 @@ def _telling_rows(clone: Clone, length: int, rows: Callable[[int], Rows], run: R
             yield tokens, targets
         else:
             words = words or try_targets(clone, length, None).words
+
+
+def _raised_targets(output: ModelOutput, targets: torch.Tensor) -> int | None:
+    """Returns which target the loss raises at a token: its own, 0, or the next token's, 1; None where it doesn't show.
+
+    A cross-entropy falls along one logit of each token alone, that of its target, whatever weighs or masks it.
+    """
+    if output.loss is None or output.logits is None or not output.logits.requires_grad:
+        return None
+    (gradient,) = torch.autograd.grad(output.loss, output.logits, allow_unused=True, retain_graph=True)
+    if gradient is None or gradient.shape[:2] != targets.shape:
+        return None
+    least, raised = gradient.min(dim=-1)
+    own, following = (
+        int(((raised == wanted) & (least < 0)).sum())
+        for wanted in (targets, torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORED)], dim=1))
+    )
+    return None if own == following else int(following > own)
 
 
 def _other_targets(targets: torch.Tensor, vocab: int) -> torch.Tensor:

@@ -12,14 +12,21 @@ import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, make_clone
-from meshwright.models.analysis.counted_trial import Runs, chooses_targets
+from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, duplicate_module, make_clone
+from meshwright.models.analysis.counted_trial import Runs, chooses_targets, extreme_targets
 from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.forward_trace import check_trial_memory, settling_trace
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.label_trial import find_labels
 from meshwright.models.analysis.loss_coefficients import float_of, solve_coefficients, unexplained_loss
-from meshwright.models.analysis.objective import OFFSETS, LossTerm, Objective, mean_cross_entropy, nothing_dropped
+from meshwright.models.analysis.objective import (
+    OFFSETS,
+    LossTerm,
+    Objective,
+    mean_cross_entropy,
+    nothing_dropped,
+    with_words,
+)
 from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
 from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
@@ -35,6 +42,10 @@ SCALES = (1.0, 8.0)
 """Factors on the clone's matrices: with small ones a router may choose the same for all tokens, and look linear."""
 LENGTHS = (12, 8, 16, 64)
 """Candidate row lengths in tokens; the first on which the model runs is used."""
+LARGE_SCALES = (8.0, 64.0, 512.0)
+"""Factors on a clone's matrices that are tried for large logits."""
+LARGEST_LOGIT = 300.0
+"""Largest magnitude of these: beyond about 700 probabilities are 0 in float64."""
 TOLERANCE = 1e-9
 """Largest relative difference between equal losses, in float64."""
 
@@ -106,6 +117,11 @@ class _Sample:
     tokens: torch.Tensor
     targets: torch.Tensor
 
+    @property
+    def rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both."""
+        return self.tokens, self.targets
+
     def part(self, rows: slice) -> _Sample:
         """Returns some rows of the batch."""
         return _Sample(self.tokens[rows], self.targets[rows])
@@ -127,7 +143,7 @@ class _Trial:
         labels = find_labels(
             self.clone,
             self.length,
-            rows=lambda seed: (self._sample(seed).tokens, self._sample(seed).targets),
+            rows=lambda seed: self._sample(seed).rows,
             run=lambda tokens, targets, labels: self._run_forward(_Sample(tokens, targets), labels),
         )
         if not labels:
@@ -138,11 +154,17 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        is_entropy = self._is_cross_entropy(as_counted, samples[0], first_output)
+        is_entropy = self._is_cross_entropy(as_counted, samples[0], first_output) and (
+            structure.transformers or self._is_cross_entropy_of_extremes(as_counted, samples[1])
+        )
         targets = try_targets(self.clone, self.length, self._excess_of(as_counted) if is_entropy else None)
         if targets.alike:
             return Objective(labels=labels)
-        outputs = [first_output, *(self._run_forward(sample, labels) for sample in samples[1:])]
+        samples = [
+            _Sample(*(with_words(ids, targets.words, 2 * number + place) for place, ids in enumerate(sample.rows)))
+            for number, sample in enumerate(samples)
+        ]
+        outputs = [self._run_forward(sample, labels) for sample in samples]
         # otherwise explain the difference from the cross-entropy by scalars that the model returns
         extra_losses = [_extra_loss(as_counted, sample, output) for sample, output in zip(samples, outputs)]
         scale = max(abs(float_of(output.loss)) for output in outputs)
@@ -157,7 +179,9 @@ class _Trial:
             terms.append(LossTerm(name="rest", coefficient=1.0, mean="", exact=False))
         objective = self._find_means(Objective(labels=labels, terms=tuple(terms)), samples, scale)
         chosen = Objective(labels=labels, counts_targets=True, words=targets.words)
-        return chosen if not objective.exact and self._chooses_targets(chosen, samples) else objective
+        if not objective.exact and self._chooses_targets(chosen, samples):
+            return chosen
+        return dataclasses.replace(objective, words=targets.words)
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
@@ -283,14 +307,55 @@ class _Trial:
                 return False
         return True
 
+    def _is_cross_entropy_of_extremes(self, objective: Objective, sample: _Sample) -> bool:
+        """Returns whether it stays the cross-entropy of large logits, and of targets that are certain or unlikely.
+
+        What a loss does with a probability, a limit of its terms, a penalty of large logits: none shows in logits of
+        weights that have learned nothing.
+        """
+        for factor in self._scales(sample, objective.labels):
+            with self._scale_matrices(factor):
+                logits = self._run_forward(sample, objective.labels).logits
+                assert logits is not None
+                targets = extreme_targets(logits, sample.targets)
+                extreme = _Sample(sample.tokens, targets)
+                if not self._is_cross_entropy(objective, extreme, self._run_forward(extreme, objective.labels)):
+                    return False
+        return True
+
+    def _scales(self, sample: _Sample, labels: str) -> tuple[float, ...]:
+        """Returns factors on the matrices: none, and the largest one with logits below `LARGEST_LOGIT`."""
+        largest = 1.0
+        for factor in LARGE_SCALES:
+            with self._scale_matrices(factor):
+                logits = self._run_forward(sample, labels).logits
+            if logits is None or not float_of(logits.abs().max()) < LARGEST_LOGIT:
+                break
+            largest = factor
+        return (1.0, largest)
+
     def _chooses_targets(self, objective: Objective, samples: Sequence[_Sample]) -> bool:
-        """Returns whether the loss is a mean over targets that its own code chooses."""
+        """Returns whether the loss is a mean over targets that its own code chooses, and these show in 16 bits too."""
+        if not self._reaches_logits(samples[0], objective.labels, torch.bfloat16):
+            return False
+        factors = self._scales(samples[0], objective.labels)
         runs = Runs(
+            factors=factors,
             forward=lambda tokens, targets: self._run_forward(_Sample(tokens, targets), objective.labels),
             trained=[parameter for parameter in self.clone.module.parameters() if parameter.requires_grad],
             scaled=self._scale_matrices,
         )
-        return chooses_targets(runs, objective, [(sample.tokens, sample.targets) for sample in samples])
+        return chooses_targets(runs, objective, [sample.rows for sample in samples])
+
+    def _reaches_logits(self, sample: _Sample, labels: str, dtype: torch.dtype) -> bool:
+        """Returns whether the loss has a gradient by the logits in a number format; a cast may stand between them."""
+        module = duplicate_module(self.clone.module).to(dtype)
+        with nothing_dropped():
+            output = author_output(module, self.clone.structure, sample.tokens, sample.targets, labels)
+        if output.loss is None or output.logits is None:
+            return False
+        (gradient,) = torch.autograd.grad(output.loss, output.logits, allow_unused=True)
+        return gradient is not None
 
     def _objective_of_loss(self, labels: str, samples: Sequence[_Sample]) -> Objective:
         """Returns the objective of a model that returns a loss and no logits."""

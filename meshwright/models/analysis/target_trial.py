@@ -70,10 +70,15 @@ def try_targets(clone: Clone, length: int, excess: Callable[[torch.Tensor, torch
 
 
 def _rows_of(words: torch.Tensor, length: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tokens and targets, (B, S) int64: a row for each word, in which it is the last target and one between."""
+    """Returns tokens and targets, (B, S) int64: a row for each word, in which it is the last target and one between.
+
+    It is the token there too: a mask may be of what stands before a target.
+    """
     targets = torch.full((len(words), length), IGNORED)
     targets[:, -1] = targets[:, length // 2] = words
-    return torch.randint(vocab, targets.shape, generator=torch.Generator().manual_seed(3)), targets
+    tokens = torch.randint(vocab, targets.shape, generator=torch.Generator().manual_seed(3))
+    tokens[:, length // 2] = words
+    return tokens, targets
 
 
 def _named_words(trace: ForwardTrace, vocab: int) -> tuple[int, ...]:
