@@ -254,3 +254,22 @@ def with_objective(clone: Clone, objective: Objective | None) -> Clone:
     if objective is None or objective.plain:
         return clone
     return dataclasses.replace(clone, module=clone.module.train(), objective=objective)
+
+
+def copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns copies of a module's buffers, of any shape, by name."""
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+
+
+def restore_buffers(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
+    """Restores a module's buffers, of any shape, from copies by name."""
+    for path, child in module.named_modules():
+        for key in child._buffers:
+            name = f"{path}.{key}" if path else key
+            if name in saved:
+                child._buffers[key] = saved[name].clone()
+
+
+def equal_tensors(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Returns whether two tensors have one shape and equal values."""
+    return other is not None and tensor.shape == other.shape and bool(torch.equal(tensor, other))

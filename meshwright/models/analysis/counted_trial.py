@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 
 from meshwright.models.analysis.loss_coefficients import float_of
+from meshwright.models.analysis.loss_extremes import extreme_targets
 from meshwright.models.analysis.objective import Objective, count_targets, mean_cross_entropy, with_words
-from meshwright.models.forward import IGNORED, ModelOutput
+from meshwright.models.forward import ModelOutput
 
 BATCHES = 4
 """Batches on which a loss is taken apart; what fits all of them by chance is no mean."""
@@ -72,18 +73,6 @@ def _with_extremes(runs: Runs, tokens: torch.Tensor, targets: torch.Tensor) -> t
     with torch.no_grad():
         logits = runs.forward(tokens, targets).logits
     return targets if logits is None else extreme_targets(logits, targets)
-
-
-def extreme_targets(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns ``targets: (B, S)`` of which a third are the likeliest and a third the least likely words.
-
-    Args:
-        logits: (B, S, V).
-        targets: (B, S) int64, of the tokens whose logits these are.
-    """
-    third = torch.arange(targets.numel(), device=targets.device).view_as(targets) % 3
-    extremes = torch.where(third == 0, logits.argmax(dim=-1), torch.where(third == 1, logits.argmin(dim=-1), targets))
-    return torch.where(targets == IGNORED, IGNORED, extremes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

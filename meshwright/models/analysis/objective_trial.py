@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.models.analysis.clone import LARGEST_FUNCTION, Clone, duplicate_module, make_clone
-from meshwright.models.analysis.counted_trial import Runs, chooses_targets, extreme_targets
+from meshwright.models.analysis.clone import (
+    LARGEST_FUNCTION,
+    Clone,
+    copy_buffers,
+    equal_tensors,
+    make_clone,
+    restore_buffers,
+)
+from meshwright.models.analysis.counted_trial import Runs, chooses_targets
 from meshwright.models.analysis.end_trial import find_end_units
 from meshwright.models.analysis.forward_trace import check_trial_memory, settling_trace
 from meshwright.models.analysis.head_trial import HeadTrial, try_head
 from meshwright.models.analysis.label_trial import find_labels
 from meshwright.models.analysis.loss_coefficients import float_of, solve_coefficients, unexplained_loss
+from meshwright.models.analysis.loss_extremes import (
+    extreme_targets,
+    is_cross_entropy,
+    large_factors,
+    reaches_logits,
+    scaled_matrices,
+)
 from meshwright.models.analysis.objective import (
     OFFSETS,
     LossTerm,
@@ -42,10 +56,6 @@ SCALES = (1.0, 8.0)
 """Factors on the clone's matrices: with small ones a router may choose the same for all tokens, and look linear."""
 LENGTHS = (12, 8, 16, 64)
 """Candidate row lengths in tokens; the first on which the model runs is used."""
-LARGE_SCALES = (8.0, 64.0, 512.0)
-"""Factors on a clone's matrices that are tried for large logits."""
-LARGEST_LOGIT = 300.0
-"""Largest magnitude of these: beyond about 700 probabilities are 0 in float64."""
 TOLERANCE = 1e-9
 """Largest relative difference between equal losses, in float64."""
 
@@ -154,7 +164,7 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        is_entropy = self._is_cross_entropy(as_counted, samples[0], first_output) and (
+        is_entropy = self._is_cross_entropy(as_counted, samples[0]) and (
             structure.transformers or self._is_cross_entropy_of_extremes(as_counted, samples[1])
         )
         targets = try_targets(self.clone, self.length, self._excess_of(as_counted) if is_entropy else None)
@@ -185,20 +195,20 @@ class _Trial:
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
-        buffers_before = _copy_buffers(self.clone.module)
+        buffers_before = copy_buffers(self.clone.module)
         if not buffers_before:
             return ()
         buffers_after = []
         # two batches from the same start: a buffer that ends equal doesn't depend on the tokens
         for seed in (0, 1):
             self._run_forward(self._sample(seed), "aligned" if self.clone.structure.target_argument else "", keep=True)
-            buffers_after.append(_copy_buffers(self.clone.module))
-            _restore_buffers(self.clone.module, buffers_before)
+            buffers_after.append(copy_buffers(self.clone.module))
+            restore_buffers(self.clone.module, buffers_before)
         changed_names = [
-            name for name in buffers_after[0] if not _equal_tensors(buffers_after[0][name], buffers_before.get(name))
+            name for name in buffers_after[0] if not equal_tensors(buffers_after[0][name], buffers_before.get(name))
         ]
         return tuple(
-            MovingBuffer(name=name, data=not _equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
+            MovingBuffer(name=name, data=not equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
             for name in changed_names
         )
 
@@ -214,7 +224,7 @@ class _Trial:
                 return f"its forward changes the buffer '{buffer.name}' outside of its layers"
         labels = "aligned" if self.clone.structure.target_argument else ""
         first, second = (self._run_forward(self._sample(0), labels).logits for _ in range(2))
-        if first is not None and not _equal_tensors(first, second):
+        if first is not None and not equal_tensors(first, second):
             return "two calls of its forward with the same rows and random numbers give other logits"
         return ""
 
@@ -263,13 +273,13 @@ class _Trial:
 
     def _run_forward(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
         """Runs forward in float64, with nothing dropped."""
-        buffers_before = {} if keep else _copy_buffers(self.clone.module)
+        buffers_before = {} if keep else copy_buffers(self.clone.module)
         # the same draws at each call, so that two calls differ by their arguments alone
         torch.manual_seed(0)
         with Float64Ops(), nothing_dropped():
             output = author_output(self.clone.module, self.clone.structure, sample.tokens, sample.targets, labels)
         if not keep:
-            _restore_buffers(self.clone.module, buffers_before)
+            restore_buffers(self.clone.module, buffers_before)
         return output
 
     def _refuse_trained_scalars(self) -> None:
@@ -286,26 +296,13 @@ class _Trial:
                 "and return the whole loss beside the logits, or detach the scalar"
             )
 
-    def _is_cross_entropy(self, objective: Objective, sample: _Sample, output: ModelOutput) -> bool:
+    def _is_cross_entropy(self, objective: Objective, sample: _Sample) -> bool:
         """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
-        assert output.logits is not None and output.loss is not None
-        trained = [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
-        with Float64Ops():
-            entropy = mean_cross_entropy(output.logits, objective.counted(sample.targets))
-        if not abs(float_of(output.loss) - float_of(entropy)) <= TOLERANCE * abs(float_of(entropy)):
-            return False
-        # a detached or zero-valued term shows in the gradients alone
-        expected_grads = torch.autograd.grad(entropy, trained, allow_unused=True, retain_graph=True)
-        actual_grads = torch.autograd.grad(output.loss, trained, allow_unused=True, retain_graph=True)
-        largest_entries = [float(grad.abs().max()) for grad in expected_grads if grad is not None and grad.numel()]
-        for actual, expected in zip(actual_grads, expected_grads):
-            difference = torch.zeros(()) if actual is None else actual
-            difference = difference if expected is None else difference - expected
-            if float(difference.abs().sum()) and float(difference.abs().max()) > TOLERANCE * max(
-                largest_entries, default=1.0
-            ):
-                return False
-        return True
+        output, trained = self._run_forward(sample, objective.labels), self._trained()
+        return is_cross_entropy(output, objective.counted(sample.targets), trained, TOLERANCE)
+
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
 
     def _is_cross_entropy_of_extremes(self, objective: Objective, sample: _Sample) -> bool:
         """Returns whether it stays the cross-entropy of large logits, and of targets that are certain or unlikely.
@@ -313,49 +310,31 @@ class _Trial:
         What a loss does with a probability, a limit of its terms, a penalty of large logits: none shows in logits of
         weights that have learned nothing.
         """
-        for factor in self._scales(sample, objective.labels):
-            with self._scale_matrices(factor):
+        for factor in self._factors(sample, objective.labels):
+            with scaled_matrices(self.clone.module, factor):
                 logits = self._run_forward(sample, objective.labels).logits
                 assert logits is not None
                 targets = extreme_targets(logits, sample.targets)
                 extreme = _Sample(sample.tokens, targets)
-                if not self._is_cross_entropy(objective, extreme, self._run_forward(extreme, objective.labels)):
+                if not self._is_cross_entropy(objective, extreme):
                     return False
         return True
 
-    def _scales(self, sample: _Sample, labels: str) -> tuple[float, ...]:
-        """Returns factors on the matrices: none, and the largest one with logits below `LARGEST_LOGIT`."""
-        largest = 1.0
-        for factor in LARGE_SCALES:
-            with self._scale_matrices(factor):
-                logits = self._run_forward(sample, labels).logits
-            if logits is None or not float_of(logits.abs().max()) < LARGEST_LOGIT:
-                break
-            largest = factor
-        return (1.0, largest)
+    def _factors(self, sample: _Sample, labels: str) -> tuple[float, float]:
+        return large_factors(self.clone.module, lambda: self._run_forward(sample, labels).logits)
 
     def _chooses_targets(self, objective: Objective, samples: Sequence[_Sample]) -> bool:
         """Returns whether the loss is a mean over targets that its own code chooses, and these show in 16 bits too."""
-        if not self._reaches_logits(samples[0], objective.labels, torch.bfloat16):
+        if not reaches_logits(self.clone, *samples[0].rows, objective.labels, torch.bfloat16):
             return False
-        factors = self._scales(samples[0], objective.labels)
+        factors = self._factors(samples[0], objective.labels)
         runs = Runs(
             factors=factors,
             forward=lambda tokens, targets: self._run_forward(_Sample(tokens, targets), objective.labels),
-            trained=[parameter for parameter in self.clone.module.parameters() if parameter.requires_grad],
-            scaled=self._scale_matrices,
+            trained=self._trained(),
+            scaled=partial(scaled_matrices, self.clone.module),
         )
         return chooses_targets(runs, objective, [sample.rows for sample in samples])
-
-    def _reaches_logits(self, sample: _Sample, labels: str, dtype: torch.dtype) -> bool:
-        """Returns whether the loss has a gradient by the logits in a number format; a cast may stand between them."""
-        module = duplicate_module(self.clone.module).to(dtype)
-        with nothing_dropped():
-            output = author_output(module, self.clone.structure, sample.tokens, sample.targets, labels)
-        if output.loss is None or output.logits is None:
-            return False
-        (gradient,) = torch.autograd.grad(output.loss, output.logits, allow_unused=True)
-        return gradient is not None
 
     def _objective_of_loss(self, labels: str, samples: Sequence[_Sample]) -> Objective:
         """Returns the objective of a model that returns a loss and no logits."""
@@ -372,7 +351,7 @@ class _Trial:
         row_slices = (slice(0, ROWS), slice(0, 1), slice(1, ROWS))
         values = []
         for trial_index, sample in enumerate(trial_samples):
-            with self._scale_matrices(SCALES[trial_index // 2]):
+            with scaled_matrices(self.clone.module, SCALES[trial_index // 2]):
                 values.append([self._term_values(objective, sample.part(rows)) for rows in row_slices])
         terms = []
         for term_index, term in enumerate(objective.terms):
@@ -405,18 +384,6 @@ class _Trial:
             terms.append(decided)
         return dataclasses.replace(objective, terms=tuple(terms))
 
-    @contextlib.contextmanager
-    def _scale_matrices(self, factor: float) -> Iterator[None]:
-        """Scales the clone's matrices while it is entered."""
-        matrices = [parameter for parameter in self.clone.module.parameters() if parameter.dim() > 1]
-        for item in matrices:
-            item.data.mul_(factor)
-        try:
-            yield
-        finally:
-            for item in matrices:
-                item.data.div_(factor)
-
     def _term_values(self, objective: Objective, sample: _Sample) -> list[float]:
         """Returns the value of each term on a batch."""
         output = self._run_forward(sample, objective.labels)
@@ -430,22 +397,3 @@ def _extra_loss(objective: Objective, batch: _Sample, output: ModelOutput) -> fl
     """Returns the loss minus the cross-entropy of its logits."""
     assert output.logits is not None
     return float_of(output.loss) - float_of(mean_cross_entropy(output.logits, objective.counted(batch.targets)))
-
-
-def _copy_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns copies of a module's buffers by name."""
-    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-
-
-def _restore_buffers(module: torch.nn.Module, saved: dict[str, torch.Tensor]) -> None:
-    """Restores a module's buffers from copies."""
-    for path, child in module.named_modules():
-        for key in child._buffers:
-            name = f"{path}.{key}" if path else key
-            if name in saved:
-                child._buffers[key] = saved[name].clone()
-
-
-def _equal_tensors(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
-    """Returns whether two tensors have one shape and equal values."""
-    return other is not None and tensor.shape == other.shape and bool(torch.equal(tensor, other))
