@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -43,7 +43,8 @@ def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: Run
     Raises:
         ConfigError: for a loss that depends on no target, or of which random rows show nothing.
     """
-    telling_rows = _telling_rows(clone, length, rows, run)
+    label_conventions = ("shift_labels", "aligned") if clone.structure.transformers else ("aligned",)
+    telling_rows = _telling_rows(clone, length, rows, run, label_conventions)
     first_rows = next(telling_rows, None)
     if first_rows is None:
         raise ConfigError(
@@ -56,7 +57,6 @@ def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: Run
     # another valid target id for the first token of each row
     first_target_changed[:, 0] = (first_target_changed[:, 0] + 1) % clone.vocab
     other_targets_changed[:, 0] = targets[:, 0]
-    label_conventions = ("shift_labels", "aligned") if clone.structure.transformers else ("aligned",)
     depends_on_targets = False
     for labels in label_conventions:
         try:
@@ -87,16 +87,28 @@ def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: Run
     return "shifted"
 
 
-def _telling_rows(clone: Clone, length: int, rows: Callable[[int], Rows], run: RunForward) -> Iterator[Rows]:
-    """Yields rows of which the loss is a number other than 0: random ones, and with words that its code names."""
+def _telling_rows(
+    clone: Clone, length: int, rows: Callable[[int], Rows], run: RunForward, conventions: Sequence[str]
+) -> Iterator[Rows]:
+    """Yields rows of which some loss is a number other than 0: random ones, and with words that its code names."""
     words: tuple[int, ...] = ()
     for seed in range(ATTEMPTS):
         tokens, targets = (with_words(ids, words, 2 * seed + place) for place, ids in enumerate(rows(seed)))
-        loss = run(tokens, targets, "aligned").loss
-        if loss is None or (math.isfinite(float_of(loss)) and float_of(loss)):
+        if any(_tells(tokens, targets, labels, run) for labels in conventions):
             yield tokens, targets
         else:
             words = words or try_targets(clone, length, None).words
+
+
+def _tells(tokens: torch.Tensor, targets: torch.Tensor, labels: str, run: RunForward) -> bool:
+    """Returns whether a loss of ``tokens`` and ``targets``, (B, S) each, is another number than 0, or there is none."""
+    try:
+        loss = run(tokens, targets, labels).loss
+    except TypeError:
+        if labels != "shift_labels":
+            raise
+        return False  # its forward has no argument shift_labels
+    return loss is None or (math.isfinite(float_of(loss)) and bool(float_of(loss)))
 
 
 def _raised_targets(output: ModelOutput, targets: torch.Tensor) -> int | None:
