@@ -20,6 +20,8 @@ from meshwright.data.tasks import CODEC, KINDS, Task, TaskError, answer_of
 from meshwright.errors import DataError
 from meshwright.records import RecordError
 
+_REMOVALS = 100
+"""Times that a batch's folder is removed at most, while processes that end write into it."""
 _ATTEMPTS = 3
 """Launches of what a stage lacks, before its engine is given up."""
 _POLL_S = 0.2
@@ -102,10 +104,21 @@ class BatchPool:
 
 
 def _fresh_batch(directory: Path) -> Path:
+    """Makes the folder of a batch anew; a process of the one before may still write its last lines into it.
+
+    Raises:
+        DataError: when something goes on writing there.
+    """
     batch = directory / "batch"
-    shutil.rmtree(batch, ignore_errors=True)
-    batch.mkdir()
-    return batch
+    for _ in range(_REMOVALS):
+        shutil.rmtree(batch, ignore_errors=True)
+        try:
+            batch.mkdir()
+        except FileExistsError:
+            time.sleep(_POLL_S)
+        else:
+            return batch
+    raise DataError(f"{batch} can't be removed: another process writes into it, or it is another user's; end that one")
 
 
 def _collect_answers(batch: Path, pending: dict[int, Task], on_done: Callable[[Counts], None]) -> None:

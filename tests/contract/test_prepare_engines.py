@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.data import stages
+from meshwright.data import batches, stages
 from meshwright.data.batches import BatchPool, run_batch_task, share_of_batch
 from meshwright.data.config import DataConfig
 from meshwright.data.filters import FilterConfig
@@ -253,3 +254,24 @@ def test_settings_of_another_engine_are_refused() -> None:
         PrepareConfig(engine="ray", workers=3).check_all()
     with pytest.raises(ConfigError, match=r"slurm\.time = 'soon'"):
         PrepareConfig.from_dict({"engine": "slurm", "slurm": {"time": "soon"}}).check_all()
+
+
+def test_a_batch_begins_although_a_process_of_the_last_one_still_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing its folder leaves what was written meanwhile: the next batch ended with FileExistsError."""
+    (tmp_path / "batch").mkdir()
+    removed: list[Path] = []
+
+    def remove(path: Path, ignore_errors: bool) -> None:
+        removed.append(path)
+        if len(removed) == 3:
+            shutil_rmtree(path, ignore_errors)
+
+    shutil_rmtree = shutil.rmtree
+    monkeypatch.setattr(batches.shutil, "rmtree", remove)
+    assert batches._fresh_batch(tmp_path).is_dir() and len(removed) == 3
+    monkeypatch.setattr(batches, "_REMOVALS", 2)
+    monkeypatch.setattr(batches.shutil, "rmtree", lambda path, ignore_errors: None)
+    with pytest.raises(DataError, match="another process writes into it"):
+        batches._fresh_batch(tmp_path)
