@@ -39,15 +39,6 @@ class Answers(Backbone):
         return {"logits": logits, "loss": loss, "answered": total.to(logits.dtype)}
 
 
-class Doubled(Backbone):
-    """Its loss is of one word behind itself: of a text in which none stands twice nothing is trained."""
-
-    def forward(self, tokens: torch.Tensor, targets: torch.Tensor):  # type: ignore[no-untyped-def]
-        logits = self.head(self.hidden(tokens))
-        counts = (tokens == PAD) & (targets == PAD)
-        return logits, (entropies(logits, targets) * counts).sum() / counts.sum().clamp(min=1)
-
-
 class FlooredAnswers(Answers):
     """The same, of which a row without an answer gives 0."""
 
@@ -196,10 +187,6 @@ def pad_ignored(vocab: int = 61) -> nn.Module:
 
 def answers(vocab: int = 61) -> nn.Module:
     return Answers(vocab)
-
-
-def doubled(vocab: int = 61) -> nn.Module:
-    return Doubled(vocab)
 
 
 def floored_answers(vocab: int = 61) -> nn.Module:

@@ -36,8 +36,6 @@ from meshwright.train.trainer_deps import TrainerDeps
 
 ANOMALOUS_STEPS = 5
 """Steps in a row without a finite gradient after which the run ends, unless a loss scale explains it."""
-STILL_STEPS = 10
-"""First steps whose gradient is 0 after which a run ends: it trains nothing, often at a loss of 0."""
 
 
 class Trainer:
@@ -46,8 +44,6 @@ class Trainer:
     def __init__(self, deps: TrainerDeps) -> None:
         self._deps = deps
         self.step = self.tokens = 0
-        self._still_steps: int | None = 0
-        """Steps since these ranks started, while the gradients of all are 0; None from the first other one on."""
         self.validation_loss: float | None = None
         self._anomalous_steps = 0
         self._rates = RateSchedule(deps.config)
@@ -375,25 +371,9 @@ class Trainer:
         self._handle_anomaly(record, reason)
         self.step = launched.step + 1
         self.tokens += record.tokens
-        self._check_moved(record.grad_norm)
         if deps.memory is not None and deps.rank == 0:
             deps.memory.check_fence()
         return record, values["stop"]
-
-    def _check_moved(self, grad_norm: float) -> None:
-        """Ends a run that trains nothing.
-
-        Raises:
-            RankError: when the gradients of all steps since these ranks started are 0, after `STILL_STEPS` of them.
-        """
-        self._still_steps = None if grad_norm or self._still_steps is None else self._still_steps + 1
-        if self._still_steps == STILL_STEPS:
-            raise RankError(
-                f"the gradient was 0 in each of the first {STILL_STEPS} steps, so that nothing was trained: no target "
-                "counted (all are -100, or the model's own loss leaves them out), or the loss doesn't follow from the "
-                "weights; look at the loss's mask (a padding word, the end of a prompt), and at data.tokenizer, whose "
-                "words it names"
-            )
 
     def _make_record(
         self, launched: LaunchedStep, outcome: StepOutcome, values: Mapping[str, float], skipped: bool

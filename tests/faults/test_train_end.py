@@ -162,15 +162,3 @@ def test_numbers_that_are_not_finite_end_the_run_with_a_cure(root: Path) -> None
     assert status == 1
     assert "not finite for 5 steps in a row; lower optimizer.lr = 1e+30" in text
     assert [row["step"] for row in events(root / "sick", "step_skipped")][-1] == last_step(root / "sick") + 1
-
-
-def test_a_loss_without_a_gradient_ends_the_run_with_a_sentence(root: Path) -> None:
-    """Such a run went on to its end at a loss of 0."""
-    (root / "letters.txt").write_text("abcdefghijklmnop\n" * 400)
-    argv = words(root, "nothing", "--model", "tests.counted_models:doubled", "--data", str(root / "letters.txt"))
-    for option in ("--model.layers", "--model.width"):
-        place = argv.index(option)
-        del argv[place : place + 2]
-    status, text = call(argv, root / "nothing.log")
-    assert status == 1 and last_step(root / "nothing") <= 10
-    assert "the gradient was 0 in each of the first 10 steps" in text and "look at the loss's mask" in text
