@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+PROCESS_BYTES = 0.35 * 2**30
+"""Memory of a rank's process with torch and transformers loaded, before the model (resident set, torch 2.13)."""
 ROOT = Path("/")
 """Root of the file system; each function takes another."""
 

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.control_groups import allowed_memory_bytes, available_bytes, machine_memory_bytes
+from meshwright.control_groups import PROCESS_BYTES, allowed_memory_bytes, available_bytes, machine_memory_bytes
 from meshwright.doctor.contract import Check, Observation, Subject
 from meshwright.units import format_bytes
-
-RANK_BYTES = 0.35 * 2**30
-"""Memory of a rank's process with torch and transformers loaded, before a model (resident set, torch 2.13); CUDA's own
-comes on top."""
 
 
 def examine(subject: Subject) -> Observation:
@@ -17,7 +13,7 @@ def examine(subject: Subject) -> Observation:
     value = f"{format_bytes(available)} available of {format_bytes(allowed)}"
     if allowed < machine:
         value += f", to which a control group limits the machine's {format_bytes(machine)}"
-    needed, findings = subject.slots * RANK_BYTES, []
+    needed, findings = subject.slots * PROCESS_BYTES, []
     if available < needed:
         cure = "raise the limit of the container, pod or job" if allowed < machine else "end other programs"
         findings.append(

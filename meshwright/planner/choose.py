@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.control_groups import PROCESS_BYTES
 from meshwright.errors import NoRoomError, PlanError
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
@@ -44,8 +45,6 @@ FITS = 0.99
 """Chance with which a plan fits."""
 TIME_TOLERANCE = 0.05
 """Relative difference of predicted times below which layouts tie (docs/predictions.md: regret of the first choice)."""
-PROCESS_BYTES = 0.35 * 2**30
-"""Memory of a rank's process with torch and transformers loaded, before the model (resident set, torch 2.13)."""
 TIME_TOLERANCE_ON_CORES = 0.15
 """The same on processor cores, where host work competes with the compute and isn't priced."""
 NOTED_PACE_SPREAD = 0.1

@@ -164,11 +164,9 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        is_entropy = self._is_cross_entropy(as_counted, samples[0]) and (
-            structure.transformers or self._is_cross_entropy_of_extremes(as_counted, samples[1])
-        )
+        is_entropy = self._is_cross_entropy(as_counted, samples[0])
         targets = try_targets(self.clone, self.length, self._excess_of(as_counted) if is_entropy else None)
-        if targets.alike:
+        if targets.shown or (targets.alike and self._is_cross_entropy_of_extremes(as_counted, samples[1])):
             return Objective(labels=labels)
         samples = [
             _Sample(*(with_words(ids, targets.words, 2 * number + place) for place, ids in enumerate(sample.rows)))

@@ -24,6 +24,8 @@ class TargetTrial:
 
     alike: bool
     """Whether it is the cross-entropy of all of them."""
+    shown: bool = False
+    """Whether its operators show that, whatever weights, tokens and targets are; or it is a library's own loss."""
     words: tuple[int, ...] = ()
     """Words that its code names, or which it was seen to treat in another way than the others."""
 
@@ -42,7 +44,7 @@ def try_targets(clone: Clone, length: int, excess: Callable[[torch.Tensor, torch
     """
     structure = clone.structure
     if structure.transformers:
-        return TargetTrial(alike=excess is not None)
+        return TargetTrial(alike=excess is not None, shown=excess is not None)
     try:
         trace = trace_forward(clone.module, structure, length)
     except Exception:
@@ -59,14 +61,14 @@ def try_targets(clone: Clone, length: int, excess: Callable[[torch.Tensor, torch
     if excess is None:
         return TargetTrial(alike=False, words=words)
     if trace.entropy_alone:
-        return TargetTrial(alike=True)
+        return TargetTrial(alike=True, shown=True)
     if clone.vocab > LARGEST_VOCABULARY:
         return TargetTrial(alike=False, words=words)
     for tried in torch.arange(clone.vocab).split(WORDS):
         if excess(*_rows_of(tried, length, clone.vocab)):
             odd = [int(word) for word in tried if excess(*_rows_of(word.view(1), length, clone.vocab))]
             return TargetTrial(alike=False, words=tuple(dict.fromkeys((*words, *odd))))
-    return TargetTrial(alike=True)
+    return TargetTrial(alike=True, words=words)
 
 
 def _rows_of(words: torch.Tensor, length: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
