@@ -30,7 +30,7 @@ from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import Layout, secondary_over
+from meshwright.spec.layout import Layout, expert_node_over, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.torch_compat.compiler import can_compile
@@ -364,6 +364,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
                 microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
                 compress=full_layout.compress.over(layout.copies),
                 compress_weights=full_layout.compress_weights if layout.zero else "none",
+                ep_node=expert_node_over(full_layout.ep_node, layout.degrees),
                 secondary=secondary_over(full_layout.secondary, layout.degrees, layout.zero),
             )
         )

@@ -77,6 +77,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
     expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
     dropout_count, drops_scores = _dropouts(layer)
+    expert_groups, chosen_groups = _expert_groups(hf_fields) if experts else (0, 0)
     return LayerShape(
         products=products,
         width=width,
@@ -98,6 +99,8 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         drops_scores=drops_scores,
         experts=experts,
         active_experts=_active_experts(hf_fields) if experts else 0,
+        expert_groups=expert_groups,
+        chosen_groups=chosen_groups,
         expert_ffn=expert_ffn,
     )
 
@@ -213,6 +216,15 @@ def _expert_count(layer: nn.Module) -> int:
 def _active_experts(hf_fields: Mapping[str, Any]) -> int:
     """Returns the number of experts that a token visits."""
     return max((value for key in ACTIVE_EXPERTS if isinstance(value := hf_fields.get(key), int)), default=1)
+
+
+def _expert_groups(hf_fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Returns the runs of experts and how many of them a router chooses first (DeepSeek-V2, V3); 0 without any."""
+    groups, chosen = hf_fields.get("n_group"), hf_fields.get("topk_group")
+    is_limited = hf_fields.get("topk_method") != "greedy"
+    if not (isinstance(groups, int) and isinstance(chosen, int) and 0 < chosen < groups and is_limited):
+        return 0, 0
+    return groups, chosen
 
 
 def _window_tokens(hf_fields: Mapping[str, Any], layer_index: int, context: int) -> int:

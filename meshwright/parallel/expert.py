@@ -9,7 +9,8 @@ from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.node_dispatch import ExpertNode, NodeDispatch
 from meshwright.parallel.token_dispatch import Dispatch
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.ep import AXIS
@@ -40,7 +41,12 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
 
 
 def wrap(
-    module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, copies: int, replicas: AxisGroup | None = None
+    module: nn.Module,
+    rows: ExpertRows,
+    axis_group: AxisGroup,
+    copies: int,
+    replicas: AxisGroup | None = None,
+    node: ExpertNode | None = None,
 ) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
@@ -51,6 +57,7 @@ def wrap(
         axis_group: the axis's collectives.
         copies: ranks of the world that hold the same experts.
         replicas: ranks whose tokens are equal (they send a share each); None where all tokens differ.
+        node: ``axis_group`` as nodes, to each of which a token travels once; None sends it once for each expert.
 
     Returns:
         The shard of each of its parameters, by dotted name in the model.
@@ -71,10 +78,13 @@ def wrap(
         )
     for attribute in rows.counts:
         setattr(module, attribute, stop - start)
-    purpose = "tokens go to the ranks of their experts"
-    wrap_forward(
-        module, ForwardLayer.EXPERT, purpose, lambda plain: Dispatch(module, rows, axis_group, replicas, plain)
-    )
+
+    def dispatch(plain: Forward) -> Dispatch:
+        if node is None:
+            return Dispatch(module, rows, axis_group, replicas, plain)
+        return NodeDispatch(module, rows, axis_group, replicas, plain, node)
+
+    wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", dispatch)
     return shards
 
 
@@ -86,11 +96,12 @@ def _apply(context: TransformContext) -> None:
     shares_tokens = layout.degree(Mechanics.MATRICES) > 1 and not layout.sequence
     replicas = mesh.group_with(Mechanics.MATRICES) if shares_tokens else None
     group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
+    node = ExpertNode(*mesh.expert_node(layout.ep_node)) if layout.ep_node else None
     for stage in context.stages:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
         for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
             experts = modules_by_name[rows.module]
-            stage.local_shards |= wrap(experts, rows, group, copies, replicas)
+            stage.local_shards |= wrap(experts, rows, group, copies, replicas, node)
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)

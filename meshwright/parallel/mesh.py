@@ -20,7 +20,7 @@ from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import carved_groups, loss_axes, members, round_axes
-from meshwright.spec.layout import SECONDARY, Layout
+from meshwright.spec.layout import EXPERT_NODE, SECONDARY, Layout
 
 _PRODUCT = "+"
 """Joins the names of the axes that a group is the product of."""
@@ -177,6 +177,17 @@ class Mesh:
         names = (f"{SECONDARY}_copies", SECONDARY)
         mesh = DeviceMesh.from_group([across.group, inside.group], self.device_type, rows, mesh_dim_names=names)
         return SecondaryShards(axis_group=inside, mesh=mesh)
+
+    def expert_node(self, run: int) -> tuple[AxisGroup | None, AxisGroup]:
+        """Returns the ranks of ``ep`` in this rank's node, None of one rank, and those at its place in all nodes.
+
+        A collective call, since it may make groups.
+
+        Args:
+            run: ranks of a node, neighbours along ``ep``.
+        """
+        experts = self.group_with(Mechanics.EXPERTS)
+        return (None, experts) if run == 1 else self._runs(experts, run, EXPERT_NODE)
 
     def _runs(self, axis_group: AxisGroup, run: int, booked_axis: str) -> tuple[AxisGroup, AxisGroup]:
         """Returns this rank's run of neighbours in a group, and the ranks at its position in the other runs.

@@ -16,6 +16,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
+from meshwright.parallel.row_copies import RowCopies
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.tensors import is_view
 
@@ -35,34 +36,21 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
     return out
 
 
-class _ExchangeRows(torch.autograd.Function):
+class ExchangeRows(torch.autograd.Function):
+    """`exchange`, whose gradients travel back."""
+
     @staticmethod
     def forward(
         ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
     ) -> torch.Tensor:
+        """Returns the rows that came."""
         ctx.axis_group, ctx.sent, ctx.received = axis_group, sent, received
         return exchange(x, axis_group, sent, received)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Returns the gradient of the rows."""
         return exchange(upstream[0], ctx.axis_group, ctx.received, ctx.sent), None, None, None
-
-
-class _CopyToSlots(torch.autograd.Function):
-    """Copies each token to its slots; a token's gradient is the sum over its slots, always in the same order."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, tokens: torch.Tensor, order: torch.Tensor, slot_position: torch.Tensor, k: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(slot_position)
-        ctx.k = k
-        return tokens.index_select(0, order // k)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (slot_position,) = ctx.saved_tensors
-        return _by_token(upstream[0], slot_position, ctx.k).sum(dim=1), None, None, None
 
 
 class _ZeroGradWeights(torch.autograd.Function):
@@ -76,14 +64,6 @@ class _ZeroGradWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return upstream[0], *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
-
-
-def _by_token(slots: torch.Tensor, slot_position: torch.Tensor, k: int) -> torch.Tensor:
-    """Returns (T, k, D) from slots sorted by expert; those that were skipped, at the end of the order, are zero."""
-    skipped = len(slot_position) - len(slots)
-    if skipped:
-        slots = torch.cat([slots, slots.new_zeros(skipped, slots.shape[1])])
-    return slots.index_select(0, slot_position).view(-1, k, slots.shape[1])
 
 
 def _as_fresh_tensor(output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -148,12 +128,13 @@ class Dispatch:
         counts = torch.searchsorted(experts, torch.arange(self._rows.experts + 1, device=order.device)).diff()
         sent, received, local = self._exchange_counts(counts)
         # Skipped slots have index X or more, so they lie at the end of the order and aren't sent.
-        slot_inputs = _CopyToSlots.apply(tokens, order[: sum(sent)], slot_position, k)
+        slot_position = slot_position if sum(sent) == len(order) else slot_position.clamp(max=sum(sent))
+        slots = RowCopies(order[: sum(sent)] // k, slot_position.view(-1, k))
         expert_outputs = self._compute_experts(
-            _ExchangeRows.apply(slot_inputs, self._axis_group, sent, received), local
+            ExchangeRows.apply(slots.copy(tokens), self._axis_group, sent, received), local
         )
-        returned = _ExchangeRows.apply(expert_outputs, self._axis_group, received, sent)
-        return (_by_token(returned, slot_position, k) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
+        returned = ExchangeRows.apply(expert_outputs, self._axis_group, received, sent)
+        return (slots.by_row(returned) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
 
     def _exchange_counts(self, counts: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
         """Tells every rank how many slots come for each of its experts.

@@ -15,6 +15,7 @@ import numpy as np
 from meshwright.cluster.cluster import Cluster
 from meshwright.control_groups import PROCESS_BYTES
 from meshwright.errors import NoRoomError, PlanError
+from meshwright.planner.cost.expert_dispatch import fastest_nodes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -242,6 +243,8 @@ class Question:
     def space(self) -> Space:
         """The layouts to choose from."""
         limits = {"compiled": self.base.compile, **self.limits}
+        if self.engine is None and self.job.shape.experts:
+            limits = {"expert_nodes": fastest_nodes(self.job, self.machine, self.cluster.devices), **limits}
         space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **limits)
         if self.job.splits_backward and not self.base.compile:
             return space
@@ -394,8 +397,8 @@ def _limit_notes(question: Question, plan: Candidate, fastest_s: float, left_out
 
 def _kept_layouts(question: Question, batch: LayoutBatch, prices: Prices) -> tuple[tuple[float, Layout], ...]:
     """Returns (seconds, layout) of all that a search kept, the fastest first."""
-    layers = len(question.job.shape.blocks)
-    layouts = (layout_of(batch, i, question.base, layers, question.space.fixed) for i in range(batch.count))
+    layers, fixed = len(question.job.shape.blocks), question.space.fixed
+    layouts = (layout_of(batch, i, question.base, layers, fixed) for i in range(batch.count))
     return tuple(zip(prices.step_s.tolist(), layouts))
 
 
@@ -416,7 +419,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
-    further = layout.secondary, layout.tp_overlap
+    further = layout.secondary, layout.tp_overlap, layout.ep_node
     return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
 
 
@@ -534,6 +537,12 @@ def _form_notes(layout: Layout) -> Iterator[str]:
         yield (
             f"tp_overlap={layout.tp_overlap}: tp's traffic is sent under products, which is priced and was never "
             "measured on several GPUs"
+        )
+    if layout.ep_node:
+        whom = f"each {layout.ep_node} ranks" if layout.ep_node > 1 else "each rank"
+        yield (
+            f"ep_node={layout.ep_node}: a token travels once to {whom} with experts of it; priced for a router that "
+            "chooses all experts as often, and never measured on several GPUs"
         )
 
 

@@ -62,6 +62,10 @@ class TableSizes:
     """X of blocks with experts."""
     active_experts: int = 0
     """Routed experts a token visits."""
+    expert_groups: int = 0
+    """Equal runs of experts, of which the router first chooses some; 0 where it chooses among all experts."""
+    chosen_groups: int = 0
+    """Runs that hold all experts of a token."""
     expert_ffn: int = 0
     """F of a routed expert."""
     shared_ffn: int = 0
@@ -150,6 +154,8 @@ def _block(sizes: TableSizes, has_experts: bool, window: int) -> LayerShape:
         drops_scores=sizes.dropout,
         experts=sizes.experts if has_experts else 0,
         active_experts=sizes.active_experts if has_experts else 0,
+        expert_groups=sizes.expert_groups if has_experts else 0,
+        chosen_groups=sizes.chosen_groups if has_experts else 0,
         expert_ffn=sizes.expert_ffn if has_experts else 0,
         **widths,
     )

@@ -176,6 +176,11 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             f"tp_overlap={layout.tp_overlap}",
             "leave it out, and hide tp's traffic by its own flags",
         ),
+        (
+            layout.ep_node > 0,
+            f"ep_node={layout.ep_node}",
+            "leave it out (Megatron's like is --moe-token-dispatcher-type flex --moe-enable-deepep)",
+        ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
     ):
         if has:

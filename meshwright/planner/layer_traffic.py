@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from meshwright.planner.collectives import Bytes, Collectives
+from meshwright.planner.cost.expert_dispatch import visit_share
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
 from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
@@ -13,7 +14,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
 from meshwright.spec.key_ring import KeyRing
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import EXPERT_NODE, Layout
 from meshwright.spec.sharding_table import CuttingKind, LayerSharding, ParameterSplit, ShardingGroup, local_group
 
 INDEX = 8
@@ -291,6 +292,9 @@ class LayerTraffic:
                 for features in (self._width, self._routing_elements(layer)):
                     yield LayerCollective(self._tp, "all_gather", tokens * features * compute, is_backward=True)
         experts_by_rank = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
+        if self._layout.ep_node:
+            yield from self._node_dispatch(rows, layer, tokens)
+            return
         remote_share = (rows.experts - experts_by_rank[self._ep_index]) / rows.experts
         yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - experts_by_rank[self._ep_index]))
         routed_bytes = tokens * active * self._width * compute
@@ -305,6 +309,40 @@ class LayerTraffic:
             (dispatch_bytes, True),
         ):
             yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward)
+
+    def _node_dispatch(self, rows: ExpertRows, layer: int, tokens: float) -> Iterator[LayerCollective]:
+        """Yields the dispatch that sends a token once to each node and rank of its experts, for balanced routing.
+
+        Args:
+            rows: the layer's experts.
+            layer: its index.
+            tokens: that this rank sends.
+        """
+        ranks, run, own, active = self._ep.ranks, self._layout.ep_node, self._ep_index, self._active_experts(layer)
+        nodes, node, place = len(ranks) // run, own // run, own % run
+        inside = CollectiveGroup(EXPERT_NODE, ranks[node * run : (node + 1) * run])
+        across = CollectiveGroup(self._ep.axis, ranks[place::run])
+        shape = self._job.shape.blocks[layer]
+        held = [stop - start for start, stop in (rows.span(index, len(ranks)) for index in range(len(ranks)))]
+        by_rank = [float(visit_share(shape, count)) for count in held]
+        by_node = [float(visit_share(shape, sum(held[first : first + run]))) for first in range(0, len(ranks), run)]
+        # What leaves this rank, and what it returns of others' tokens.
+        legs = [(across, tokens * (sum(by_node) - by_node[node]), tokens * by_node[node] * (nodes - 1))]
+        if run > 1:
+            tokens_of_places = tokens * nodes
+            sent = tokens_of_places * (sum(by_rank[node * run : (node + 1) * run]) - by_rank[own])
+            legs.append((inside, sent, tokens_of_places * by_rank[own] * (run - 1)))
+        yield LayerCollective(across, "all_to_all", INDEX * (1 + 2 * run) * (nodes - 1))
+        yield LayerCollective(inside, "all_to_all", INDEX * 2 * (run - 1))
+        row_bytes = self._width * self._bytes.compute
+        weight_bytes = self._routing_elements(layer) * self._bytes.compute
+        # Experts travel in integers as wide as their weights, and of 4 bytes at least.
+        choice_bytes = 2 * active * max(4, weight_bytes // active)
+        for group, sent, returned in legs:
+            yield LayerCollective(group, "all_to_all", sent * (row_bytes + choice_bytes))
+            yield LayerCollective(group, "all_to_all", returned * row_bytes)
+            yield LayerCollective(group, "all_to_all", sent * row_bytes, is_backward=True)
+            yield LayerCollective(group, "all_to_all", returned * (row_bytes + weight_bytes), is_backward=True)
 
     # -------------------------------------------------------- sizes
 

@@ -67,6 +67,8 @@ class Space:
     """Axes that may be used. Of several with the same cost only the first is searched, the others where fixed."""
     offloads: tuple[str, ...] = OFFLOADS
     """State that may lie in host memory; searched only where it could beat every layout without."""
+    expert_nodes: Mapping[int, int] = dataclasses.field(default_factory=dict)
+    """`Layout.ep_node` of each degree of ep; 0 of others."""
     compiled: bool = False
     """Whether layers are compiled: then layers that exchange something can't recompute selectively."""
 
@@ -86,6 +88,13 @@ class Space:
         if known_schedules()[schedule].splits_backward:
             return tuple(mode for mode in self.recomputes if mode == "none")
         return self.recomputes
+
+    def expert_node(self, ep: np.ndarray) -> np.ndarray:
+        """Returns `Layout.ep_node` of layouts with degrees ``ep``, both (N,)."""
+        runs = np.zeros(len(ep))
+        for degree, run in self.expert_nodes.items():
+            runs[ep == degree] = run
+        return runs
 
     def runs(self, batch: LayoutBatch) -> np.ndarray:
         """Returns (N,) bool: the layouts of a batch whose layers run as asked, see `Layout.uncompiled_reason`."""
@@ -340,6 +349,7 @@ def expand(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Sequen
     all_rows = np.repeat(core_rows, [len(core_variants) for core_variants in of_cores], axis=0)
     columns = dict(zip(CORE, all_rows.T)) | dict(zip(VARIANT, np.array(variant_rows, dtype=float).reshape(-1, 4).T))
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    columns["ep_node"] = space.expert_node(columns["ep"])
     columns = {name: np.tile(values, len(offloads)) for name, values in columns.items()}
     columns["offload"] = np.repeat([float(OFFLOADS.index(mode)) for mode in offloads], len(all_rows))
     return LayoutBatch.of(columns)
@@ -350,6 +360,7 @@ def lightest(space: Space, core_rows: np.ndarray) -> LayoutBatch:
     columns = dict(zip(CORE, core_rows.T))
     columns[COPIES] = space.devices / (columns["pp"] * columns["cp"] * columns["tp"])
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    columns["ep_node"] = space.expert_node(columns["ep"])
     return LayoutBatch.of(columns)
 
 
@@ -377,6 +388,7 @@ def leanest(job: PricedJob, space: Space, core_rows: np.ndarray, offloads: Seque
     fullest_mode = max(RECOMPUTES.index(mode) for mode in space.recomputes)
     columns["recompute"] = np.where(splits_backward(columns["schedule"]), 0, fullest_mode)
     columns["sequence"] = (columns["tp"] > 1) * float(space.sequence)
+    columns["ep_node"] = space.expert_node(columns["ep"])
     columns["offload"] = np.repeat([float(mode) for mode, _ in forms], len(core_rows))
     return LayoutBatch.of(columns)
 
@@ -408,6 +420,7 @@ def layout_of(
         schedule=spec.name if is_pipelined else "",
         stages=stages_per_rank if is_pipelined and stages_per_rank != spec.least_stages else 0,
         sequence=bool(batch.sequence[index]) and sizes["tp"] > 1,
+        ep_node=int(batch.ep_node[index]),
         offload=OFFLOADS[int(batch.offload[index])],
     )
 
@@ -438,7 +451,8 @@ def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, 
         return False
     free_fields = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
     free_values = {field: getattr(layout, field) for field in free_fields}
-    return layout == dataclasses.replace(base, sequence=sizes["tp"] > 1 and space.sequence, **free_values)
+    sequence, ep_node = sizes["tp"] > 1 and space.sequence, space.expert_nodes.get(sizes["ep"], 0)
+    return layout == dataclasses.replace(base, sequence=sequence, ep_node=ep_node, **free_values)
 
 
 def _nearest_fixed(job: PricedJob, space: Space) -> str:

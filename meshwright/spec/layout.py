@@ -54,6 +54,8 @@ DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"
 """Name under which gathers of the secondary copy of the weights are booked."""
+EXPERT_NODE = "ep_node"
+"""Name under which what ``ep_node`` sends between neighbours of ``ep`` is booked."""
 _GRAMMARS: Mapping[str, type[Recompute | StageSplit | BatchShares | Compression | LossChunk]] = {
     "recompute": Recompute,
     "split": StageSplit,
@@ -69,6 +71,7 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "sequence": Mechanics.MATRICES,
     "tp_overlap": Mechanics.MATRICES,
     "attention": Mechanics.TOKENS,
+    "ep_node": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
 
@@ -108,6 +111,10 @@ class Layout:
     attention: str = ""
     """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
     takes heads where they divide, else gather."""
+    ep_node: int = 0
+    """Neighbouring ranks of ``ep``, those of a node, to which a token travels once, however many of its experts they
+    hold; inside it goes once to each rank that has some. With 1 it goes once to each rank; 0 sends it once for each of
+    its experts."""
     rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
     """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
     evenly. Losses and gradients are weighted by tokens, so the training is the same."""
@@ -161,6 +168,7 @@ class Layout:
             )
         self._check_secondary()
         self._check_overlap()
+        self._check_expert_node()
         if self.microbatches < 1:
             raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
         for name, value, known_values in (
@@ -204,6 +212,18 @@ class Layout:
                 f"tp_overlap={self.tp_overlap} computes products in chunks of tokens, and precision={self.precision} "
                 "computes them whole, by torchao's kernels; nearest that works: precision=bf16, or drop tp_overlap"
             )
+
+    def _check_expert_node(self) -> None:
+        """Refuses nodes that aren't runs of the ranks of ``ep``."""
+        degree = self.degree(Mechanics.EXPERTS)
+        if not self.ep_node or degree == 1 or fits_expert_node(self.ep_node, degree):
+            return
+        fitting = [count for count in range(1, degree) if fits_expert_node(count, degree)]
+        nearest_size = min(fitting, key=lambda count: abs(count - self.ep_node))
+        raise PlanError(
+            f"ep_node={self.ep_node}: runs of ranks of {self.format_degree(Mechanics.EXPERTS)} must divide them, and "
+            f"be fewer; nearest that works: ep_node={nearest_size}"
+        )
 
     def _check_axes(self) -> None:
         """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
@@ -524,6 +544,7 @@ class Layout:
         defaults = {item.name: item.default for item in dataclasses.fields(self)}
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
         changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
+        changes["ep_node"] = expert_node_over(self.ep_node, degrees)
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
         if self.compress.keeps_errors and error_feedback_refusal(degrees, self.offload):
             changes["compress"] = defaults["compress"]
@@ -550,6 +571,17 @@ def secondary_over(size: int, degrees: Mapping[str, int], zero: int) -> int:
     is_pipelined = degrees.get(axis_with(Mechanics.STAGES, degrees), 1) > 1
     fits = zero == 3 and not is_pipelined and _fits_secondary(size, int(state_shards(degrees, zero)))
     return size if fits else 0
+
+
+def expert_node_over(size: int, degrees: Mapping[str, int]) -> int:
+    """Returns the neighbours of ``ep`` that a token can travel to once over other degrees: ``size``, or 0."""
+    degree = degrees.get(axis_with(Mechanics.EXPERTS, degrees), 1)
+    return size if fits_expert_node(size, degree) else 0
+
+
+def fits_expert_node(size: int, degree: int) -> bool:
+    """Returns whether runs of ``size`` ranks are parts of ``degree`` ranks of ``ep``, as `Layout.ep_node` asks."""
+    return 1 <= size < degree and degree % size == 0
 
 
 def _fits_secondary(size: int, shards: int) -> bool:

@@ -69,6 +69,10 @@ class LayerShape:
     """X; 0 for a dense block."""
     active_experts: int = 0
     """Routed experts that a token visits."""
+    expert_groups: int = 0
+    """Equal runs of experts, of which the router first chooses some; 0 where it chooses among all experts."""
+    chosen_groups: int = 0
+    """Runs that hold all experts of a token."""
     expert_ffn: int = 0
     """F of a routed expert."""
 

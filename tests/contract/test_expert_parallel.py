@@ -82,6 +82,14 @@ def test_ranks_whose_experts_get_no_token() -> None:
     prove(few, "shard=4,zero=3,ep=4,recompute=full", "shard=4,zero=2,ep=2")
 
 
+NODES = ("shard=4,zero=1,ep=4,ep_node=2", "shard=4,zero=3,ep=4,ep_node=1,microbatches=2,recompute=full")
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v2", "gpt_oss"])
+def test_tokens_travel_once_to_each_node(model: str) -> None:
+    prove(case(config(model, experts=6)), *NODES)
+
+
 def _detached_router(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router learns nothing."""
     routed = token_dispatch.Dispatch._route

@@ -14,6 +14,7 @@ import numpy as np
 from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import compute_bytes
+from meshwright.planner.cost.expert_dispatch import ExpertExchange
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
@@ -283,9 +284,8 @@ class PricedModel:
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
         if layer.experts:
-            routed = self.tokens / layouts.tp * layer.active_experts * layer.width * self.element
-            # Tokens go to their experts and back: two all-to-alls a pass.
-            exchange = groups.wire(traffic.all_to_all_s, routed, groups.ep).scaled(2.0)
+            routed = self.tokens / layouts.tp
+            exchange = ExpertExchange(layouts, groups, self.machine.device, routed, self.element).wire(layer)
             forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
             wire, backward_wire = wire + exchange, backward_wire + exchange
         for pass_time, carried in ((forward, wire), (backward, backward_wire)):

@@ -1,0 +1,122 @@
+"""Prices the exchange of tokens and experts (`Layout.ep_node`): once for each expert, for each rank, or for each node.
+
+The router is taken to choose every k of a layer's X experts as often. Then a token has an expert among x of them with
+the chance 1 - C(X-x, k) / C(X, k). Where it first chooses some groups of experts (DeepSeek-V3: 4 of 8), it is taken to
+choose these as often too, and then k of their experts. Source: the hypergeometric distribution.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from meshwright.array_types import Values
+from meshwright.cluster import traffic
+from meshwright.cluster.device import Device
+from meshwright.planner.cost.axis_columns import SHARDS
+from meshwright.planner.cost.element_bytes import compute_bytes
+from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
+from meshwright.planner.cost.kernels import move_s
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.spec.layout import fits_expert_node
+from meshwright.spec.model_shape import LayerShape
+
+CHOICE_BYTES = 8
+"""Bytes of an expert and its weight, which travel with a token that goes to a node or rank."""
+ROW_MOVES = 8.0
+"""Times that a rank moves the bytes of a row which it sends on, there and back: two to copy it, and of what comes back
+two for room of rows without copies, two to lay copies of a row beside each other, and two for their sum."""
+LEAST_GAIN = 0.1
+"""Share by which an exchange must be faster than that by expert, as its small kernels aren't priced."""
+
+
+def visit_share(layer: LayerShape, held: Values) -> Values:
+    """Returns the chance that a token has an expert among those held, of the shape of ``held``.
+
+    Args:
+        layer: with experts.
+        held: numbers of neighbouring experts, which begin where a group does or lie inside one; means where ranks don't
+            divide the experts.
+    """
+    sizes, places = np.unique(np.asarray(held, float), return_inverse=True)
+    shares = np.array([_visit_share(layer, float(size)) for size in sizes])[places.reshape(np.shape(held))]
+    return float(shares) if np.ndim(held) == 0 else shares
+
+
+def _visit_share(layer: LayerShape, held: float) -> float:
+    """Returns 1 - the chance that none is chosen, summed over how many of their groups may be."""
+    groups, chosen = (layer.expert_groups, layer.chosen_groups) if layer.expert_groups else (1, 1)
+    group_size = layer.experts / groups
+    touched = max(1, math.ceil(held / group_size))
+    missed = 0.0
+    for hit in range(max(0, chosen - (groups - touched)), min(touched, chosen) + 1):
+        ways = math.comb(touched, hit) * math.comb(groups - touched, chosen - hit) / math.comb(groups, chosen)
+        candidates, own = chosen * group_size, held * hit / touched
+        for already in range(layer.active_experts):
+            ways *= max(0.0, candidates - own - already) / (candidates - already)
+        missed += ways
+    return 1.0 - missed
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertExchange:
+    """The exchange of a layer's tokens with its experts, for N layouts."""
+
+    layouts: LayoutBatch
+    groups: CollectiveTimes
+    device: Device
+    tokens: Values
+    """That a rank sends, (N,)."""
+    element: float
+    """Bytes of an element."""
+
+    def wire(self, layer: LayerShape) -> WireTime:
+        """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
+        row_bytes = layer.width * self.element
+        size = self.tokens * layer.active_experts * row_bytes
+        by_expert = self.groups.wire(traffic.all_to_all_s, size, self.groups.ep).scaled(2.0)
+        is_by_node = self.layouts.ep_node > 0
+        return self._by_node(layer, row_bytes).where(is_by_node, by_expert) if is_by_node.any() else by_expert
+
+    def _by_node(self, layer: LayerShape, row_bytes: float) -> WireTime:
+        """Returns the same where a token travels once to each node, and inside it once to each rank."""
+        ep, run = self.layouts.ep, np.maximum(1.0, self.layouts.ep_node)
+        inside, across = self.groups.ep.split_runs(run)
+        node_share, rank_share = (visit_share(layer, layer.experts * ranks / ep) for ranks in (run, 1.0))
+        sent, forwarded = self.tokens * ep / run * node_share, np.where(run > 1, self.tokens * ep * rank_share, 0.0)
+        # On the way out a token takes its experts and their weights along.
+        message_bytes = row_bytes + layer.active_experts * CHOICE_BYTES / 2.0
+        wire = self.groups.wire(traffic.all_to_all_s, sent * message_bytes, across)
+        wire = wire + self.groups.wire(traffic.all_to_all_s, forwarded * message_bytes, inside)
+        return wire.scaled(2.0) + WireTime(move_s((sent + forwarded) * row_bytes * ROW_MOVES, self.device))
+
+
+def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> dict[int, int]:
+    """Returns the form of the exchange (`Layout.ep_node`) that is fastest for each degree of ``ep``, where it isn't 0.
+
+    It is chosen for micro-batches of a row, which fill their links; one that is faster by less than `LEAST_GAIN` isn't.
+
+    Args:
+        job: model and batch.
+        machine: devices and links.
+        devices: ranks of the layouts.
+    """
+    layer = next((block for block in job.shape.blocks if block.experts), None)
+    if layer is None:
+        return {}
+    fastest: dict[int, int] = {}
+    for ep in range(2, min(devices, layer.experts) + 1):
+        if layer.experts % ep or devices % ep:
+            continue
+        inside, _, _ = traffic.span(1, ep, machine.fabric.devices, devices)
+        runs = [0, *(run for run in dict.fromkeys((1, int(inside))) if fits_expert_node(run, ep))]
+        layouts = LayoutBatch.of({"ep": ep, SHARDS: devices, "ep_node": np.array(runs)})
+        groups, element = CollectiveTimes(layouts, machine), float(compute_bytes(job.precision))
+        exchange = ExpertExchange(layouts, groups, machine.device, float(job.sequence), element)
+        seconds = np.broadcast_to(exchange.wire(layer).seconds, len(runs))
+        best = int(np.argmin(seconds))
+        if seconds[best] * (1.0 + LEAST_GAIN) < seconds[0]:
+            fastest[ep] = runs[best]
+    return fastest
