@@ -133,6 +133,14 @@ def recomputed_whole(layouts: Sequence[Layout]) -> list[Layout]:
     ]
 
 
+_NODE_DISPATCH = {
+    "torchtitan": "where DeepEP is installed, --parallelism.expert_parallel_comm_backend deepep does the like",
+    "megatron": "where DeepEP is installed, --moe-token-dispatcher-type flex --moe-enable-deepep does the like",
+    "deepspeed": "deepspeed sends it once for each",
+}
+"""What each framework has in place of ``ep_node``."""
+
+
 def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate]) -> Emitted:
     """Writes the first of some layouts that a framework can express.
 
@@ -151,6 +159,8 @@ def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate
         except PlanError as error:
             reasons.append(str(error))
             continue
+        if candidate.layout.ep_node:
+            notes = [f"the plan sends a token once to each node of its experts; {_NODE_DISPATCH[framework]}", *notes]
         if index:
             slower = candidate.price.step_s / candidates[0].price.step_s - 1
             notes = [
@@ -175,11 +185,6 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             layout.tp_overlap > 0,
             f"tp_overlap={layout.tp_overlap}",
             "leave it out, and hide tp's traffic by its own flags",
-        ),
-        (
-            layout.ep_node > 0,
-            f"ep_node={layout.ep_node}",
-            "leave it out (Megatron's like is --moe-token-dispatcher-type flex --moe-enable-deepep)",
         ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
     ):

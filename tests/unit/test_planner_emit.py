@@ -192,6 +192,8 @@ def test_what_the_frameworks_check_is_met() -> None:
     assert flags["fp8-format"] == "hybrid" and flags["fp8-recipe"] == "tensorwise" and "bf16" in flags
     assert "use-distributed-optimizer" in written("megatron", "tp=2,offload=optimizer")[0]
     assert written("megatron", "shard=4,ep=4,zero=1", EXPERTS)[0]["moe-token-dispatcher-type"] == "alltoall"
+    notes = written("megatron", "shard=4,ep=4,zero=1,ep_node=2", EXPERTS)[1]
+    assert "once to each node" in notes[0] and "--moe-enable-deepep" in notes[0]
 
 
 def test_rows_that_do_not_divide_are_refused() -> None:

@@ -214,6 +214,8 @@ def test_sizes_are_the_defaults_of_transformers(name: str) -> None:
             "expert_ffn": getattr(config, "moe_intermediate_size", None) or ffn,
             "dense_layers": getattr(config, "first_k_dense_replace", 0),
         }
+        if (getattr(config, "n_group", None) or 1) > 1:
+            expected |= {"expert_groups": config.n_group, "chosen_groups": config.topk_group}
     elif ffn:
         expected["ffn"] = ffn
     assert {key: found[key] for key in expected} == expected

@@ -60,6 +60,8 @@ TORCHTITAN = Foreign(
         f"{_P}pipeline_parallel_*": "no pipeline, or stages are balanced by cost; split= in the layout says otherwise",
         f"{_P}spmd_backend": "a choice of how it is built there",
         f"{_P}context_parallel_*": "causal rows are balanced under gather and ring",
+        f"{_P}expert_parallel_comm_backend": "ep_node=8 in the layout sends a token once to each node of 8",
+        f"{_P}hybridep*": "ep_node=8 in the layout sends a token once to each node of 8",
         f"{_P}expert_tensor_parallel_degree": "ep divides the ranks of shard x cp x tp a second time",
         "experimental.enable_async_tensor_parallel": "tp_overlap=4 in the layout does the like",
         f"{_P}enable_async_tensor_parallel": "tp_overlap=4 in the layout does the like",

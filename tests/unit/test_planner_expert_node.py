@@ -1,0 +1,122 @@
+"""Tokens that travel once to each node of their experts, in the plan: how many rows, their time, when it is chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.jobs.plan_model import model_of_sizes, plan_model
+from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.expert_dispatch import fastest_nodes, visit_share
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.price import price, price_many
+from meshwright.spec.layout import Layout
+
+SIZES = {
+    "layers": 8,
+    "width": 4096,
+    "heads": 32,
+    "vocab": 32000,
+    "experts": 64,
+    "active_experts": 8,
+    "expert_ffn": 1024,
+}
+TEXT = ",".join(f"{name}={size}" for name, size in SIZES.items())
+SHAPE = shape_from_sizes(TableSizes(name="mixture", **SIZES))  # type: ignore[arg-type]
+JOB = PricedJob(shape=SHAPE, sequence=4096, rows=64, precision="bf16")
+NODES = "4x8xh100"
+
+
+def visited(experts: int, chosen: int, held: range, groups: int = 1, chosen_groups: int = 1) -> float:
+    """Returns the share of all choices that a router may make which have an expert among those held."""
+    size, hits, ways = experts // groups, 0, 0
+    for picked in itertools.combinations(range(groups), chosen_groups):
+        allowed = [expert for expert in range(experts) if expert // size in picked]
+        for token in itertools.combinations(allowed, chosen):
+            hits, ways = hits + any(expert in held for expert in token), ways + 1
+    return hits / ways
+
+
+@pytest.mark.parametrize(
+    ("experts", "chosen", "held", "groups"),
+    [(8, 2, 1, ()), (8, 2, 4, ()), (9, 3, 3, ()), (8, 1, 2, ()), (8, 2, 8, ()),
+     (12, 3, 3, (4, 2)), (12, 3, 6, (4, 2)), (12, 2, 1, (3, 1)), (12, 4, 8, (3, 2))],
+)  # fmt: skip
+def test_shares_of_visits_are_those_of_all_choices(
+    experts: int, chosen: int, held: int, groups: tuple[int, ...]
+) -> None:
+    block = dataclasses.replace(SHAPE.blocks[0], experts=experts, active_experts=chosen)
+    if groups:
+        block = dataclasses.replace(block, expert_groups=groups[0], chosen_groups=groups[1])
+    assert visit_share(block, held) == pytest.approx(visited(experts, chosen, range(held), *groups), rel=1e-12)
+    shares = visit_share(block, np.array([[held, experts], [held, held]]))
+    np.testing.assert_allclose(shares, [[visit_share(block, held), 1.0], [visit_share(block, held)] * 2], rtol=1e-12)
+
+
+def test_the_network_carries_a_token_once_a_node() -> None:
+    """64 experts of 4 nodes, 8 of a token: it visits 1 - C(48, 8) / C(64, 8) = 0.915 of the nodes, not 2 a node."""
+    text, slow = "shard=32,zero=3,ep=32,precision=bf16", Cluster.parse("4x8xh100@ethernet-25g")
+    by_expert, by_node = (price(JOB, Layout.parse(text + more), slow) for more in ("", ",ep_node=8"))
+    share = by_node.parts["ep"] / by_expert.parts["ep"]
+    # Inside the node and in the rank's memory it takes a little besides.
+    assert 4 * 0.915 / 8 < share < 4 * 0.915 / 8 * 1.1
+    assert by_node.parts["matmul"] == by_expert.parts["matmul"]
+
+
+def test_routers_that_choose_groups_visit_fewer_nodes() -> None:
+    blocks = tuple(dataclasses.replace(block, expert_groups=4, chosen_groups=2) for block in SHAPE.blocks)
+    grouped = dataclasses.replace(JOB, shape=dataclasses.replace(SHAPE, blocks=blocks))
+    layout = Layout.parse("shard=32,zero=3,ep=32,ep_node=8,precision=bf16")
+    free, limited = (price(job, layout, Cluster.parse("4x8xh100@ethernet-25g")).parts["ep"] for job in (JOB, grouped))
+    assert limited / free == pytest.approx(2 / (4 * 0.915), rel=0.1)
+
+
+def test_many_layouts_have_the_prices_of_one() -> None:
+    texts = [
+        "shard=32,zero=3,ep=32,ep_node=8",
+        "shard=32,zero=3,ep=32",
+        "shard=32,zero=3,ep=8,ep_node=1",
+        "replicate=32",
+    ]
+    layouts = [Layout.parse(text + ",precision=bf16") for text in texts]
+    together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(NODES))
+    alone = [price(JOB, layout, Cluster.parse(NODES)) for layout in layouts]
+    np.testing.assert_allclose(together.step_s, [one.step_s for one in alone], rtol=1e-12)
+    np.testing.assert_allclose(together.peak, [one.peak for one in alone], rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("cluster", "active", "expected"),
+    [
+        ("4x8xh100@ethernet-25g", 8, 8),  # beyond a node, once to each
+        ("4x8xh100", 1, 0),  # one expert of a token: there is nothing to save
+        ("1x32xa100-80-pcie", 8, 1),  # one node: once to each rank
+    ],
+)
+def test_the_search_knows_the_faster_exchange(cluster: str, active: int, expected: int) -> None:
+    shape = shape_from_sizes(TableSizes(name="mixture", **(SIZES | {"active_experts": active})))  # type: ignore[arg-type]
+    job = dataclasses.replace(JOB, shape=shape)
+    runs = fastest_nodes(job, Machine.of(Cluster.parse(cluster)), 32)
+    assert runs.get(16, 0) == expected
+    config = PlanConfig(
+        sizes=TEXT.replace("active_experts=8", f"active_experts={active}"), cluster=cluster, batch=64, sequence=4096,
+        fix="pp=1,tp=1,ep=16",
+    )  # fmt: skip
+    choice = plan_model(config, model_of_sizes(config.sizes)).choice
+    assert {option.layout.ep_node for option in choice.best if option.layout.ep_node == expected}
+    assert choice.best[0].layout.ep_node == expected
+    assert bool(expected) == any("a token travels once" in note for note in choice.notes)
+
+
+def test_other_runtimes_exchange_as_they_do() -> None:
+    config = PlanConfig(sizes=TEXT, cluster="4x8xh100@ethernet-25g", batch=64, sequence=4096)
+    question = plan_model(config, model_of_sizes(TEXT)).question
+    assert question.space.expert_nodes
+    assert not dataclasses.replace(question, engine=MESHWRIGHT.with_options(name="another")).space.expert_nodes
