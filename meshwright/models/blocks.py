@@ -6,6 +6,7 @@ of a list. Facts that the weights don't show (heads, windows, experts for each t
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -77,8 +78,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     expert_ffn = max((product.inner for product in expert_products if product.split == "rows"), default=0)
     expert_columns_out = sum(product.outer for product in expert_products if product.split == "columns")
     dropout_count, drops_scores = _dropouts(layer)
-    expert_groups, chosen_groups = _expert_groups(hf_fields) if experts else (0, 0)
-    return LayerShape(
+    shape = LayerShape(
         products=products,
         width=width,
         parameters=sum(parameter.numel() for parameter in layer.parameters()),
@@ -98,10 +98,22 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         drops=dropout_count,
         drops_scores=drops_scores,
         experts=experts,
-        active_experts=_active_experts(hf_fields) if experts else 0,
-        expert_groups=expert_groups,
-        chosen_groups=chosen_groups,
         expert_ffn=expert_ffn,
+    )
+    return _with_routing(shape, hf_fields) if experts else shape
+
+
+def _with_routing(shape: LayerShape, hf_fields: Mapping[str, Any]) -> LayerShape:
+    """Returns a layer's sizes with the experts that its router chooses, and the groups of them that it chooses first.
+
+    Those groups are DeepSeek-V2's and V3's; their descendants keep the names.
+    """
+    is_limited = hf_fields.get("topk_method") != "greedy"
+    groups, chosen = (int(hf_fields.get(name) or 0) * is_limited for name in ("n_group", "topk_group"))
+    if not 0 < chosen < groups:
+        groups = chosen = 0
+    return dataclasses.replace(
+        shape, active_experts=_active_experts(hf_fields), expert_groups=groups, chosen_groups=chosen
     )
 
 
@@ -216,15 +228,6 @@ def _expert_count(layer: nn.Module) -> int:
 def _active_experts(hf_fields: Mapping[str, Any]) -> int:
     """Returns the number of experts that a token visits."""
     return max((value for key in ACTIVE_EXPERTS if isinstance(value := hf_fields.get(key), int)), default=1)
-
-
-def _expert_groups(hf_fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Returns the runs of experts and how many of them a router chooses first (DeepSeek-V2, V3); 0 without any."""
-    groups, chosen = hf_fields.get("n_group"), hf_fields.get("topk_group")
-    is_limited = hf_fields.get("topk_method") != "greedy"
-    if not (isinstance(groups, int) and isinstance(chosen, int) and 0 < chosen < groups and is_limited):
-        return 0, 0
-    return groups, chosen
 
 
 def _window_tokens(hf_fields: Mapping[str, Any], layer_index: int, context: int) -> int:

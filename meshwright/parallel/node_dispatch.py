@@ -19,7 +19,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.row_copies import PlacedCopies
-from meshwright.parallel.token_dispatch import Dispatch, ExchangeRows, exchange
+from meshwright.parallel.token_dispatch import Dispatch, exchange, exchange_with_grad
 from meshwright.spec.experts import ExpertRows
 
 
@@ -205,7 +205,7 @@ def _travel(routed: _Routed, leg: _Leg, wanted: torch.Tensor, then: Callable[[_R
     arrived = _ExchangeRouted.apply(copies.copy(routed.tokens), copies.copy(routed.weights), index, leg)
     arrived_tokens, arrived_weights, arrived_index = arrived
     outputs = then(_Routed(arrived_tokens, arrived_index, arrived_weights))
-    return copies.total(ExchangeRows.apply(outputs, leg.axis_group, leg.received, leg.sent))
+    return copies.total(exchange_with_grad(outputs, leg.axis_group, leg.received, leg.sent))
 
 
 def _wanted(places: torch.Tensor, count: int) -> torch.Tensor:

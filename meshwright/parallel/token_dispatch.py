@@ -36,21 +36,25 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
     return out
 
 
-class ExchangeRows(torch.autograd.Function):
-    """`exchange`, whose gradients travel back."""
-
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
     ) -> torch.Tensor:
-        """Returns the rows that came."""
         ctx.axis_group, ctx.sent, ctx.received = axis_group, sent, received
         return exchange(x, axis_group, sent, received)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Returns the gradient of the rows."""
         return exchange(upstream[0], ctx.axis_group, ctx.received, ctx.sent), None, None, None
+
+
+def exchange_with_grad(
+    tensor: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
+) -> torch.Tensor:
+    """Returns `exchange` of ``tensor: (n_sent, ...)``; the gradients of its rows travel back."""
+    out: torch.Tensor = _ExchangeRows.apply(tensor, axis_group, sent, received)
+    return out
 
 
 class _ZeroGradWeights(torch.autograd.Function):
@@ -131,9 +135,9 @@ class Dispatch:
         slot_position = slot_position if sum(sent) == len(order) else slot_position.clamp(max=sum(sent))
         slots = RowCopies(order[: sum(sent)] // k, slot_position.view(-1, k))
         expert_outputs = self._compute_experts(
-            ExchangeRows.apply(slots.copy(tokens), self._axis_group, sent, received), local
+            exchange_with_grad(slots.copy(tokens), self._axis_group, sent, received), local
         )
-        returned = ExchangeRows.apply(expert_outputs, self._axis_group, received, sent)
+        returned = exchange_with_grad(expert_outputs, self._axis_group, received, sent)
         return (slots.by_row(returned) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
 
     def _exchange_counts(self, counts: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:

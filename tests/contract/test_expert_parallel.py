@@ -137,7 +137,7 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
             None,
         )
 
-    monkeypatch.setattr(token_dispatch.ExchangeRows, "backward", staticmethod(nothing))
+    monkeypatch.setattr(token_dispatch._ExchangeRows, "backward", staticmethod(nothing))
 
 
 @pytest.mark.parametrize(

@@ -297,7 +297,8 @@ def test_what_torchtitan_saved_of_a_run_is_read_whole(tmp_path: Path) -> None:
     assert not migrated(tmp_path, ".json", json.dumps(saved)).layout.recompute
 
 
-CONTEXTS = ("", "replicate=2,", "shard=2,", "shard=2,zero=3,", "cp=2,", "tp=2,", "pp=2,microbatches=4,", "shard=16,zero=1,ep=16,")
+CONTEXTS = ("", "replicate=2,", "shard=2,", "shard=2,zero=3,", "cp=2,", "tp=2,", "pp=2,microbatches=4,")
+CONTEXTS += ("shard=16,zero=1,ep=16,",)
 """Beginnings of layouts, in one of which every option may stand."""
 
 
