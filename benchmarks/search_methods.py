@@ -124,6 +124,7 @@ class LayoutTree:
         parts = columns["pp"] * columns["cp"] * columns["tp"] * columns["shard"]
         columns["replicate"] = self.question.cluster.devices / parts
         columns["sequence"] = (columns["tp"] > 1) * 1.0
+        columns["ep_node"] = self.question.space.expert_node(columns["ep"])
         columns["recompute_share"] = np.where(layers > 0, layers / self._layers, 1.0)
         return LayoutBatch.of(columns)
 
