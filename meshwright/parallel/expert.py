@@ -47,6 +47,7 @@ def wrap(
     copies: int,
     replicas: AxisGroup | None = None,
     node: ExpertNode | None = None,
+    chunks: int = 1,
 ) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
@@ -58,6 +59,7 @@ def wrap(
         copies: ranks of the world that hold the same experts.
         replicas: ranks whose tokens are equal (they send a share each); None where all tokens differ.
         node: ``axis_group`` as nodes, to each of which a token travels once; None sends it once for each expert.
+        chunks: of tokens, one of which travels while the experts compute another.
 
     Returns:
         The shard of each of its parameters, by dotted name in the model.
@@ -81,8 +83,8 @@ def wrap(
 
     def dispatch(plain: Forward) -> Dispatch:
         if node is None:
-            return Dispatch(module, rows, axis_group, replicas, plain)
-        return NodeDispatch(module, rows, axis_group, replicas, plain, node)
+            return Dispatch(module, rows, axis_group, replicas, plain, chunks)
+        return NodeDispatch(module, rows, axis_group, replicas, plain, node, chunks)
 
     wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", dispatch)
     return shards
@@ -101,7 +103,7 @@ def _apply(context: TransformContext) -> None:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
         for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
             experts = modules_by_name[rows.module]
-            stage.local_shards |= wrap(experts, rows, group, copies, replicas, node)
+            stage.local_shards |= wrap(experts, rows, group, copies, replicas, node, max(1, layout.ep_overlap))
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)

@@ -9,7 +9,7 @@ device wouldn't round.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,8 @@ from torch.autograd.function import FunctionCtx
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.row_copies import PlacedCopies
-from meshwright.parallel.token_dispatch import Dispatch, exchange, exchange_with_grad
+from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange
+from meshwright.parallel.token_dispatch import Dispatch, Routed
 from meshwright.spec.experts import ExpertRows
 
 
@@ -39,53 +40,58 @@ class ExpertNode:
 
 
 @dataclass(frozen=True, slots=True)
-class _Leg:
-    """One exchange of rows within a group, and how many rows go to and come from each of its ranks."""
+class _Route:
+    """The ways of some tokens to their nodes, and of those that come to this rank's node to its ranks."""
 
-    axis_group: AxisGroup
-    sent: list[int]
-    received: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    """Rows on their way to experts."""
-
-    tokens: torch.Tensor
-    """(M, D)."""
-    index: torch.Tensor
-    """(M, k) experts of each row; X or more where a slot is to be skipped."""
-    weights: torch.Tensor
-    """(M, k)."""
+    wanted_nodes: torch.Tensor
+    """bool (T, N)."""
+    across: Leg
+    inside: Leg | None
+    """None where each rank is a node."""
+    slots: int
+    """That this rank's experts compute."""
 
 
-class _ExchangeRouted(torch.autograd.Function):
-    """`exchange` of tokens, weights and experts; the gradients of tokens and weights travel back, in this order."""
+class _DepartRouted(torch.autograd.Function):
+    """Begins to send tokens, and in one message their weights and experts; in backward it waits for both gradients."""
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, tokens: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, leg: _Leg
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx: FunctionCtx, tokens: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, leg: Leg
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.leg = leg
-        # Experts and weights travel as one message, in integers as wide as a weight's numbers.
+        # In integers as wide as a weight's numbers.
         wide = weights if weights.element_size() >= 4 else weights.float()
         integers = torch.int64 if wide.element_size() == 8 else torch.int32
-        choices = torch.cat([wide.contiguous().view(integers), index.to(integers)], dim=1)
-        arrived, choices = (exchange(part, leg.axis_group, leg.sent, leg.received) for part in (tokens, choices))
-        arrived_weights, arrived_index = choices.tensor_split(2, dim=1)
-        arrived_weights = arrived_weights.contiguous().view(wide.dtype).to(weights.dtype)
-        arrived_index = arrived_index.to(index.dtype)
-        ctx.mark_non_differentiable(arrived_index)
-        return arrived, arrived_weights, arrived_index
+        leg.begin(tokens)
+        leg.begin(torch.cat([wide.contiguous().view(integers), index.to(integers)], dim=1))
+        return tokens.view_as(tokens), weights.view_as(weights)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        leg, needed = ctx.leg, ctx.needs_input_grad
-        grads = [
-            exchange(grad, leg.axis_group, leg.received, leg.sent) if is_needed else None
-            for grad, is_needed in zip(upstream[:2], needed)
-        ]
-        return *grads, None, None
+        ctx.leg.end()
+        return upstream[0], upstream[1], None, None
+
+
+class _ArriveRouted(torch.autograd.Function):
+    """Waits for them; in backward it begins to send the gradients of tokens and weights back."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, _: torch.Tensor, weights: torch.Tensor, leg: Leg
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        ctx.leg = leg
+        tokens, choices = leg.end()
+        numbers, experts = choices.tensor_split(2, dim=1)
+        wide = torch.float64 if choices.element_size() == 8 else torch.float32
+        index = experts.to(torch.int64)
+        ctx.mark_non_differentiable(index)
+        return tokens, numbers.contiguous().view(wide).to(weights.dtype), index
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        tokens_grad, weights_grad = (ctx.leg.begin(grad, is_back=True) for grad in upstream[:2])
+        return tokens_grad, weights_grad, None
 
 
 class NodeDispatch(Dispatch):
@@ -98,6 +104,7 @@ class NodeDispatch(Dispatch):
         replicas: ranks whose tokens are equal.
         compute: the module's own forward.
         node: ``axis_group`` as nodes.
+        chunks: of tokens, one of which travels while the experts compute another.
     """
 
     def __init__(
@@ -108,39 +115,33 @@ class NodeDispatch(Dispatch):
         replicas: AxisGroup | None,
         compute: Forward,
         node: ExpertNode,
+        chunks: int = 1,
     ) -> None:
-        super().__init__(module, rows, axis_group, replicas, compute)
+        super().__init__(module, rows, axis_group, replicas, compute, chunks)
         self._node = node
         ranks = [rank for rank, count in enumerate(self._experts_of_rank) for _ in range(count)]
         # One entry more, for slots that are skipped: a rank behind the last.
         self._rank_of_expert = torch.tensor([*ranks, axis_group.size])
 
-    def _route(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sends tokens to their nodes, from there to their ranks, computes those that come, and sums what comes back.
+    def _journeys(self, parts: Sequence[Routed]) -> list[Journey]:
+        """Returns the journeys of chunks of tokens to their experts and back; it waits for the device once."""
+        routes = self._exchange_rows([index for _, index, _ in parts])
+        return [self._visit_nodes(part, route) for part, route in zip(parts, routes)]
 
-        Args:
-            tokens: (T, D).
-            index: (T, k) experts of each token; X or more where a slot is to be skipped.
-            weights: (T, k).
-        """
-        ranks = self._ranks(index)
-        wanted_ranks = _wanted(ranks, self._axis_group.size)
-        wanted_nodes = wanted_ranks.view(len(ranks), -1, self._node.size).any(dim=2)
-        across, inside, slots = self._exchange_row_counts(ranks, wanted_ranks, wanted_nodes)
+    def _visit_nodes(self, part: Routed, route: _Route) -> Journey:
+        """Sends tokens to their nodes, and from there to their ranks; (T, D) of ``part``."""
 
-        def compute(routed: _Routed) -> torch.Tensor:
-            return self._compute_rows(routed, slots)
-
-        def forward_inside(routed: _Routed) -> torch.Tensor:
-            if inside is None:
-                return compute(routed)
+        def visit_ranks(arrived: Routed) -> Journey:
+            if route.inside is None:
+                return self._compute_rows(arrived, route.slots)
             first = self._axis_group.index // self._node.size * self._node.size
-            local = self._ranks(routed.index) - first
+            local = self._ranks(arrived[1]) - first
             # What other nodes compute is none of this one's ranks.
             local = torch.where((local >= 0) & (local < self._node.size), local, self._node.size)
-            return _travel(routed, inside, _wanted(local, self._node.size), compute)
+            wanted = _wanted(local, self._node.size)
+            return _travel(arrived, route.inside, wanted, lambda here: self._compute_rows(here, route.slots))
 
-        return _travel(_Routed(tokens, index, weights), across, wanted_nodes, forward_inside)
+        return _travel(part, route.across, route.wanted_nodes, visit_ranks)
 
     def _ranks(self, index: torch.Tensor) -> torch.Tensor:
         """Returns the rank in ``ep`` that holds each expert of ``index: (M, k)``; R for those that are skipped."""
@@ -148,64 +149,75 @@ class NodeDispatch(Dispatch):
             self._rank_of_expert = self._rank_of_expert.to(index.device)
         return self._rank_of_expert[index.clamp(max=self._rows.experts)]
 
-    def _exchange_row_counts(
-        self, ranks: torch.Tensor, wanted_ranks: torch.Tensor, wanted_nodes: torch.Tensor
-    ) -> tuple[_Leg, _Leg | None, int]:
+    def _exchange_rows(self, indices: Sequence[torch.Tensor]) -> list[_Route]:
         """Tells nodes and ranks how many rows and slots come, and waits for the device once.
 
         Args:
-            ranks: (T, k) rank of each slot.
-            wanted_ranks: bool (T, R).
-            wanted_nodes: bool (T, N).
+            indices: (T, k) experts of the tokens of each chunk.
 
         Returns:
-            The exchange between nodes, that inside the node, and the slots that this rank's experts compute.
+            The ways of each chunk.
         """
-        size, nodes = self._axis_group.size, self._node.across.size
-        edges = torch.arange(size + 1, device=ranks.device)
-        slots_of_rank = torch.searchsorted(ranks.reshape(-1).sort().values, edges).diff()
-        rows_of_node, rows_of_rank = wanted_nodes.sum(dim=0), wanted_ranks.sum(dim=0)
+        size, nodes, run = self._axis_group.size, self._node.across.size, self._node.size
+        chunks, edges = len(indices), torch.arange(size + 1, device=indices[0].device)
+        wanted_by_chunk, rows_of_node, forwarded = [], [], []
+        for ranks in map(self._ranks, indices):
+            wanted_ranks = _wanted(ranks, size)
+            wanted_nodes = wanted_ranks.view(len(ranks), nodes, run).any(dim=2)
+            slots_of_rank = torch.searchsorted(ranks.reshape(-1).sort().values, edges).diff()
+            wanted_by_chunk.append(wanted_nodes)
+            rows_of_node.append(wanted_nodes.sum(dim=0))
+            forwarded.append(torch.stack([wanted_ranks.sum(dim=0), slots_of_rank], dim=1).view(nodes, run, 2))
         # To each node how many rows come, then for each of its ranks how many of them, and how many slots.
-        message = torch.cat([part.view(nodes, -1) for part in (rows_of_node, rows_of_rank, slots_of_rank)], dim=1)
+        to_nodes = torch.stack(rows_of_node, dim=1)
+        message = torch.cat([to_nodes, torch.stack(forwarded, dim=1).view(nodes, -1)], dim=1)
         arrived = exchange(message, self._node.across, [1] * nodes, [1] * nodes)
-        on_host = [rows_of_node, arrived[:, 0]]
-        if self._node.inside is None:
-            on_host.append(arrived[:, 2].sum(dim=0, keepdim=True))
-        else:
-            run = self._node.size
-            forwarded = arrived[:, 1:].sum(dim=0).view(2, run).t()
-            coming = exchange(forwarded, self._node.inside, [1] * run, [1] * run)
-            on_host += [forwarded[:, 0], coming[:, 0], coming[:, 1].sum(dim=0, keepdim=True)]
-        parts = _split(torch.cat(on_host).tolist(), [len(part) for part in on_host])
-        inside = None if self._node.inside is None else _Leg(self._node.inside, parts[2], parts[3])
-        return _Leg(self._node.across, parts[0], parts[1]), inside, parts[-1][0]
+        from_nodes, at_ranks = arrived[:, :chunks], arrived[:, chunks:].sum(dim=0).view(chunks, run, 2)
+        on_host = [to_nodes.t(), from_nodes.t()]
+        if self._node.inside is not None:
+            coming = exchange(at_ranks.transpose(0, 1), self._node.inside, [1] * run, [1] * run).transpose(0, 1)
+            on_host += [at_ranks[..., 0], coming[..., 0]]
+            at_ranks = coming
+        on_host.append(at_ranks[..., 1].sum(dim=1, keepdim=True))
+        widths = [part.shape[1] for part in on_host]
+        routes = []
+        for wanted, counts in zip(wanted_by_chunk, torch.cat(on_host, dim=1).tolist()):
+            parts = _split(counts, widths)
+            inside = None if self._node.inside is None else Leg(self._node.inside, parts[2], parts[3])
+            routes.append(_Route(wanted, Leg(self._node.across, parts[0], parts[1]), inside, parts[-1][0]))
+        return routes
 
-    def _compute_rows(self, routed: _Routed, slots: int) -> torch.Tensor:
+    def _compute_rows(self, arrived: Routed, slots: int) -> Journey:
         """Returns the weighted sum of this rank's experts for each row, (M, D), in the rows' dtype."""
+        yield from ()  # a journey without a further exchange
+        tokens, index, weights = arrived
         local_experts = self._experts_of_rank[self._axis_group.index]
         start = sum(self._experts_of_rank[: self._axis_group.index])
-        is_local = (routed.index >= start) & (routed.index < start + local_experts)
-        copies = PlacedCopies.at(is_local, slots, min(routed.index.shape[1], local_experts))
-        outputs = self._compute_experts(copies.copy(routed.tokens), copies.choose(routed.index) - start)
-        weighted = outputs * copies.choose(routed.weights).unsqueeze(1)
-        return copies.total(weighted).to(routed.tokens.dtype)
+        is_local = (index >= start) & (index < start + local_experts)
+        copies = PlacedCopies.at(is_local, slots, min(index.shape[1], local_experts))
+        outputs = self._compute_experts(copies.copy(tokens), copies.choose(index) - start)
+        return copies.total(outputs * copies.choose(weights).unsqueeze(1)).to(tokens.dtype)
 
 
-def _travel(routed: _Routed, leg: _Leg, wanted: torch.Tensor, then: Callable[[_Routed], torch.Tensor]) -> torch.Tensor:
-    """Sends rows where they are wanted, does something with those that come, and sums what comes back, (M, D).
+def _travel(part: Routed, leg: Leg, wanted: torch.Tensor, then: Callable[[Routed], Journey]) -> Journey:
+    """Sends rows where they are wanted, goes on with those that come, and sums what comes back, (M, D).
 
     Args:
-        routed: M rows.
+        part: M rows, their experts and weights.
         leg: the exchange.
         wanted: bool (M, P), by rank of the leg.
-        then: computes what goes back for each row that came.
+        then: the journey from there, which returns what goes back for each row that came.
     """
-    copies = PlacedCopies.at(wanted, sum(leg.sent), min(routed.index.shape[1], leg.axis_group.size))
-    index = routed.index.index_select(0, copies.source)
-    arrived = _ExchangeRouted.apply(copies.copy(routed.tokens), copies.copy(routed.weights), index, leg)
-    arrived_tokens, arrived_weights, arrived_index = arrived
-    outputs = then(_Routed(arrived_tokens, arrived_index, arrived_weights))
-    return copies.total(exchange_with_grad(outputs, leg.axis_group, leg.received, leg.sent))
+    tokens, index, weights = part
+    copies = PlacedCopies.at(wanted, sum(leg.sent), min(index.shape[1], leg.axis_group.size))
+    chosen = index.index_select(0, copies.source)
+    departed = _DepartRouted.apply(copies.copy(tokens), copies.copy(weights), chosen, leg)
+    yield
+    arrived_tokens, arrived_weights, arrived_index = _ArriveRouted.apply(*departed, leg)
+    outputs = yield from then((arrived_tokens, arrived_index, arrived_weights))
+    homeward = RowExchange(outputs, leg.reversed())
+    yield
+    return copies.total(homeward.wait())
 
 
 def _wanted(places: torch.Tensor, count: int) -> torch.Tensor:

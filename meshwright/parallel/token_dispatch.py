@@ -7,7 +7,9 @@ weights never travel. Source: Lepikhin et al., GShard (2021), section 3.2; Gale 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,44 +19,12 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.row_copies import RowCopies
+from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange, travel_in_turns
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.tensors import is_view
 
-
-def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
-    """Sends each rank its rows and returns the rows that came, both in rank order; without a gradient.
-
-    Args:
-        tensor: (n_sent, ...) rows, those for rank 0 first; n_sent is the sum of ``sent``.
-        axis_group: the ranks.
-        sent: rows for each rank.
-        received: rows from each rank.
-    """
-    tensor = tensor.contiguous()
-    out = tensor.new_empty((sum(received), *tensor.shape[1:]))
-    axis_group.all_to_all_rows(out, tensor, received, sent).wait()
-    return out
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
-    ) -> torch.Tensor:
-        ctx.axis_group, ctx.sent, ctx.received = axis_group, sent, received
-        return exchange(x, axis_group, sent, received)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return exchange(upstream[0], ctx.axis_group, ctx.received, ctx.sent), None, None, None
-
-
-def exchange_with_grad(
-    tensor: torch.Tensor, axis_group: AxisGroup, sent: list[int], received: list[int]
-) -> torch.Tensor:
-    """Returns `exchange` of ``tensor: (n_sent, ...)``; the gradients of its rows travel back."""
-    out: torch.Tensor = _ExchangeRows.apply(tensor, axis_group, sent, received)
-    return out
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""T tokens on their way to experts: (T, D), their experts (T, k) and these experts' weights (T, k)."""
 
 
 class _ZeroGradWeights(torch.autograd.Function):
@@ -76,6 +46,35 @@ def _as_fresh_tensor(output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
     return output.clone() if is_view(output) else output
 
 
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The (token, expert) pairs of T tokens, sorted by expert."""
+
+    order: torch.Tensor
+    """(T k,) slot of each place in the order; those that are skipped are last."""
+    position: torch.Tensor
+    """(T k,) place of each slot."""
+    counts: torch.Tensor
+    """(X,) slots of each expert."""
+
+    @classmethod
+    def of(cls, index: torch.Tensor, experts: int) -> _Slots:
+        """Sorts ``index: (T, k)`` of a layer's X experts."""
+        # Stable, so that the order of an expert's slots, and with it every sum over them, is the same in each run.
+        chosen, order = torch.sort(index.reshape(-1), stable=True)
+        # The inverse permutation: where in the sorted order slot (token, j) lies.
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        # Unlike bincount this doesn't wait for the device.
+        counts = torch.searchsorted(chosen, torch.arange(experts + 1, device=order.device)).diff()
+        return cls(order, position, counts)
+
+    def copies(self, sent: int, k: int) -> RowCopies:
+        """Returns the copies of tokens with k experts each, of which ``sent`` aren't skipped."""
+        position = self.position if sent == len(self.order) else self.position.clamp(max=sent)
+        return RowCopies(self.order[:sent] // k, position.view(-1, k))
+
+
 class Dispatch:
     """Replaces an experts module's forward: sends tokens to their experts' ranks and brings the outputs back.
 
@@ -85,13 +84,20 @@ class Dispatch:
         axis_group: the ranks that hold the layer's experts together, in the order of the experts.
         replicas: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
         compute: the module's own forward.
+        chunks: of tokens, one of which travels while the experts compute another.
     """
 
     def __init__(
-        self, module: nn.Module, rows: ExpertRows, axis_group: AxisGroup, replicas: AxisGroup | None, compute: Forward
+        self,
+        module: nn.Module,
+        rows: ExpertRows,
+        axis_group: AxisGroup,
+        replicas: AxisGroup | None,
+        compute: Forward,
+        chunks: int = 1,
     ) -> None:
         self._module, self._rows, self._axis_group, self._replicas = module, rows, axis_group, replicas
-        self._compute = compute
+        self._compute, self._chunks = compute, chunks
         spans = [rows.span(index, axis_group.size) for index in range(axis_group.size)]
         self._experts_of_rank = [stop - start for start, stop in spans]
 
@@ -115,49 +121,67 @@ class Dispatch:
         return _as_fresh_tensor(gathered[: len(gathered) - padding], hidden.shape)
 
     def _route(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Sends slots out, computes those that come in, and sums what comes back.
+        """Sends tokens out, computes those that come in, and sums what comes back.
 
         Args:
             tokens: (T, D).
             index: (T, k) experts of each token; X or more where a slot is to be skipped.
             weights: (T, k).
         """
-        chosen, k = index.reshape(-1), index.shape[1]
-        # Stable, so that the order of an expert's slots, and with it every sum over them, is the same in each run.
-        experts, order = torch.sort(chosen, stable=True)
-        # The inverse permutation: where in the sorted order slot (token, j) lies.
-        slot_position = torch.empty_like(order)
-        slot_position[order] = torch.arange(len(order), device=order.device)
-        # Unlike bincount this doesn't wait for the device.
-        counts = torch.searchsorted(experts, torch.arange(self._rows.experts + 1, device=order.device)).diff()
-        sent, received, local = self._exchange_counts(counts)
-        # Skipped slots have index X or more, so they lie at the end of the order and aren't sent.
-        slot_position = slot_position if sum(sent) == len(order) else slot_position.clamp(max=sum(sent))
-        slots = RowCopies(order[: sum(sent)] // k, slot_position.view(-1, k))
-        expert_outputs = self._compute_experts(
-            exchange_with_grad(slots.copy(tokens), self._axis_group, sent, received), local
-        )
-        returned = exchange_with_grad(expert_outputs, self._axis_group, received, sent)
-        return (slots.by_row(returned) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
+        if self._chunks == 1:
+            return travel_in_turns(self._journeys([(tokens, index, weights)]))[0]
+        # As many on every rank, however many tokens it has.
+        bounds = [len(tokens) * number // self._chunks for number in range(self._chunks + 1)]
+        sizes = [stop - start for start, stop in itertools.pairwise(bounds)]
+        parts = list(zip(*(tensor.split(sizes) for tensor in (tokens, index, weights))))
+        return torch.cat(travel_in_turns(self._journeys(parts)))
 
-    def _exchange_counts(self, counts: torch.Tensor) -> tuple[list[int], list[int], torch.Tensor]:
-        """Tells every rank how many slots come for each of its experts.
+    def _journeys(self, parts: Sequence[Routed]) -> list[Journey]:
+        """Returns the journeys of chunks of tokens to their experts and back; it waits for the device once."""
+        slots = [_Slots.of(index, self._rows.experts) for _, index, _ in parts]
+        counts = torch.stack([chunk.counts for chunk in slots], dim=1)
+        legs = self._exchange_counts(counts)
+        return [self._journey(part, chunk, *leg) for part, chunk, leg in zip(parts, slots, legs)]
+
+    def _journey(self, part: Routed, slots: _Slots, leg: Leg, local: torch.Tensor) -> Journey:
+        """Sends tokens once for each of their experts, and weighs and sums what comes back.
+
+        Args:
+            part: T tokens (T, D), their experts (T, k) and weights (T, k).
+            slots: of the experts.
+            leg: the way to the experts.
+            local: the expert of each slot that comes, counted on this rank.
+        """
+        tokens, index, weights = part
+        copies = slots.copies(sum(leg.sent), index.shape[1])
+        outward = RowExchange(copies.copy(tokens), leg)
+        yield
+        homeward = RowExchange(self._compute_experts(outward.wait(), local), leg.reversed())
+        yield
+        return (copies.by_row(homeward.wait()) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
+
+    def _exchange_counts(self, counts: torch.Tensor) -> list[tuple[Leg, torch.Tensor]]:
+        """Tells every rank how many slots come for each of its experts, of ``counts: (X, chunks)``.
 
         Returns:
-            Slots for each rank, slots from each rank, and the local expert of each slot that comes.
+            For each chunk the slots for and from each rank, and the local expert of each slot that comes.
         """
         local_experts, size = self._experts_of_rank[self._axis_group.index], self._axis_group.size
-        incoming_counts = exchange(counts, self._axis_group, self._experts_of_rank, [local_experts] * size).view(
-            size, local_experts
+        incoming = exchange(counts, self._axis_group, self._experts_of_rank, [local_experts] * size).view(
+            size, local_experts, -1
         )
-        counts_on_host = torch.cat([counts, incoming_counts.sum(dim=1)]).tolist()  # one wait for the device, not two
-        sent, offset = [], 0
-        for experts_of_rank in self._experts_of_rank:
-            sent.append(sum(counts_on_host[offset : offset + experts_of_rank]))
-            offset += experts_of_rank
-        received = counts_on_host[offset:]
-        experts = torch.arange(local_experts, device=counts.device).repeat(size)
-        return sent, received, torch.repeat_interleave(experts, incoming_counts.reshape(-1), output_size=sum(received))
+        on_host = torch.cat([counts, incoming.sum(dim=1)]).t().tolist()  # one wait for the device, not two
+        experts, legs = torch.arange(local_experts, device=counts.device).repeat(size), []
+        for chunk, counted in enumerate(on_host):
+            sent, offset = [], 0
+            for experts_of_rank in self._experts_of_rank:
+                sent.append(sum(counted[offset : offset + experts_of_rank]))
+                offset += experts_of_rank
+            leg = Leg(self._axis_group, sent, counted[offset:])
+            slots_of_expert = incoming[:, :, chunk].reshape(-1)
+            local = torch.repeat_interleave(experts, slots_of_expert, output_size=sum(leg.received))
+            legs.append((leg, local))
+        return legs
 
     def _compute_experts(self, tokens: torch.Tensor, expert_of_token: torch.Tensor) -> torch.Tensor:
         """Runs this rank's experts: ``tokens: (N, D)``, ``expert_of_token: (N,)`` counted on this rank, unweighted."""

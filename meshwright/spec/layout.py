@@ -72,6 +72,7 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "tp_overlap": Mechanics.MATRICES,
     "attention": Mechanics.TOKENS,
     "ep_node": Mechanics.EXPERTS,
+    "ep_overlap": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
 
@@ -115,6 +116,9 @@ class Layout:
     """Neighbouring ranks of ``ep``, those of a node, to which a token travels once, however many of its experts they
     hold; inside it goes once to each rank that has some. With 1 it goes once to each rank; 0 sends it once for each of
     its experts."""
+    ep_overlap: int = 0
+    """Chunks of tokens, of which one travels to its experts and back while the experts compute another; 0 computes the
+    tokens of a micro-batch as one."""
     rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
     """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
     evenly. Losses and gradients are weighted by tokens, so the training is the same."""
@@ -214,7 +218,12 @@ class Layout:
             )
 
     def _check_expert_node(self) -> None:
-        """Refuses nodes that aren't runs of the ranks of ``ep``."""
+        """Refuses nodes that aren't runs of the ranks of ``ep``, and chunks of no number."""
+        if self.ep_overlap < 0 or self.ep_overlap == 1:
+            raise PlanError(
+                f"ep_overlap={self.ep_overlap}: it is a number of chunks, 2 or more, or 0 for none; nearest that "
+                "works: ep_overlap=2"
+            )
         degree = self.degree(Mechanics.EXPERTS)
         if not self.ep_node or degree == 1 or fits_expert_node(self.ep_node, degree):
             return

@@ -142,7 +142,7 @@ def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
 def is_plain(layout: Layout) -> bool:
     """Returns whether a run may begin or end on the way with all that a layout has."""
     is_exact = not layout.is_lossy and layout.islands == 1
-    searched = not (layout.secondary or layout.tp_overlap or layout.ep_node or layout.compile)
+    searched = not (layout.secondary or layout.tp_overlap or layout.ep_node or layout.ep_overlap or layout.compile)
     return is_exact and layout.offload == "none" and searched
 
 

@@ -14,7 +14,7 @@ from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.parallel import data_parallel, expert, row_copies, token_dispatch
+from meshwright.parallel import data_parallel, expert, row_copies, row_exchange, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
@@ -130,14 +130,9 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what was sent doesn't come back."""
 
     def nothing(ctx: Any, *upstream: Any) -> Any:
-        return (
-            token_dispatch.exchange(torch.zeros_like(upstream[0]), ctx.axis_group, ctx.received, ctx.sent),
-            None,
-            None,
-            None,
-        )
+        return ctx.leg.begin(torch.zeros_like(upstream[0]), is_back=True), None
 
-    monkeypatch.setattr(token_dispatch._ExchangeRows, "backward", staticmethod(nothing))
+    monkeypatch.setattr(row_exchange._Arrive, "backward", staticmethod(nothing))
 
 
 @pytest.mark.parametrize(

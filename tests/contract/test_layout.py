@@ -81,6 +81,8 @@ def test_defaults_and_spaces() -> None:
         ("shard=4,zero=2,secondary=2", "zero=2 frees none in between; write zero=3"),
         ("pp=2,shard=4,secondary=2", "no effect with pp=2: a pipeline keeps"),
         ("replicate=2,tp_overlap=4", "tp_overlap=4 has no effect without tp; write tp=2 or more"),
+        ("replicate=2,ep_overlap=2", "ep_overlap=2 has no effect without ep; write ep=2 or more"),
+        ("shard=2,zero=1,ep=2,ep_overlap=1", "2 or more, or 0 for none; nearest that works: ep_overlap=2"),
         ("replicate=2,ep_node=1", "ep_node=1 has no effect without ep; write ep=2 or more"),
         ("shard=8,zero=1,ep=8,ep_node=3", "must divide them, and be fewer; nearest that works: ep_node=2"),
         (
@@ -194,8 +196,11 @@ def test_shares_that_cannot_be_are_refused(text: str, why: str) -> None:
 
 
 def test_chunks_beside_tp_go_with_it() -> None:
-    layout = Layout.parse("shard=8,zero=1,ep=8,ep_node=4")
-    assert Layout.parse(str(layout)) == layout and "ep_node=4" in str(layout)
+    layout = Layout.parse("shard=8,zero=1,ep=8,ep_node=4,ep_overlap=2")
+    assert Layout.parse(str(layout)) == layout and "ep_node=4,ep_overlap=2" in str(layout)
+    assert (
+        layout.with_degrees({"shard": 2, "ep": 2}).ep_overlap == 2 and not layout.with_degrees({"shard": 8}).ep_overlap
+    )
     assert layout.with_degrees({"shard": 8, "ep": 4}).ep_node == layout.with_degrees({"shard": 8}).ep_node == 0
     assert layout.with_degrees({"shard": 16, "ep": 16}).ep_node == 4
     layout = Layout.parse("replicate=2,tp=4,tp_overlap=4,sequence=true")

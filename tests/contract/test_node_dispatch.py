@@ -14,7 +14,7 @@ from meshwright.jobs.model_reading import model_parts
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.parallel import node_dispatch
+from meshwright.parallel import node_dispatch, token_dispatch
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import random_batches, verify
@@ -45,7 +45,20 @@ def test_every_axis_that_carries_tokens() -> None:
 
 
 def test_ranks_and_nodes_without_any_token() -> None:
-    prove(case(config("qwen3_moe", experts=24), rows=4, sequence=1), "shard=4,zero=3,ep=4,ep_node=2,recompute=full")
+    few = case(config("qwen3_moe", experts=24), rows=4, sequence=1)
+    prove(few, *(f"shard=4,zero=3,ep=4,{more}recompute=full" for more in ("ep_node=2,", "ep_node=2,ep_overlap=3,")))
+
+
+def test_chunks_that_travel_while_others_are_computed() -> None:
+    # Seven tokens of a row: chunks of two sizes; with tp each rank has a share of them.
+    proof = case(config("mixtral", experts=6), sequence=7)
+    prove(
+        proof,
+        "shard=2,zero=3,ep=2,ep_overlap=3,microbatches=2,recompute=full",
+        "shard=4,zero=1,ep=4,ep_node=2,ep_overlap=2",
+        "tp=4,ep=4,ep_node=1,ep_overlap=2",
+        "pp=2,shard=2,zero=1,ep=2,ep_overlap=2,microbatches=2",
+    )
 
 
 def test_bf16_is_as_near_as_by_expert() -> None:
@@ -58,13 +71,13 @@ def test_bf16_is_as_near_as_by_expert() -> None:
 
 def _lost_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The router learns nothing of what its weights weigh elsewhere."""
-    backward = node_dispatch._ExchangeRouted.backward
+    backward = node_dispatch._DepartRouted.backward
 
     def forgetful(ctx: Any, *upstream: torch.Tensor) -> Any:
         tokens, weights, *others = backward(ctx, *upstream)
         return tokens, torch.zeros_like(weights), *others
 
-    monkeypatch.setattr(node_dispatch._ExchangeRouted, "backward", staticmethod(forgetful))
+    monkeypatch.setattr(node_dispatch._DepartRouted, "backward", staticmethod(forgetful))
 
 
 def _whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +120,7 @@ def model() -> BuiltModel:
 def routed(choices: list[torch.Tensor], every_pair: bool) -> Iterator[None]:
     """Writes down the experts of every token; or lets tokens choose every pair of experts as often."""
     pairs = torch.tensor(list(itertools.combinations(range(EXPERTS), 2)))
-    plain = node_dispatch.NodeDispatch._route
+    plain = token_dispatch.Dispatch._route
 
     def route(self: Any, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if every_pair:
@@ -116,7 +129,7 @@ def routed(choices: list[torch.Tensor], every_pair: bool) -> Iterator[None]:
         return plain(self, tokens, index, weights)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(node_dispatch.NodeDispatch, "_route", route)
+        patch.setattr(token_dispatch.Dispatch, "_route", route)
         yield
 
 

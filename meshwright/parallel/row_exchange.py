@@ -1,0 +1,125 @@
+"""Exchanges of rows between ranks that go on while something else is computed, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+
+Journey = Generator[None, None, torch.Tensor]
+"""What becomes of some rows: it stops wherever it has begun an exchange, and returns what came back in the end."""
+
+
+def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], received: Sequence[int]) -> torch.Tensor:
+    """Sends each rank its rows and returns the rows that came, both in rank order; without a gradient.
+
+    Args:
+        tensor: (n_sent, ...) rows, those for rank 0 first; n_sent is the sum of ``sent``.
+        axis_group: the ranks.
+        sent: rows for each rank.
+        received: rows from each rank.
+    """
+    tensor = tensor.contiguous()
+    out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    axis_group.all_to_all_rows(out, tensor, received, sent).wait()
+    return out
+
+
+def travel_in_turns(journeys: Sequence[Journey]) -> list[torch.Tensor]:
+    """Returns what each of some journeys returns; each is one exchange ahead of the next.
+
+    So the exchange that one begins goes on under what the one before it computes. Autograd runs backward in the
+    opposite order, and so does the same there.
+    """
+    results: dict[int, torch.Tensor] = {}
+    turn = 0
+    while len(results) < len(journeys):
+        # The one that sets out last comes first: it begins its exchange before another waits and computes.
+        for number in reversed(range(min(turn + 1, len(journeys)))):
+            if number not in results:
+                try:
+                    next(journeys[number])
+                except StopIteration as end:
+                    results[number] = end.value
+        turn += 1
+    return [results[number] for number in range(len(journeys))]
+
+
+@dataclass(slots=True)
+class Leg:
+    """A way of rows between the ranks of a group: how many go to and come from each, and what is under way."""
+
+    axis_group: AxisGroup
+    sent: list[int]
+    received: list[int]
+    _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def reversed(self) -> Leg:
+        """Returns the way back."""
+        return Leg(self.axis_group, self.received, self.sent)
+
+    def begin(self, tensor: torch.Tensor, is_back: bool = False) -> torch.Tensor:
+        """Begins to send ``tensor: (n_sent, ...)`` and returns (n_received, ...), which is filled after `end`."""
+        sent, received = (self.received, self.sent) if is_back else (self.sent, self.received)
+        tensor = tensor.contiguous()
+        out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        # What is sent stays in memory until it has gone.
+        self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, received, sent), tensor, out))
+        return out
+
+    def end(self) -> list[torch.Tensor]:
+        """Waits for all that has begun, and returns it in this order."""
+        under_way, self._under_way = self._under_way, []
+        for pending, _, _ in under_way:
+            pending.wait()
+        return [out for _, _, out in under_way]
+
+
+class RowExchange:
+    """An exchange of rows that has begun; their gradients travel back while something else is computed.
+
+    Args:
+        rows: (n_sent, D), those for rank 0 first.
+        leg: where they go.
+    """
+
+    def __init__(self, rows: torch.Tensor, leg: Leg) -> None:
+        self._leg = leg
+        self._departed: torch.Tensor = _Depart.apply(rows, leg)
+
+    def wait(self) -> torch.Tensor:
+        """Returns the rows that came, (n_received, D)."""
+        rows: torch.Tensor = _Arrive.apply(self._departed, self._leg)
+        return rows
+
+
+class _Depart(torch.autograd.Function):
+    """Begins to send rows; in backward it waits for their gradient. In between they stand for what is under way."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: torch.Tensor, leg: Leg) -> torch.Tensor:
+        ctx.leg = leg
+        leg.begin(rows)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leg.end()
+        return upstream[0], None
+
+
+class _Arrive(torch.autograd.Function):
+    """Waits for rows; in backward it begins to send their gradient back."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, _: torch.Tensor, leg: Leg) -> torch.Tensor:
+        ctx.leg = leg
+        return leg.end()[0]
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return ctx.leg.begin(upstream[0], is_back=True), None
