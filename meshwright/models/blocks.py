@@ -110,11 +110,10 @@ def _with_routing(shape: LayerShape, hf_fields: Mapping[str, Any]) -> LayerShape
     """
     is_limited = hf_fields.get("topk_method") != "greedy"
     groups, chosen = (int(hf_fields.get(name) or 0) * is_limited for name in ("n_group", "topk_group"))
-    if not 0 < chosen < groups:
+    active = _active_experts(hf_fields)
+    if not 0 < chosen < groups or shape.experts % groups or active > chosen * shape.experts // groups:
         groups = chosen = 0
-    return dataclasses.replace(
-        shape, active_experts=_active_experts(hf_fields), expert_groups=groups, chosen_groups=chosen
-    )
+    return dataclasses.replace(shape, active_experts=active, expert_groups=groups, chosen_groups=chosen)
 
 
 def _normed_width(layer: nn.Module, products: Sequence[Product], heads: Sequence[int], head_size: int) -> int:

@@ -2,9 +2,8 @@
 
 A token goes to the rank at the sender's place in each node that holds experts of it, and from there to the ranks of the
 node that do; with it go its experts and their weights. A rank weighs and sums what its experts make of a token, a node
-what its ranks do, and the sender what the nodes do, so that as little comes back as went out. Source: DeepSeek-AI,
-DeepSeek-V3 (2024), section 3.2.2; the paper rounds to float8 on the way out, and here nothing is rounded that one
-device wouldn't round.
+what its ranks do, and the sender what the nodes do, so that as little comes back as went out; each such sum is rounded
+to the tokens' dtype. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.2, which rounds to float8 on the way out too.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward
-from meshwright.parallel.row_copies import PlacedCopies
+from meshwright.parallel.row_copies import RowCopies
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange
 from meshwright.parallel.token_dispatch import Dispatch, Routed
 from meshwright.spec.experts import ExpertRows
@@ -147,7 +146,7 @@ class NodeDispatch(Dispatch):
         """Returns the rank in ``ep`` that holds each expert of ``index: (M, k)``; R for those that are skipped."""
         if self._rank_of_expert.device != index.device:
             self._rank_of_expert = self._rank_of_expert.to(index.device)
-        return self._rank_of_expert[index.clamp(max=self._rows.experts)]
+        return self._rank_of_expert[index.clamp(max=self._rows.experts).long()]
 
     def _exchange_rows(self, indices: Sequence[torch.Tensor]) -> list[_Route]:
         """Tells nodes and ranks how many rows and slots come, and waits for the device once.
@@ -194,7 +193,7 @@ class NodeDispatch(Dispatch):
         local_experts = self._experts_of_rank[self._axis_group.index]
         start = sum(self._experts_of_rank[: self._axis_group.index])
         is_local = (index >= start) & (index < start + local_experts)
-        copies = PlacedCopies.at(is_local, slots, min(index.shape[1], local_experts))
+        copies = RowCopies.at(is_local, slots)
         outputs = self._compute_experts(copies.copy(tokens), copies.choose(index) - start)
         return copies.total(outputs * copies.choose(weights).unsqueeze(1)).to(tokens.dtype)
 
@@ -209,7 +208,7 @@ def _travel(part: Routed, leg: Leg, wanted: torch.Tensor, then: Callable[[Routed
         then: the journey from there, which returns what goes back for each row that came.
     """
     tokens, index, weights = part
-    copies = PlacedCopies.at(wanted, sum(leg.sent), min(index.shape[1], leg.axis_group.size))
+    copies = RowCopies.at(wanted, sum(leg.sent))
     chosen = index.index_select(0, copies.source)
     departed = _DepartRouted.apply(copies.copy(tokens), copies.copy(weights), chosen, leg)
     yield

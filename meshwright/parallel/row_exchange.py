@@ -30,7 +30,7 @@ def exchange(tensor: torch.Tensor, axis_group: AxisGroup, sent: Sequence[int], r
 
 
 def travel_in_turns(journeys: Sequence[Journey]) -> list[torch.Tensor]:
-    """Returns what each of some journeys returns; each is one exchange ahead of the next.
+    """Returns what each of some journeys returns, (T, D) of its tokens; each is one exchange ahead of the next.
 
     So the exchange that one begins goes on under what the one before it computes. Autograd runs backward in the
     opposite order, and so does the same there.
@@ -72,7 +72,7 @@ class Leg:
         return out
 
     def end(self) -> list[torch.Tensor]:
-        """Waits for all that has begun, and returns it in this order."""
+        """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
         under_way, self._under_way = self._under_way, []
         for pending, _, _ in under_way:
             pending.wait()

@@ -18,13 +18,29 @@ from torch.autograd.function import FunctionCtx
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
-from meshwright.parallel.row_copies import RowCopies
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange, travel_in_turns
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.tensors import is_view
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """T tokens on their way to experts: (T, D), their experts (T, k) and these experts' weights (T, k)."""
+
+
+class _CopyToSlots(torch.autograd.Function):
+    """Copies each token to its slots; a token's gradient is the sum over its slots, always in the same order."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, tokens: torch.Tensor, order: torch.Tensor, slot_position: torch.Tensor, k: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(slot_position)
+        ctx.k = k
+        return tokens.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (slot_position,) = ctx.saved_tensors
+        return _by_token(upstream[0], slot_position, ctx.k).sum(dim=1), None, None, None
 
 
 class _ZeroGradWeights(torch.autograd.Function):
@@ -38,6 +54,14 @@ class _ZeroGradWeights(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return upstream[0], *(torch.zeros_like(weight) for weight in ctx.saved_tensors)
+
+
+def _by_token(slots: torch.Tensor, slot_position: torch.Tensor, k: int) -> torch.Tensor:
+    """Returns (T, k, D) from slots sorted by expert; those that were skipped, at the end of the order, are zero."""
+    skipped = len(slot_position) - len(slots)
+    if skipped:
+        slots = torch.cat([slots, slots.new_zeros(skipped, slots.shape[1])])
+    return slots.index_select(0, slot_position).view(-1, k, slots.shape[1])
 
 
 def _as_fresh_tensor(output: torch.Tensor, shape: torch.Size) -> torch.Tensor:
@@ -68,11 +92,6 @@ class _Slots:
         # Unlike bincount this doesn't wait for the device.
         counts = torch.searchsorted(chosen, torch.arange(experts + 1, device=order.device)).diff()
         return cls(order, position, counts)
-
-    def copies(self, sent: int, k: int) -> RowCopies:
-        """Returns the copies of tokens with k experts each, of which ``sent`` aren't skipped."""
-        position = self.position if sent == len(self.order) else self.position.clamp(max=sent)
-        return RowCopies(self.order[:sent] // k, position.view(-1, k))
 
 
 class Dispatch:
@@ -153,12 +172,15 @@ class Dispatch:
             local: the expert of each slot that comes, counted on this rank.
         """
         tokens, index, weights = part
-        copies = slots.copies(sum(leg.sent), index.shape[1])
-        outward = RowExchange(copies.copy(tokens), leg)
+        k = index.shape[1]
+        # Skipped slots have index X or more, so they lie at the end of the order and aren't sent.
+        copies = _CopyToSlots.apply(tokens, slots.order[: sum(leg.sent)], slots.position, k)
+        outward = RowExchange(copies, leg)
         yield
         homeward = RowExchange(self._compute_experts(outward.wait(), local), leg.reversed())
         yield
-        return (copies.by_row(homeward.wait()) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
+        returned = homeward.wait()
+        return (_by_token(returned, slots.position, k) * weights.unsqueeze(-1)).sum(dim=1).to(tokens.dtype)
 
     def _exchange_counts(self, counts: torch.Tensor) -> list[tuple[Leg, torch.Tensor]]:
         """Tells every rank how many slots come for each of its experts, of ``counts: (X, chunks)``.

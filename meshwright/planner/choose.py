@@ -419,7 +419,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
-    further = layout.secondary, layout.tp_overlap, layout.ep_node
+    further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap
     return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
 
 
@@ -542,7 +542,12 @@ def _form_notes(layout: Layout) -> Iterator[str]:
         whom = f"each {layout.ep_node} ranks" if layout.ep_node > 1 else "each rank"
         yield (
             f"ep_node={layout.ep_node}: a token travels once to {whom} with experts of it; priced for a router that "
-            "chooses all experts as often, and never measured on several GPUs"
+            "chooses all experts, or groups of experts, as often, and never measured on several GPUs"
+        )
+    if layout.ep_overlap:
+        yield (
+            f"ep_overlap={layout.ep_overlap}: tokens travel to their experts under the products of others, which is "
+            "priced and was never measured on several GPUs"
         )
 
 

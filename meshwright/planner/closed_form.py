@@ -87,6 +87,7 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
     """
     if min(sizes.layers, sizes.width, sizes.heads, sizes.vocab) < 1:
         raise PlanError(f"{sizes.name}: layers, width, heads and vocab must be above 0")
+    _check_groups(sizes)
     dense_block, expert_block = _block(sizes, False, 0), _block(sizes, True, 0)
     windowed_block = {True: _block(sizes, True, sizes.window), False: _block(sizes, False, sizes.window)}
     blocks = []
@@ -120,6 +121,20 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
         positions=sizes.positions,
         blocks=tuple(blocks),
     )
+
+
+def _check_groups(sizes: TableSizes) -> None:
+    """Refuses groups of experts that no router could choose from."""
+    groups, chosen, experts = sizes.expert_groups, sizes.chosen_groups, sizes.experts
+    if not groups and not chosen:
+        return
+    is_whole = bool(groups) and experts % groups == 0
+    if not (is_whole and 0 < chosen <= groups and sizes.active_experts <= chosen * experts // groups):
+        raise PlanError(
+            f"{sizes.name}: experts={experts} in expert_groups={groups}, of which chosen_groups={chosen} hold a "
+            f"token's active_experts={sizes.active_experts}: groups divide the experts, one to all of them are chosen, "
+            "and those have as many experts at least; nearest that works: leave both out"
+        )
 
 
 def _block(sizes: TableSizes, has_experts: bool, window: int) -> LayerShape:

@@ -160,7 +160,8 @@ def emit_plan(framework: str, question: Question, candidates: Sequence[Candidate
             reasons.append(str(error))
             continue
         if candidate.layout.ep_node:
-            notes = [f"the plan sends a token once to each node of its experts; {_NODE_DISPATCH[framework]}", *notes]
+            whom = "node" if candidate.layout.ep_node > 1 else "rank"
+            notes = [f"the plan sends a token once to each {whom} of its experts; {_NODE_DISPATCH[framework]}", *notes]
         if index:
             slower = candidate.price.step_s / candidates[0].price.step_s - 1
             notes = [
@@ -185,6 +186,11 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             layout.tp_overlap > 0,
             f"tp_overlap={layout.tp_overlap}",
             "leave it out, and hide tp's traffic by its own flags",
+        ),
+        (
+            layout.ep_overlap > 0,
+            f"ep_overlap={layout.ep_overlap}",
+            "leave it out (Megatron's like is --overlap-moe-expert-parallel-comm)",
         ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
     ):

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
 from meshwright.planner.compilation import consider_compiled
-from meshwright.planner.expert_node import consider_expert_node
+from meshwright.planner.expert_exchange import consider_exchange
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
 from meshwright.planner.measured_price import Measure, price_layout, reprice_choice
@@ -61,7 +61,7 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
     choice = reprice_choice(question, choose(question, tried), measure)
     choice = consider_secondary(question, choice, price)
     choice = consider_overlap(question, choice, price)
-    choice = consider_expert_node(question, choice, price)
+    choice = consider_exchange(question, choice, price)
     if question.compile_steps:
         choice = consider_compiled(question, choice, price)
         choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice

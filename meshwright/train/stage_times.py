@@ -134,7 +134,8 @@ def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
     """Returns whether the whole layout may change: the planner chose it, and the search knows all that it has.
 
     A layout that the user named keeps what it names; its layers and rows move, unless it names those too. So does one
-    that rounds, offloads, keeps secondary copies or overlaps ``tp``, which a run neither begins nor ends on the way.
+    that rounds, offloads, keeps secondary copies, or overlaps ``tp`` or ``ep``, which a run neither begins nor ends on
+    the way.
     """
     return _named_layout(config, layout) is None and is_plain(layout)
 
@@ -142,7 +143,7 @@ def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
 def is_plain(layout: Layout) -> bool:
     """Returns whether a run may begin or end on the way with all that a layout has."""
     is_exact = not layout.is_lossy and layout.islands == 1
-    searched = not (layout.secondary or layout.tp_overlap or layout.ep_node or layout.ep_overlap or layout.compile)
+    searched = not (layout.secondary or layout.tp_overlap or layout.ep_overlap or layout.compile)
     return is_exact and layout.offload == "none" and searched
 
 

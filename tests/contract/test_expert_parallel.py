@@ -14,8 +14,9 @@ from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
-from meshwright.parallel import data_parallel, expert, row_copies, row_exchange, token_dispatch
+from meshwright.parallel import data_parallel, expert, row_exchange, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
+from meshwright.parallel.node_dispatch import ExpertNode
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
@@ -122,8 +123,8 @@ def _forgotten_holders(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes back isn't put back in the tokens' order."""
-    by_row = row_copies.RowCopies.by_row
-    monkeypatch.setattr(row_copies.RowCopies, "by_row", lambda self, copies: by_row(self, copies).flip(0))
+    by_token = token_dispatch._by_token
+    monkeypatch.setattr(token_dispatch, "_by_token", lambda slots, place, k: by_token(slots, place.flip(0), k))
 
 
 def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,6 +187,8 @@ def _tokens(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
     draw = torch.Generator().manual_seed(seed)
     hidden, upstream = torch.randn(2, number, 3, generator=draw, dtype=torch.float64)
     chosen = 1 + torch.rand(number, 4, generator=draw).argsort(dim=1)[:, :2]
+    # One token in three lists its expert twice, as routers by hashes do.
+    chosen[::3, 1] = chosen[::3, 0]
     return hidden, chosen, torch.rand(number, 2, generator=draw, dtype=torch.float64), upstream
 
 
@@ -198,12 +201,26 @@ def _run(module: nn.Module, batch: tuple[torch.Tensor, ...]) -> list[torch.Tenso
     return [out.detach(), *grads]
 
 
-def _dispatched(rank: int, numbers: tuple[int, ...], equal: bool) -> tuple[list[torch.Tensor], Any]:
+def _node(run: int, ranks: int) -> ExpertNode | None:
+    """The ranks as nodes of ``run``; None for 0."""
+    if run < 2:
+        return ExpertNode(None, AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())) if run else None
+    new = torch.distributed.new_subgroups_by_enumeration
+    inside, _ = new([list(range(first, first + run)) for first in range(0, ranks, run)])
+    across, _ = new([list(range(place, ranks, run)) for place in range(run)])
+    return ExpertNode(AxisGroup("ep_node", inside, TrafficLog()), AxisGroup("ep", across, TrafficLog()))
+
+
+def _dispatched(
+    rank: int, numbers: tuple[int, ...], equal: bool, way: tuple[int, int] = (0, 1), kind: torch.dtype = torch.int64
+) -> tuple[list[torch.Tensor], Any]:
     module = Experts()
     (rows,) = find_experts(module)
     axis_group = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
-    places = expert.wrap(module, rows, axis_group, 1, axis_group if equal else None)
-    found = _run(module, _tokens(numbers[rank], 0 if equal else rank))
+    node, chunks = _node(way[0], len(numbers)), way[1]
+    places = expert.wrap(module, rows, axis_group, 1, axis_group if equal else None, node, chunks)
+    hidden, chosen, *others = _tokens(numbers[rank], 0 if equal else rank)
+    found = _run(module, (hidden, chosen.to(kind), *others))
     return found, places[".up"].spans[0]
 
 
@@ -218,6 +235,17 @@ def test_slots_travel_from_any_number_of_tokens_to_any_number_of_experts(numbers
     for place in (3, 4):
         torch.testing.assert_close(torch.cat([found[place] for found, _ in ranks]), wanted[place])
     assert not ranks[0][0][3].any()
+
+
+@pytest.mark.parametrize("way", [(0, 2), (1, 1), (1, 3), (2, 1), (2, 2)], ids=str)
+@pytest.mark.parametrize(("numbers", "kind"), [((5, 0, 3, 4), torch.int16), ((0, 0, 1, 0), torch.int64)], ids=str)
+def test_they_travel_by_nodes_and_in_chunks(numbers: tuple[int, ...], kind: torch.dtype, way: tuple[int, int]) -> None:
+    """Of other integers too; some tokens list an expert twice, some experts get none, some ranks have no token."""
+    parts = [_tokens(number, rank) for rank, number in enumerate(numbers)]
+    wanted = _run(Experts(), tuple(torch.cat(items) for items in zip(*parts)))
+    ranks = run_ranks(4, _dispatched, numbers, False, way, kind)
+    for place in range(5):
+        torch.testing.assert_close(torch.cat([found[place] for found, _ in ranks]), wanted[place])
 
 
 def test_equal_tokens_are_shared_out() -> None:

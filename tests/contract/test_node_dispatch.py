@@ -82,9 +82,9 @@ def _lost_weights(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _whole_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank weighs all experts of a token, whoever holds them."""
-    choose = node_dispatch.PlacedCopies.choose
+    choose = node_dispatch.RowCopies.choose
     monkeypatch.setattr(
-        node_dispatch.PlacedCopies,
+        node_dispatch.RowCopies,
         "choose",
         lambda self, values: choose(
             self, values.sum(1, True).expand_as(values) if values.is_floating_point() else values

@@ -164,6 +164,7 @@ def test_deepspeeds_configuration_says_the_layout() -> None:
         ("megatron", "replicate=4,offload=optimizer", DENSE, "take zero=1 with offload=optimizer"),
         ("megatron", "shard=2,tp=2,zero=1", EXPERTS, "add sequence=true"),
         ("megatron", "replicate=4,compress=int8", DENSE, "leave compress out"),
+        ("megatron", "shard=4,ep=4,zero=1,ep_overlap=2", EXPERTS, "like is --overlap-moe-expert-parallel-comm"),
         ("megatron", "tp=4,tp_overlap=2", DENSE, "leave it out, and hide tp's traffic by its own flags"),
     ],
 )

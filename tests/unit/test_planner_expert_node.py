@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from meshwright.cluster.cluster import Cluster
+from meshwright.errors import PlanError
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.expert_dispatch import fastest_nodes, visit_share
 from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.kernels import matmul_s
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
@@ -113,6 +115,60 @@ def test_the_search_knows_the_faster_exchange(cluster: str, active: int, expecte
     assert {option.layout.ep_node for option in choice.best if option.layout.ep_node == expected}
     assert choice.best[0].layout.ep_node == expected
     assert bool(expected) == any("a token travels once" in note for note in choice.notes)
+
+
+def test_nodes_that_do_not_divide_ep_are_taken_in_parts() -> None:
+    """Three nodes of eight, twelve ranks of ep: runs of four lie inside nodes."""
+    job = dataclasses.replace(JOB, shape=shape_from_sizes(TableSizes(name="m", **(SIZES | {"experts": 96}))))  # type: ignore[arg-type]
+    assert fastest_nodes(job, Machine.of(Cluster.parse("3x8xh100@ethernet-25g")), 24)[12] == 4
+
+
+@pytest.mark.parametrize(
+    "groups",
+    ["active_experts=3,expert_groups=4,chosen_groups=1", "active_experts=2,expert_groups=4",
+     "active_experts=2,chosen_groups=2", "active_experts=2,expert_groups=3,chosen_groups=2",
+     "active_experts=2,expert_groups=2,chosen_groups=4"],
+)  # fmt: skip
+def test_groups_that_no_router_could_choose_from_are_refused(groups: str) -> None:
+    with pytest.raises(PlanError, match="groups divide the experts"):
+        model_of_sizes(f"layers=4,width=1024,heads=8,vocab=32000,expert_ffn=512,experts=8,{groups}")
+
+
+@pytest.mark.parametrize("network", ["ethernet-25g", "infiniband-xdr"])
+def test_chunks_hide_all_but_the_first_and_last(network: str) -> None:
+    """max(X, P + X / n), by hand: X of the exchange, P of the experts' products in chunks; nothing else differs."""
+    text, cluster = "shard=32,zero=3,ep=32,precision=bf16", Cluster.parse(f"4x8xh100@{network}")
+    job = dataclasses.replace(JOB, rows=128)
+    # Four micro-batches send as many messages, each of as many tokens.
+    apart, four = (
+        price(job, Layout.parse(text + more), cluster).parts for more in (",microbatches=4", ",ep_overlap=4")
+    )
+    layer, tokens, passes = SHAPE.blocks[0], 4 * 4096, len(SHAPE.blocks)
+    device, share = cluster.device, MESHWRIGHT.runtime.matmul
+
+    def products_s(rows: float, backward: bool) -> float:
+        total = 0.0
+        for product in (product for product in layer.products if product.experts):
+            m, n, k = rows * 8 / 2, product.outer, product.inner  # two experts a rank
+            shapes = [(m, k, n), (k, n, m)] if backward else [(m, n, k)]
+            total += 2 * sum(float(matmul_s(*shape, device, "bf16", share)) for shape in shapes)
+        return total
+
+    exchange_s = apart["ep"] / passes / 2
+    seen_s = 0.0
+    for backward in (False, True):
+        whole, chunks = products_s(tokens, backward), 4 * products_s(tokens / 4, backward)
+        seen = max(exchange_s, chunks + exchange_s / 4) - whole
+        seen_s += passes * (seen + MESHWRIGHT.runtime.interference * max(0.0, exchange_s - seen))
+    assert four["ep"] == pytest.approx(seen_s, rel=1e-6)
+    assert four["ep"] < apart["ep"]
+
+
+def test_chunks_are_planned_where_they_win() -> None:
+    config = PlanConfig(sizes=TEXT, cluster="4x8xh100", batch=64, sequence=4096, fix="pp=1,tp=1,ep=32")
+    choice = plan_model(config, model_of_sizes(TEXT)).choice
+    assert choice.best[0].layout.ep_overlap
+    assert any("under the products of others" in note for note in choice.notes)
 
 
 def test_other_runtimes_exchange_as_they_do() -> None:

@@ -8,7 +8,10 @@ choose these as often too, and then k of their experts. Source: the hypergeometr
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -19,15 +22,18 @@ from meshwright.planner.cost.axis_columns import SHARDS
 from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.spec.layout import fits_expert_node
 from meshwright.spec.model_shape import LayerShape
 
 CHOICE_BYTES = 8
 """Bytes of an expert and its weight, which travel with a token that goes to a node or rank."""
-ROW_MOVES = 8.0
-"""Times that a rank moves the bytes of a row which it sends on, there and back: two to copy it, and of what comes back
-two for room of rows without copies, two to lay copies of a row beside each other, and two for their sum."""
+ROW_MOVES = 7.0
+"""Times that a pass moves the bytes of a row which it sends on, beside what it moves by expert. Counted at the kernels
+of one forward of DeepSeek-V3's router over 8 ranks: 3.65 rows of a token move those of 12 more where experts' weights
+are in bf16, and of 24 in float32."""
+EXCHANGE_OPERATIONS = 40.0
+"""Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
 """Share by which an exchange must be faster than that by expert, as its small kernels aren't priced."""
 
@@ -74,18 +80,20 @@ class ExpertExchange:
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
-        row_bytes = layer.width * self.element
-        size = self.tokens * layer.active_experts * row_bytes
-        by_expert = self.groups.wire(traffic.all_to_all_s, size, self.groups.ep).scaled(2.0)
+        row_bytes, chunks = layer.width * self.element, np.maximum(1.0, self.layouts.ep_overlap)
+        size = self.tokens / chunks * layer.active_experts * row_bytes
+        wire = self.groups.wire(traffic.all_to_all_s, size, self.groups.ep).scaled(2.0)
         is_by_node = self.layouts.ep_node > 0
-        return self._by_node(layer, row_bytes).where(is_by_node, by_expert) if is_by_node.any() else by_expert
+        wire = self._by_node(layer, row_bytes, chunks).where(is_by_node, wire) if is_by_node.any() else wire
+        return wire.scaled(chunks)
 
-    def _by_node(self, layer: LayerShape, row_bytes: float) -> WireTime:
-        """Returns the same where a token travels once to each node, and inside it once to each rank."""
+    def _by_node(self, layer: LayerShape, row_bytes: float, chunks: Array) -> WireTime:
+        """Returns the exchanges of a chunk where a token travels once to each node, and inside it once to each rank."""
         ep, run = self.layouts.ep, np.maximum(1.0, self.layouts.ep_node)
         inside, across = self.groups.ep.split_runs(run)
         node_share, rank_share = (visit_share(layer, layer.experts * ranks / ep) for ranks in (run, 1.0))
-        sent, forwarded = self.tokens * ep / run * node_share, np.where(run > 1, self.tokens * ep * rank_share, 0.0)
+        tokens = self.tokens / chunks
+        sent, forwarded = tokens * ep / run * node_share, np.where(run > 1, tokens * ep * rank_share, 0.0)
         # On the way out a token takes its experts and their weights along.
         message_bytes = row_bytes + layer.active_experts * CHOICE_BYTES / 2.0
         wire = self.groups.wire(traffic.all_to_all_s, sent * message_bytes, across)
@@ -93,7 +101,22 @@ class ExpertExchange:
         return wire.scaled(2.0) + WireTime(move_s((sent + forwarded) * row_bytes * ROW_MOVES, self.device))
 
 
-def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> dict[int, int]:
+def overlapped_s(exchange_s: Values, chunks: Values, whole_s: Values, chunk_s: Values) -> Array:
+    """Returns the seconds of an exchange that chunks of tokens don't hide, and by which they slow the experts, (N,).
+
+    Of n chunks the first travels there and the last back beside no product: the longer of the exchange, and of the
+    products with an n-th of it, less the products of all tokens at once.
+
+    Args:
+        exchange_s: of all chunks, there and back.
+        chunks: n.
+        whole_s: of the experts' products, of all tokens.
+        chunk_s: of one chunk.
+    """
+    return np.asarray(np.maximum(exchange_s, chunks * chunk_s + exchange_s / chunks) - whole_s)
+
+
+def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> Mapping[int, int]:
     """Returns the form of the exchange (`Layout.ep_node`) that is fastest for each degree of ``ep``, where it isn't 0.
 
     It is chosen for micro-batches of a row, which fill their links; one that is faster by less than `LEAST_GAIN` isn't.
@@ -104,19 +127,23 @@ def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> dict[int, i
         devices: ranks of the layouts.
     """
     layer = next((block for block in job.shape.blocks if block.experts), None)
-    if layer is None:
-        return {}
+    return {} if layer is None else _fastest_nodes(layer, job.sequence, job.precision, machine, devices)
+
+
+@lru_cache(maxsize=64)
+def _fastest_nodes(
+    layer: LayerShape, sequence: int, precision: str, machine: Machine, devices: int
+) -> Mapping[int, int]:
     fastest: dict[int, int] = {}
     for ep in range(2, min(devices, layer.experts) + 1):
         if layer.experts % ep or devices % ep:
             continue
-        inside, _, _ = traffic.span(1, ep, machine.fabric.devices, devices)
-        runs = [0, *(run for run in dict.fromkeys((1, int(inside))) if fits_expert_node(run, ep))]
+        runs = [0, *(run for run in range(1, machine.fabric.devices + 1) if fits_expert_node(run, ep))]
         layouts = LayoutBatch.of({"ep": ep, SHARDS: devices, "ep_node": np.array(runs)})
-        groups, element = CollectiveTimes(layouts, machine), float(compute_bytes(job.precision))
-        exchange = ExpertExchange(layouts, groups, machine.device, float(job.sequence), element)
+        groups, element = CollectiveTimes(layouts, machine), float(compute_bytes(precision))
+        exchange = ExpertExchange(layouts, groups, machine.device, float(sequence), element)
         seconds = np.broadcast_to(exchange.wire(layer).seconds, len(runs))
         best = int(np.argmin(seconds))
         if seconds[best] * (1.0 + LEAST_GAIN) < seconds[0]:
             fastest[ep] = runs[best]
-    return fastest
+    return MappingProxyType(fastest)

@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import compute_bytes
-from meshwright.planner.cost.expert_dispatch import ExpertExchange
+from meshwright.planner.cost.expert_dispatch import EXCHANGE_OPERATIONS, ExpertExchange, overlapped_s
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
@@ -22,7 +22,7 @@ from meshwright.planner.cost.layer_cost import LayerCost, PassTime
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MOST_SCORES, drop_bytes, drops_bytes, score_bytes
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
-from meshwright.planner.cost.tp_overlap import OverlappedTraffic
+from meshwright.planner.cost.tp_overlap import LAYER_OPERATORS, OverlappedTraffic
 from meshwright.spec.model_shape import LayerShape, Product
 
 FULL, BLOCK, SELECTIVE = 2, 3, 1
@@ -72,15 +72,24 @@ class PricedModel:
         moved_bytes = 2.0 * self.element * self.tokens * self.job.shape.width * collectives
         return np.where(is_copied, move_s(moved_bytes, self.machine.device), 0.0)
 
-    def product_s(self, product: Product, layer: LayerShape | None = None, products: int = 1) -> Array:
-        """Returns seconds of a matrix product, (N,): ``products`` is 1 for forward, 2 for both of backward."""
+    def product_s(
+        self, product: Product, layer: LayerShape | None = None, products: int = 1, chunks: Values = 1.0
+    ) -> Array:
+        """Returns seconds of a matrix product, (N,).
+
+        Args:
+            product: of a layer.
+            layer: needed for products of experts.
+            products: 1 for forward, 2 for both of backward.
+            chunks: of tokens, of which experts' products are of one.
+        """
         layouts, tp = self.layouts, self.layouts.tp
         m: Values = self.tokens
         n: Values = float(product.outer)
         k: Values = float(product.inner)
         if product.experts and layer is not None:
             is_dispatched = layouts.ep > 1
-            routed = self.tokens * layer.active_experts
+            routed = self.tokens * layer.active_experts / chunks
             local_experts = layer.experts / layouts.ep
             # ep dispatches the tokens of each rank of tp separately; without it all ranks of tp compute the same ones.
             m = np.where(is_dispatched, routed / tp, routed) / local_experts
@@ -287,11 +296,27 @@ class PricedModel:
             routed = self.tokens / layouts.tp
             exchange = ExpertExchange(layouts, groups, self.machine.device, routed, self.element).wire(layer)
             forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
+            if (layouts.ep_overlap > 0).any():
+                for pass_time, products in ((forward, 1), (backward, 2)):
+                    self._overlap_exchange(layer, pass_time, exchange.seconds, products)
             wire, backward_wire = wire + exchange, backward_wire + exchange
         for pass_time, carried in ((forward, wire), (backward, backward_wire)):
             pass_time.inside, pass_time.outside = carried.inside, carried.outside
             # What hides under products and attention takes as long as its links all the same.
             pass_time.tp = pass_time.tp + np.maximum(np.maximum(carried.inside, carried.outside) - pass_time.busy, 0.0)
+
+    def _overlap_exchange(self, layer: LayerShape, pass_time: PassTime, exchange_s: Values, products: int) -> None:
+        """Hides the exchange with experts under their products, chunk by chunk, in layouts that do (`ep_overlap`)."""
+        is_on = (self.layouts.ep_overlap > 0) & (self.layouts.ep > 1) & (self.machine.device.units > 0)
+        chunks = np.maximum(1.0, self.layouts.ep_overlap)
+        experts = [product for product in layer.products if product.experts]
+        whole_s, chunk_s = (sum(self.product_s(item, layer, products, n) for item in experts) for n in (1.0, chunks))
+        seen_s = overlapped_s(exchange_s, chunks, whole_s, chunk_s)
+        runtime = self.engine.runtime
+        seen_s = seen_s + runtime.slowed_s(np.maximum(exchange_s - seen_s, 0.0))
+        pass_time.ep = np.where(is_on, seen_s, pass_time.ep)
+        operator_s = runtime.host_layer_s / LAYER_OPERATORS
+        pass_time.host = pass_time.host + np.where(is_on, operator_s * EXCHANGE_OPERATIONS * (chunks - 1), 0.0)
 
     def _add_context_traffic(
         self, layer: LayerShape, forward: PassTime, backward: PassTime

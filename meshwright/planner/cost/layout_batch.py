@@ -184,6 +184,8 @@ class LayoutBatch:
     """Chunks of tokens in which products hide tp's traffic; 0 where nothing does."""
     ep_node: Array
     """Neighbours of ep to which a token travels once; 0 where it travels once for each of its experts."""
+    ep_overlap: Array
+    """Chunks of tokens, of which one travels while experts compute another; 0 where nothing does."""
     stages: Array
     """Stages of each rank of pp."""
     schedule: Array
@@ -274,7 +276,7 @@ class LayoutBatch:
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
         columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
-        columns += [self.tp_overlap, self.ep_node]
+        columns += [self.tp_overlap, self.ep_node, self.ep_overlap]
         columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1]
         columns += [self.rows, self.data * self.microbatches]
         varied = [column for column in columns if (column != column[0]).any()]
@@ -309,7 +311,7 @@ class LayoutBatch:
             files: schedules from files, whose codes follow those of the known ones.
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
-        zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap", "ep_node"}
+        zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap", "ep_node", "ep_overlap"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -356,6 +358,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "sequence": layout.sequence,
         "tp_overlap": layout.tp_overlap,
         "ep_node": layout.ep_node,
+        "ep_overlap": layout.ep_overlap,
         "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages_per_rank,
         "compress": COMPRESSIONS.index(layout.compress.name),

@@ -1,0 +1,57 @@
+"""How tokens travel to their experts (`Layout.ep_node`, `ep_overlap`): forms beside the searched one, for finalists."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.forms import consider_forms
+from meshwright.spec.axis import Mechanics
+from meshwright.spec.layout import Layout, fits_expert_node
+
+CHUNKS = (2, 4)
+"""Numbers of chunks that are tried."""
+
+
+def exchange_forms(layout: Layout, node_devices: int, chunks: Sequence[int] = CHUNKS) -> Iterator[Layout]:
+    """Yields forms of a layout whose tokens travel in chunks, and otherwise: once for each expert, rank, or node.
+
+    Args:
+        layout: any.
+        node_devices: devices of a node.
+        chunks: numbers of them that are tried.
+    """
+    degree = layout.degree(Mechanics.EXPERTS)
+    if degree == 1 or layout.ep_overlap:
+        return
+    yield from (dataclasses.replace(layout, ep_overlap=count) for count in chunks)
+    for run in dict.fromkeys((0, 1, math.gcd(degree, node_devices))):
+        if run != layout.ep_node and (not run or fits_expert_node(run, degree)):
+            yield dataclasses.replace(layout, ep_node=run)
+
+
+def consider_exchange(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
+    """Returns the choice, with finalists' forms of another exchange with experts beside them where these are faster.
+
+    Args:
+        question: what was planned; only our own runtime exchanges in these ways, and only GPUs hide it.
+        choice: of layouts as the search prices them.
+        price: prices a layout as the finalists are.
+    """
+    if question.engine is not None:
+        return choice
+    devices, chunks = question.machine.fabric.devices, CHUNKS if question.machine.device.units else ()
+    fastest_s = min(option.price.step_s for option in choice.best)
+    # Of others not even an exchange without a second, and none in what is recomputed, would make the plan.
+    promising = {
+        str(option.layout)
+        for option in choice.best
+        if option.price.step_s - 2.0 * option.price.parts.get("ep", 0.0) < fastest_s / (1 + question.same)
+    }
+
+    def forms(layout: Layout) -> Iterable[Layout]:
+        return exchange_forms(layout, devices, chunks) if str(layout) in promising else ()
+
+    return consider_forms(question, choice, price, "another exchange", forms)
