@@ -12,7 +12,7 @@ from meshwright.cluster.node import standard_node
 from meshwright.errors import ClusterError, ConfigError, NoRoomError, PlanError
 from meshwright.jobs.attention_checks import as_run_on
 from meshwright.jobs.machines import Machines, cluster_of_machines, run_history_file
-from meshwright.jobs.model_reading import ReadModel, make_measure, model_parts
+from meshwright.jobs.model_reading import ReadModel, model_parts
 from meshwright.jobs.progress import Say, to_stderr
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import Devices, device_memory_bytes
@@ -457,7 +457,7 @@ def _allowed_plans(
 def _make_measure(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Measure:
     """Returns what measures the model for a layout, as these machines run it."""
     tokens = config.data.sequence
-    return make_measure(as_run_on(model.built, precision, tokens, machines.devices), tokens, precision)
+    return model.measure(as_run_on(model.built, precision, tokens, machines.devices), tokens, precision)
 
 
 def _make_question(config: RunConfig, model: ReadModel, machines: Machines, precision: str) -> Question:

@@ -35,6 +35,8 @@ class ReadModel:
     """Hash of names, shapes and types of its parameters."""
     analyses: dict[tuple[int, int, str], ModelAnalysis] = field(default_factory=dict)
     """What was found by degrees of tp and cp and the way of attention: a trial of a clone takes a second of a core."""
+    measures: dict[tuple[str, int, str], Measure] = field(default_factory=dict)
+    """What runs its modules on fake tensors, by attention, tokens a row and precision; each keeps what it measured."""
 
     def analyse(self, layout: Layout, tokens: int) -> ModelAnalysis:
         """Analyses the model for a layout, by what is known from other layouts; see `analyse_model`."""
@@ -46,6 +48,19 @@ class ReadModel:
             earlier = ModelAnalysis(trial=newest.trial, layer_graph=newest.layer_graph)
         self.analyses[key] = analyse_model(self.built, layout, earlier, tokens)
         return self.analyses[key]
+
+    def measure(self, built: BuiltModel, tokens: int, precision: str) -> Measure:
+        """Returns what measures the model for a layout, the same for each plan of a run; see `make_measure`.
+
+        Args:
+            built: the model, as it attends on the devices of the run.
+            tokens: of a row.
+            precision: of compute.
+        """
+        key = (built.config.attention, tokens, precision)
+        if key not in self.measures:
+            self.measures[key] = make_measure(built, tokens, precision)
+        return self.measures[key]
 
 
 def read_model(config: RunConfig, vocab: int | None, context: int | None) -> ReadModel:

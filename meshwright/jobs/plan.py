@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 
 from meshwright.cluster.cluster import Cluster
@@ -58,7 +59,8 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
         raise ConfigError(f"{error} Of public models by their sizes:{near.removeprefix(';')}") from error
     return PlannableModel(
         shape=measure_shape(built),
-        measure=lambda tokens, precision: make_measure(built, tokens, precision),
+        # Each question about the model reuses what an earlier one measured.
+        measure=functools.cache(functools.partial(make_measure, built)),
         draws=bool(drawing_parts(built)),
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -25,6 +24,7 @@ from meshwright.parallel import tensor
 from meshwright.parallel.document_attention import document_attention
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.random_ops import RandomOpsMode, RandomSource
+from meshwright.parallel.stage import copy_module
 from meshwright.spec.model_shape import KeptBytes, ModelWork, ModuleWork
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.torch_compat.tensors import tree_map_only, without_dispatch_mode
@@ -91,7 +91,7 @@ def measure_model(
 
 def _as_run(built: BuiltModel, table: ShardingTable | None, axis_group: BlankGroup, split_tokens: bool) -> nn.Module:
     """Returns a copy of the module as a rank runs it: split by tp, and attending by documents where that was chosen."""
-    module = copy.deepcopy(built.module).train()
+    module = copy_module(built.module).train()
     if axis_group.size > 1:
         assert table is not None
         tensor.wrap_model(module, table, axis_group, axis_group.size, split_tokens)  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _NARROW = (torch.float32, torch.bfloat16, torch.float16)
+_CASTS = ("float", "half", "bfloat16", "to", "type_as")
+"""Methods that give a tensor another type, whatever their arguments are."""
 
 
 def apply(modules: Iterable[nn.Module]) -> None:
@@ -47,10 +49,13 @@ class Float64Ops(TorchFunctionMode):
         kwargs: TorchKwargs | None = None,
     ) -> object:
         """Widens the dtype that a call on a float64 tensor asks for; torch calls this for each function."""
-        named = dict(kwargs or {})
+        named = kwargs or {}
+        name = getattr(func, "__name__", "")
+        # Most calls name no type. Each operator comes through here, and in compiled layers each is traced through it.
+        if name not in _CASTS and not _names_type(args) and not (named and _names_type(named.values())):
+            return func(*args, **named)
         if not any(map(_is_float64, (*args, *named.values()))):
             return func(*args, **named)
-        name = getattr(func, "__name__", "")
         if name in ("float", "half", "bfloat16"):
             return args[0]
         if name in ("to", "type_as"):
@@ -60,6 +65,14 @@ class Float64Ops(TorchFunctionMode):
                 return args[0].to(other.device) if other.dtype in _NARROW else func(*args, **named)
         widened = {key: _widen(item) for key, item in named.items()}
         return func(*map(_widen, args), **widened)
+
+
+def _names_type(items: Iterable[object]) -> bool:
+    """Returns whether one of some arguments is a type of numbers."""
+    for item in items:  # noqa: SIM110 - half the time of a generator, which Dynamo would trace besides
+        if isinstance(item, torch.dtype):
+            return True
+    return False
 
 
 def _is_float64(item: object) -> bool:

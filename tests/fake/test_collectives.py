@@ -77,6 +77,10 @@ class Model:
         tp, cp = layout.degree("tp"), layout.degree("cp")
         key = tp, cp, layout.attention
         known = self._facts.get(key) or ModelAnalysis(table=self._table(tp * cp) if tp * cp > 1 else None)
+        if self._facts and known.trial is None:
+            # As in a run, what doesn't depend on how heads and tokens are split is tried out once.
+            newest = next(reversed(self._facts.values()))
+            known = dataclasses.replace(known, trial=newest.trial, layer_graph=newest.layer_graph)
         self._facts[key] = found = analyse_model(self.built, layout, known)
         check_shapes(found, layout, ROWS, TOKENS)
         return found

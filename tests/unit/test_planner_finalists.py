@@ -15,9 +15,9 @@ from meshwright.errors import ConfigError, NoRoomError, PlanError
 from meshwright.jobs import layouts
 from meshwright.jobs.layouts import make_plans
 from meshwright.jobs.machines import Machines
-from meshwright.jobs.model_reading import make_measure, read_model
+from meshwright.jobs.model_reading import ReadModel, make_measure, read_model
 from meshwright.jobs.plan import plannable_model
-from meshwright.jobs.plan_model import PlanResult, model_of_sizes, plan_model
+from meshwright.jobs.plan_model import PlannableModel, PlanResult, model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.launch.devices import Devices
 from meshwright.models import compiled_bytes
@@ -160,8 +160,31 @@ WIDE = ModelConfig(name="llama", layers=4, width=2048, heads=16, ffn=8192, vocab
 UNTRACED = "keep for backward couldn't be traced"
 
 
+class Models:
+    """Models that are read, and measured by whoever plans, once for all plans of them; one reading for each side."""
+
+    def __init__(self) -> None:
+        self._of_runs: dict[str, ReadModel] = {}
+        self._of_plans: dict[str, PlannableModel] = {}
+
+    def of_run(self, config: RunConfig) -> ReadModel:
+        name = repr(config.model)
+        self._of_runs[name] = self._of_runs.get(name) or read_model(config, None, 2048)
+        return self._of_runs[name]
+
+    def of_plan(self, sizes: ModelConfig) -> PlannableModel:
+        self._of_plans[repr(sizes)] = self._of_plans.get(repr(sizes)) or plannable_model(sizes, 2048)
+        return self._of_plans[repr(sizes)]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return Models()
+
+
 def run_layout(
     monkeypatch: pytest.MonkeyPatch,
+    models: Models,
     kind: str,
     steps: int,
     sizes: ModelConfig = WIDE,
@@ -177,12 +200,12 @@ def run_layout(
     optimizer = OptimizerConfig(lr_batch=lr_batch, lr_rule="adascale" if lr_batch else "sqrt")
     config = RunConfig(model=sizes, data=DataConfig(sequence=2048), train=train, optimizer=optimizer)
     devices = Devices(kind=kind, count=2, found=2, cores=2)
-    plan, _ = make_plans(config, read_model(config, None, 2048), Machines(devices=devices, ranks=2))[0]
+    plan, _ = make_plans(config, models.of_run(config), Machines(devices=devices, ranks=2))[0]
     return plan.layout, plan.reason
 
 
-def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, reason = run_layout(monkeypatch, "cuda", 100_000)
+def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pytest.MonkeyPatch, models: Models) -> None:
+    layout, reason = run_layout(monkeypatch, models, "cuda", 100_000)
     assert layout.compile and "the first step compiles for about 8.0 s" in reason and UNTRACED not in reason
     # The saved seconds of a step, by the price of both layouts, are the least number of steps that pay.
     built = build_meta(WIDE)
@@ -192,17 +215,21 @@ def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pyte
     forms = (dataclasses.replace(layout, compile=on) for on in (False, True))
     eager, made = (price_layout(question, form, measure).price for form in forms)
     steps = math.ceil(8.0 / (eager.step_s - made.step_s))
-    assert not run_layout(monkeypatch, "cuda", round(0.8 * steps))[0].compile
-    assert run_layout(monkeypatch, "cuda", round(1.25 * steps))[0].compile
+    assert not run_layout(monkeypatch, models, "cuda", round(0.8 * steps))[0].compile
+    assert run_layout(monkeypatch, models, "cuda", round(1.25 * steps))[0].compile
     # Steps of 4 rows: where gradients are noise alone, those of 16 rows end the run after a quarter.
-    found = [run_layout(monkeypatch, "cuda", round(share * steps), lr_batch=4)[0].compile for share in (3.2, 5.0)]
+    found = [
+        run_layout(monkeypatch, models, "cuda", round(share * steps), lr_batch=4)[0].compile for share in (3.2, 5.0)
+    ]
     assert found == [False, True]
 
 
 @pytest.mark.parametrize("steps", [20, 1000])
-def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = run_layout(monkeypatch, "cuda", steps)[0]
-    model, cluster = plannable_model(WIDE, 2048), Cluster.parse("2xh100")
+def test_a_plan_for_gpus_is_compiled_where_the_run_is(
+    steps: int, monkeypatch: pytest.MonkeyPatch, models: Models
+) -> None:
+    run = run_layout(monkeypatch, models, "cuda", steps)[0]
+    model, cluster = models.of_plan(WIDE), Cluster.parse("2xh100")
     request = PlanConfig(model=WIDE, batch=16, sequence=2048, steps=steps)
     shown = plan_model(request, model, cluster)
     assert shown.layout == run and shown.layout.compile == (steps == 1000)
@@ -216,9 +243,7 @@ def test_a_plan_for_gpus_is_compiled_where_the_run_is(steps: int, monkeypatch: p
     # Megatron has no flag for it; compiled code would hide what dropout draws.
     assert not plan_model(dataclasses.replace(request, emit="megatron"), model, cluster).layout.compile
     drops = dataclasses.replace(WIDE, name="gpt2", dropout=0.1)
-    assert not plan_model(
-        dataclasses.replace(request, model=drops), plannable_model(drops, 2048), cluster
-    ).layout.compile
+    assert not plan_model(dataclasses.replace(request, model=drops), models.of_plan(drops), cluster).layout.compile
     # By its sizes alone too, where nothing was built.
     for field in ("dropout", "drops", "drops_scores"):
         blocks = tuple(dataclasses.replace(block, **{field: 1}) for block in model.shape.blocks)
@@ -234,7 +259,7 @@ def test_a_plan_says_where_compiled_layers_could_not_be_traced(monkeypatch: pyte
     request = PlanConfig(model=WIDE, batch=16, sequence=2048, steps=100_000)
     shown = plan_model(request, plannable_model(WIDE, 2048), Cluster.parse("2xh100"))
     assert shown.layout.compile and [UNTRACED in note for note in shown.choice.notes].count(True) == 1
-    layout, reason = run_layout(monkeypatch, "cuda", 100_000)
+    layout, reason = run_layout(monkeypatch, Models(), "cuda", 100_000)
     assert layout.compile and UNTRACED in reason
 
 
@@ -242,24 +267,26 @@ def test_a_plan_says_where_compiled_layers_could_not_be_traced(monkeypatch: pyte
     ("family", "dropout"), [("llama", "attention_dropout"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop")]
 )
 def test_a_model_that_draws_anywhere_is_not_compiled(
-    family: str, dropout: str, monkeypatch: pytest.MonkeyPatch
+    family: str, dropout: str, monkeypatch: pytest.MonkeyPatch, models: Models
 ) -> None:
     """What the run refuses: a probability of attention's own code, or of the embedding, outside of all layers."""
     drops = dataclasses.replace(WIDE, name=family, overrides={dropout: 0.1})
     with pytest.raises(PlanError, match="compile=true hides what"):
         analyse_model(build_meta(drops), Layout(compile=True))
-    assert not run_layout(monkeypatch, "cuda", 100_000, drops)[0].compile
+    assert not run_layout(monkeypatch, models, "cuda", 100_000, drops)[0].compile
     request = PlanConfig(model=drops, batch=16, sequence=2048, steps=100_000)
-    assert not plan_model(request, plannable_model(drops, 2048), Cluster.parse("2xh100")).layout.compile
+    assert not plan_model(request, models.of_plan(drops), Cluster.parse("2xh100")).layout.compile
     same = dataclasses.replace(WIDE, name=family)
-    assert run_layout(monkeypatch, "cuda", 100_000, same)[0].compile
+    assert run_layout(monkeypatch, models, "cuda", 100_000, same)[0].compile
 
 
-def test_a_run_is_not_compiled_where_compiled_layers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not run_layout(monkeypatch, "cpu", 100_000)[0].compile
+def test_a_run_is_not_compiled_where_compiled_layers_are_refused(
+    monkeypatch: pytest.MonkeyPatch, models: Models
+) -> None:
+    assert not run_layout(monkeypatch, models, "cpu", 100_000)[0].compile
     drops = dataclasses.replace(WIDE, name="gpt2", dropout=0.1)
-    assert not run_layout(monkeypatch, "cuda", 100_000, drops)[0].compile
-    assert not run_layout(monkeypatch, "cuda", 100_000, can_compile=False)[0].compile
+    assert not run_layout(monkeypatch, models, "cuda", 100_000, drops)[0].compile
+    assert not run_layout(monkeypatch, models, "cuda", 100_000, can_compile=False)[0].compile
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -128,7 +127,7 @@ def duplicate_module(module: nn.Module) -> nn.Module:
         for key, value in vars(child).items():
             if isinstance(value, torch.Tensor) and value.grad_fn is not None:
                 setattr(child, key, value.detach())
-    return copy.deepcopy(module)
+    return copy_module(module)
 
 
 def realise_model(
