@@ -38,6 +38,7 @@ from tests.own_models import (
     plainly,
     rows,
     world,
+    wrapped,
 )
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
@@ -81,6 +82,8 @@ def own_loop(
         (plain_model, "shard=2,zero=3,recompute=full"),
         (plain_model, "replicate=2,tp=2"),
         (gpt2, "shard=2,tp=2"),
+        (wrapped, "tp=2"),
+        (wrapped, "shard=2,zero=3"),
         (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
     ],
 )
