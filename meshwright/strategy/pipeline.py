@@ -249,6 +249,7 @@ class PipelineEngine:
         count, chunks = self.layout.microbatches, counts.chunks(self.layout.microbatches)
         batches = [LossBatch(*chunk) for chunk in zip(inputs.chunk(count), targets.chunk(count))]
         totals = self._totals(counts)
+        self.sharded_model.agreement.before_schedule()
         # after steps 1, 2, 4, 8 and so on, as what ranks must agree on
         is_due = not self.steps & (self.steps + 1)
         if self._has_parts and self._weight_rule.needs_trial(is_due):

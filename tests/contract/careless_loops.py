@@ -811,6 +811,34 @@ def batch_norm(strategy: Any) -> Losses:
     return trained(strategy, strategy.shard(Normed().double()))
 
 
+class Averaging(PlainModel):
+    """Keeps an average of what it saw, and a count, and uses both."""
+
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__(VOCAB, 12, 2)
+        self.of_rows = of_rows
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens) * (1 + self.average)
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.5).add_(logits.abs().mean() if self.of_rows else 0.1)
+        return logits
+
+
+@careless("the buffer 'average'", (COPIES, SHARDS))
+def average_of_rows(strategy: Any) -> Losses:
+    torch.manual_seed(0)
+    return trained(strategy, strategy.shard(Averaging(of_rows=True).double()))
+
+
+@careless()
+def average_of_steps(strategy: Any) -> Losses:
+    torch.manual_seed(0)
+    return trained(strategy, strategy.shard(Averaging(of_rows=False).double()))
+
+
 @careless("call strategy.optimizer after shard()")
 def function_and_optimizer(strategy: Any) -> Losses:
     return steps(strategy, *strategy.shard(model, AdamW(model().parameters(), lr=1e-2)))
