@@ -235,3 +235,23 @@ def refuse_unsupported(layout: Layout) -> None:
         raise PlanError("precision=fp16 needs a loss scale that a loop of one's own lacks: write precision=bf16")
     if layout.offload == "optimizer":
         raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
+
+
+def refuse_uneven_tokens(layout: Layout, inputs: torch.Tensor) -> None:
+    """Refuses rows whose tokens ``sequence=true`` can't divide.
+
+    Args:
+        layout: to be run.
+        inputs: (B, S, ...) of a model.
+
+    Raises:
+        PlanError: with the number of tokens, and the nearest that work.
+    """
+    parts = layout.degree(Mechanics.MATRICES) if layout.sequence else 1
+    if inputs.dim() > 1 and inputs.shape[1] % parts:
+        lower = inputs.shape[1] // parts * parts
+        near = " or ".join(str(count) for count in (lower, lower + parts) if count)
+        raise PlanError(
+            f"rows of {inputs.shape[1]} tokens don't divide into the {parts} parts of sequence=true; nearest that "
+            f"works: rows of {near} tokens, or sequence=false"
+        )
