@@ -839,6 +839,33 @@ def average_of_steps(strategy: Any) -> Losses:
     return trained(strategy, strategy.shard(Averaging(of_rows=False).double()))
 
 
+@careless("is a weight of layer 'blocks.0' too", (SHARDS,))
+def norm_of_two_layers(strategy: Any) -> Losses:
+    module: Any = model()
+    first, second = module.blocks
+    (name,) = [key for key, child in first.named_children() if isinstance(child, nn.LayerNorm)][:1]
+    setattr(second, name, getattr(first, name))
+    return trained(strategy, strategy.shard(module))
+
+
+@careless("max_norm=1")
+def embedding_that_shortens_its_rows(strategy: Any) -> Losses:
+    module: Any = model()
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.max_norm = 1.0
+    return trained(strategy, strategy.shard(module))
+
+
+@careless("scale_grad_by_freq=True", (COPIES, SHARDS))
+def embedding_that_counts_its_rows(strategy: Any) -> Losses:
+    module: Any = model()
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.scale_grad_by_freq = True
+    return trained(strategy, strategy.shard(module))
+
+
 @careless("call strategy.optimizer after shard()")
 def function_and_optimizer(strategy: Any) -> Losses:
     return steps(strategy, *strategy.shard(model, AdamW(model().parameters(), lr=1e-2)))
