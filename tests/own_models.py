@@ -31,6 +31,41 @@ def gpt2() -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(**sizes, **calm, bos_token_id=0, eos_token_id=0)).double()
 
 
+class EmbeddingAdapter(nn.Module):
+    """What peft makes of an embedding: the frozen table, and beside it a trained product of rank two."""
+
+    def __init__(self, base: nn.Embedding) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.low, self.high = nn.Embedding(VOCAB, 2), nn.Linear(2, base.embedding_dim, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(tokens) + self.high(self.low(tokens))
+
+
+class Wrapped(nn.Module):
+    """A transformers model, whose cache is on, in a module of one's own that has a module under two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm: Any = gpt2()
+        self.lm.config.use_cache = True
+        self.lm.transformer.wte = EmbeddingAdapter(self.lm.transformer.wte)
+        self.scale = nn.Linear(VOCAB, VOCAB)
+        self.same_scale = self.scale
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.lm.transformer.wte
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return 0.5 * self.same_scale(torch.tanh(self.scale(self.lm(input_ids=tokens).logits)))
+
+
+def wrapped() -> nn.Module:
+    torch.manual_seed(0)
+    return Wrapped().double()
+
+
 def mixtral() -> nn.Module:
     from transformers import MixtralConfig, MixtralForCausalLM
 

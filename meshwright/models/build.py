@@ -174,12 +174,14 @@ def without_cache(module: nn.Module) -> tuple[Any, ...]:
     """Turns the key-value cache off in a model's configs, in place; returns the configs in which it was on.
 
     Some families' forwards have no argument for it. Training never reads the cache, and a recomputed layer would find
-    the keys of its first run in it.
+    the keys of its first run in it. The model may lie in a module of other code: a wrapper, or adapters of peft.
     """
-    if not is_transformers(module):
-        return ()
+    inner_models: list[Any] = [child for child in module.modules() if is_transformers(child)]
     # composite models have a config for each submodel
-    configs = [module.config.get_text_config(decoder=True), *(vars(child).get("config") for child in module.modules())]
+    configs = [
+        *(inner.config.get_text_config(decoder=True) for inner in inner_models),
+        *(vars(child).get("config") for inner in inner_models for child in inner.modules()),
+    ]
     caching_configs = tuple({id(config): config for config in configs if getattr(config, "use_cache", False)}.values())
     for config in caching_configs:
         config.use_cache = False

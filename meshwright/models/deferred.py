@@ -59,6 +59,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
     recipe = InitRecipe(Replay(recording))
     groups: dict[int, list[str]] = {}
     meta_copies: dict[int, torch.Tensor] = {}
+    values_of_copies: dict[int, torch.Tensor] = {}
     attributes = []
     for path, child in module.named_modules(remove_duplicate=False):
         attribute_tensors = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
@@ -69,8 +70,11 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
                     continue
                 name = f"{path}.{key}" if path else key
                 attributes += [name] if tensor_kind == 2 else []
+                if id(tensor) in values_of_copies:
+                    # its module has two names, and its tensors were moved under the first
+                    recipe.constants[name] = values_of_copies[id(tensor)]
                 # the first name of a storage is the address of its random draws: the same on every rank
-                if tensor.is_meta:
+                elif tensor.is_meta:
                     ref = recipe.refs[name] = recording.ref(tensor)
                     recipe.replay.labels.setdefault(ref.storage, name)
                 else:
@@ -86,6 +90,7 @@ def recipe_of(module: nn.Module, recording: Recording) -> InitRecipe:
                     else:
                         tensors[key] = meta_copies[id(tensor)]
                     tensor = meta_copies[id(tensor)]
+                    values_of_copies[id(tensor)] = recipe.constants[name]
                 if tensor_kind == 0:
                     groups.setdefault(id(tensor), []).append(name)
     recipe.ties = tuple(tuple(names) for names in groups.values() if len(names) > 1)

@@ -72,8 +72,7 @@ def read_structure(module: nn.Module) -> ModelStructure:
         if name and not f"{name}.".startswith(inside) and not any(prefix.startswith(f"{name}.") for prefix in inside)
     }
     embedding = _module_from_accessor(module, "get_input_embeddings", names) or _first_embedding(outside)
-    table = module.get_submodule(embedding) if embedding else None
-    vocab, width = (getattr(table, key, None) for key in ("num_embeddings", "embedding_dim"))
+    vocab, width = _table_sizes(module.get_submodule(embedding)) if embedding else (None, None)
     head = _module_from_accessor(module, "get_output_embeddings", names) or _find_head(outside, vocab)
     config: Any = getattr(module, "config", None)
     transformers = config is not None and hasattr(config, "get_text_config")
@@ -198,6 +197,13 @@ def _first_embedding(outside: dict[str, nn.Module]) -> str | None:
     # a position table alone may be all that there is
     tables = [name for name in tables if not _is_position(name)] or tables
     return tables[0] if tables else None
+
+
+def _table_sizes(table: nn.Module) -> tuple[int | None, int | None]:
+    """Returns rows and columns of an embedding; of a module around one, such as an adapter, those of the one in it."""
+    inner = next((child for child in table.modules() if hasattr(child, "num_embeddings")), table)
+    vocab, width = (getattr(inner, key, None) for key in ("num_embeddings", "embedding_dim"))
+    return vocab, width
 
 
 def _is_position(name: str) -> bool:

@@ -50,7 +50,7 @@ SCALES = tuple(2.0**power for power in range(16, -1, -1))
 
 
 class References:
-    """Reference runs on one device, one for each way in which layouts divide the rows into calls.
+    """Reference runs on one device in one precision, one for each way in which layouts divide the rows into calls.
 
     A model whose loss depends on which rows lie in one call is called with the same rows as under the layout; any other
     with the whole batch.
@@ -71,7 +71,7 @@ class References:
                 return Path(), str(error)
             spans = tuple(self._island_spans(layout, island, rows) for island in range(layout.islands))
         if spans not in self._reference_of_spans:
-            path = self._folder / f"reference-{len(self._reference_of_spans)}.pt"
+            path = self._folder / f"reference-{self._precision}-{len(self._reference_of_spans)}.pt"
             arguments = (self._case, path, self._precision, self._trial, spans)
             launcher = ForkLauncher(1, devices=found_devices(1, self._case.device))
             reason = launcher.run(_reference, *arguments, timeout_s=self._case.timeout_s)[0]

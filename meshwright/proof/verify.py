@@ -52,11 +52,11 @@ NARROW = 4
 
 
 def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict], None] | None = None) -> list[Verdict]:
-    """Runs the reference once and each layout after it, on forked ranks of this machine.
+    """Runs the reference once for each precision, and each layout after it, on forked ranks of this machine.
 
     Args:
         case: model and data.
-        layouts: all of one precision.
+        layouts: of any precisions.
         on_verdict: called with each verdict as it is reached.
 
     Returns:
@@ -75,10 +75,12 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
         case = dataclasses.replace(case, batches=batches)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
-        reference = References(case, Path(folder), layouts[0].precision, trial)
+        references: dict[str, References] = {}
         analyses: dict[Hashable, ModelAnalysis] = {}
         for layout in layouts:
-            path, refusal = reference.reference_for(layout)
+            if layout.precision not in references:
+                references[layout.precision] = References(case, Path(folder), layout.precision, trial)
+            path, refusal = references[layout.precision].reference_for(layout)
             analyses.setdefault(
                 (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
             )

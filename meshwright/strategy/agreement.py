@@ -2,7 +2,8 @@
 
 Copies of a weight diverge when a loop changes them by values that only one rank has: a gradient from
 `torch.autograd.grad`, a layer drawn anew, a checkpoint loaded on one rank. Ranks that split layers must be called on
-the same rows.
+the same rows. Buffers diverge where a forward changes them by the rows that it sees (running statistics), and in a
+pipeline change with each micro-batch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
+from meshwright.spec.layout import Layout
+from meshwright.strategy.module_state import BatchNormBase
 from meshwright.torch_compat.tensors import tree_leaves
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -29,11 +32,12 @@ class AgreementCheck:
 
     Args:
         program: built, with a mesh.
+        layout: it was built for.
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, layout: Layout) -> None:
         assert program.mesh is not None
-        axis_groups, layout = program.mesh.axis_groups, program.mesh.layout
+        axis_groups = program.mesh.axis_groups
         weights = (*program.weights, *program.frozen)
         self._copies: list[tuple[AxisGroup, Sequence[Weight]]] = []
         for name in (name for name in row_axes(Holds.COPY) if layout.degree(name) > 1):
@@ -43,17 +47,36 @@ class AgreementCheck:
             self._copies.append((tensor, [weight for weight in weights if weight.shard.is_unsharded]))
         self._same_rows = tensor if tensor.size > 1 else None
         self._steps = self._forwards = 0
+        self._program, self._layout, self._world = program, layout, program.mesh.world
+        self._buffers_before: dict[str, int | torch.Tensor] = {}
+        self._runs_schedule = False
+
+    def _buffers(self) -> list[tuple[str, torch.Tensor]]:
+        """Returns (name, buffer) of those that forward must leave alone; whoever has BatchNorm was asked about it."""
+        modules = [stage.module for stage in self._program.stages]
+        norms = {
+            prefix for module in modules for prefix, child in module.named_modules() if isinstance(child, BatchNormBase)
+        }
+        return [(name, buffer) for name, buffer in self._program.buffers() if name.rpartition(".")[0] not in norms]
+
+    @torch.no_grad()
+    def before_schedule(self) -> None:
+        """Remembers the buffers that the schedule of a step must leave alone."""
+        self._runs_schedule = True
+        if _power_of_two(self._steps + 1):
+            self._buffers_before = {name: checksum(buffer) for name, buffer in self._buffers()}
 
     @torch.no_grad()
     def after_step(self) -> None:
-        """Compares copies of weights over ranks.
+        """Compares copies of weights over ranks, and buffers.
 
         Raises:
-            ConfigError: on every rank of a group whose copies differ.
+            ConfigError: on every rank of a group whose copies differ, or whose forward changes buffers.
         """
         self._steps += 1
         if not _power_of_two(self._steps):
             return
+        self._check_buffers()
         for axis_group, weights in self._copies:
             if not weights:
                 continue
@@ -66,6 +89,30 @@ class AgreementCheck:
                     "has a copy: something changed it by what one rank alone knows, such as torch.autograd.grad, a "
                     "random draw, or load_state_dict on one rank; change weights alike on all ranks, by whole gradients"
                 )
+
+    def _check_buffers(self) -> None:
+        """Refuses buffers that forward changes in another way than on one device; every rank calls it together."""
+        buffers = self._buffers()
+        if self._runs_schedule:
+            changed = [name for name, buffer in buffers if checksum(buffer) != self._buffers_before.get(name)]
+            flag = torch.tensor([float(bool(changed))], dtype=torch.float64, device=self._program.weights_device)
+            self._world.all_reduce_max(flag).wait()
+            if flag.item():
+                raise ConfigError(
+                    f"the forward changes {_buffer_words(changed)}, and step() runs it for each micro-batch, and again "
+                    "to try the loss, not once a step; nearest that works: a loop that calls the model and backward "
+                    "itself, under replicate, shard or tp"
+                )
+            return
+        if not buffers or self._layout.world == 1:
+            return
+        differs = _differing_indices([checksum(buffer) for _, buffer in buffers], self._world, buffers[0][1].device)
+        if differs:
+            raise ConfigError(
+                f"after {self._steps} steps ranks hold other values of the buffer '{buffers[differs[0]][0]}': forward "
+                "changes it by the rows or tokens that its rank sees, so that each trains another model; nearest that "
+                "works: tp without sequence=true and with one reader, or buffers that don't depend on the rows"
+            )
 
     def before_forward(self, inputs: object) -> None:
         """Compares inputs of ranks that split layers.
@@ -82,6 +129,10 @@ class AgreementCheck:
                 "ranks of one tensor parallel group were called on other rows: they share the work on the same ones; "
                 "give the sampler num_replicas and rank from strategy.reader, not from the world"
             )
+
+
+def _buffer_words(changed: Sequence[str]) -> str:
+    return f"the buffer '{changed[0]}'" if changed else "a buffer of another stage"
 
 
 def checksum(values: torch.Tensor) -> int | torch.Tensor:

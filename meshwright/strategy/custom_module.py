@@ -20,8 +20,12 @@ from meshwright.models.recorder import Recording, record
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.build import apply_transforms
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import Fill, ModelSource
+from meshwright.parallel.program import Program
+from meshwright.parallel.step_timer import StepTimer
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.tensors import tree_leaves
 from meshwright.train.model_analysis import ModelAnalysis
@@ -222,3 +226,14 @@ def with_compute_precision(layout: Layout, built: BuiltModel) -> Layout:
     if layout.precision == "float64":
         use_float64(built.module)
     return layout
+
+
+def no_compute(*_: object) -> object:
+    """Stands for the computation of a micro-batch in a custom loop, which nothing calls."""
+    raise ConfigError("the loop is the user's own: call the model, and backward on its loss")
+
+
+def shape_only_program(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
+    """Builds a program without memory: shapes and placements alone."""
+    context = apply_transforms(source, layout, mesh)
+    return Program(context.stages, source.compute, context.view, mesh, StepTimer(mesh.device_type))

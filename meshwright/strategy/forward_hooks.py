@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
 from meshwright.strategy.sharded_model import ShardedModel
@@ -42,6 +43,8 @@ class ForwardHooks:
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Checks the inputs and starts the step's random numbers."""
+        for shown in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]:
+            refuse_uneven_tokens(self._sharded_model.layout, shown)
         # evaluation: no backward follows and no dropout is drawn
         if not torch.is_grad_enabled():
             return

@@ -9,7 +9,6 @@ Source: Li et al., PyTorch Distributed (VLDB 2020), section 3.2, for the callbac
 from __future__ import annotations
 
 import enum
-import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -21,7 +20,9 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.fsdp import FsdpSync
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight, view_box
+from meshwright.strategy.arrival_hooks import ArrivalHooks
 from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
+from meshwright.strategy.target_loss import TargetTotals
 from meshwright.torch_compat.tensors import (
     after_backward,
     foreach_mul_,
@@ -57,6 +58,8 @@ class GradientSync:
         self._program, self._readers, self._publish = program, readers, publish
         self._world: AxisGroup = program.mesh.world
         self._mean = readers if average else 1
+        self.target_totals = TargetTotals(self._world, program.mesh.layout.world // readers)
+        """What the losses of a step were divided by."""
         self.state = GradientState.NONE
         self.is_last_backward = True
         """Whether the next backward is the last before the step; not so within `accumulate`."""
@@ -70,7 +73,7 @@ class GradientSync:
         self.split = any(weight.data_shards > 1 or not weight.shard.is_unsharded for weight in program.weights)
         """Whether this rank has only a shard of some weight."""
         for weight in program.weights:
-            _ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
+            ArrivalHooks(self, weight.name, self._mean).attach(weight.parameter)
         for sync in program.stages[0].gradient_syncs:
             # reducers attach their hooks after those of this class
             sync.begin_microbatch(self.is_last_backward)
@@ -118,6 +121,7 @@ class GradientSync:
         self._open = False
         self._earlier_gradients.clear()
         self._arriving.clear()
+        self.target_totals.discard_pass()
 
     def _check_parameters(self) -> None:
         """Refuses hooks that would see this rank's gradient alone, and weights whose gradient nobody reduces."""
@@ -136,12 +140,13 @@ class GradientSync:
 
     def _set_aside(self) -> None:
         """Moves gradients of an earlier pass aside, so that nothing reduces them a second time."""
-        self._drop_cleared_sums()
+        had_sums = self._drop_cleared_sums()
+        self._begin_target_totals(had_sums)
         for weight in self._program.weights:
             gradient = weight.parameter.grad
             if gradient is None:
                 continue
-            plain = plain_gradient(gradient) if is_sharded_gradient(gradient) else gradient
+            plain = _plain(gradient)
             weight.parameter.grad = plain
             # unreduced gradients of accumulate() stay: this pass adds to them
             if self.state is not GradientState.SUMMED:
@@ -155,17 +160,31 @@ class GradientSync:
                     "after step(), and put all backwards of a step but its last into accumulate()"
                 )
 
-    def _drop_cleared_sums(self) -> None:
-        """Discards sums over micro-batches that zero_grad() has cleared in user code's view."""
+    def _begin_target_totals(self, had_sums: bool) -> None:
+        """Reports whether gradients of earlier backwards are there, in FSDP2's sums or as tensors that aren't 0."""
+        gradients = [grad for weight in self._program.weights if (grad := weight.parameter.grad) is not None]
+        continues = self.state is GradientState.LOCAL or bool(gradients)
+        # reading values waits for the device: only where losses were divided by their own targets
+        had_gradients = had_sums or (
+            continues
+            and self.target_totals.needs_gradients
+            and any(bool(_local(_plain(gradient)).count_nonzero()) for gradient in gradients)
+        )
+        self.target_totals.begin_pass(continues, had_gradients)
+
+    def _drop_cleared_sums(self) -> bool:
+        """Discards sums over micro-batches that zero_grad() has cleared for user code; returns whether some stay."""
         if self._sum_marker is None:
-            return
+            return False
         weight, version, is_placeholder = self._sum_marker
         self._sum_marker = None
         if self._version(weight) != version:
             for sync in self._program.stages[0].gradient_syncs:
                 sync.discard_accumulated()
-        elif is_placeholder:
+            return False
+        if is_placeholder:
             weight.parameter.grad = None
+        return True
 
     def _mark_sums(self) -> None:
         """Places a gradient on a weight whose sum FSDP2 keeps internally, to notice that user code clears it."""
@@ -190,6 +209,7 @@ class GradientSync:
                 f"torch.autograd.grad gives this rank's gradient of '{name}', which nobody sums: call backward(), "
                 "after which parameter.grad is that of the whole batch"
             )
+        self.target_totals.end_pass(program.weights_device, self.is_last_backward)
         if not self.is_last_backward:
             self.state = GradientState.LOCAL
             self._norms.clear()
@@ -332,52 +352,17 @@ class GradientSync:
         return totals ** (1.0 / order)
 
 
-class _ArrivalHooks:
-    """Hooks of one parameter: a submodule that is called alone, or a penalty, opens a pass too.
-
-    They are methods, since Dynamo traces no other hooks that run after accumulation, and hold nothing, as
-    `parallel.weak_hook` has it: the module's own hooks hold the sync.
-    """
-
-    def __init__(self, sync: GradientSync, name: str, mean: int) -> None:
-        self._weak_sync, self._name, self._mean = weakref.ref(sync), name, mean
-
-    @property
-    def _sync(self) -> GradientSync:
-        sync = self._weak_sync()
-        assert sync is not None
-        return sync
-
-    def attach(self, parameter: nn.Parameter) -> None:
-        """Registers the hooks on a parameter."""
-        if isinstance(parameter, DTensor):
-            parameter.register_hook(self._scale_direct)
-        else:
-            parameter.register_hook(self._expect)
-            parameter.register_post_accumulate_grad_hook(self._arrived)
-
-    def _scale_direct(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Multiplies a direct gradient, a DTensor shard, by the number of readers, which the mean divides out again."""
-        # Shards get the model's gradient from the reduction, a penalty's from autograd: whole already, no sum of the
-        # readers', so that the mean must leave it as it is.
-        self._sync.open_pass()
-        return gradient * float(self._mean)
-
-    def _expect(self, _: torch.Tensor) -> None:
-        """Notes that autograd computes the parameter's gradient."""
-        self._sync.expect_gradient(self._name)
-
-    def _arrived(self, _: torch.Tensor) -> None:
-        """Notes that the parameter's gradient is accumulated."""
-        self._sync.note_accumulated(self._name)
-
-
 def _hook_counts(parameter: nn.Parameter) -> tuple[int, int]:
     """Returns (hooks before accumulation, hooks after it)."""
     return (
         len(getattr(parameter, "_backward_hooks", None) or ()),
         len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()),
     )
+
+
+def _plain(gradient: torch.Tensor) -> torch.Tensor:
+    """Returns a gradient without the wrapper that user code sees; DTensors stay."""
+    return plain_gradient(gradient) if is_sharded_gradient(gradient) else gradient
 
 
 def _local(gradient: torch.Tensor) -> torch.Tensor:

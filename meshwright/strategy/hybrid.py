@@ -11,13 +11,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from meshwright.errors import ConfigError, PlanError
+from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import TrafficLog
-from meshwright.parallel.build import apply_transforms, build, check
+from meshwright.parallel.build import build, check
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.mesh import Mesh
-from meshwright.parallel.model_source import Fill, ModelSource
-from meshwright.parallel.program import Program
+from meshwright.parallel.model_source import Fill
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import set_training_modes, training_modes
 from meshwright.parallel.weights import Weight
@@ -27,19 +26,21 @@ from meshwright.strategy.custom_module import (
     Model,
     check_equal,
     make_model_source,
+    no_compute,
     read_model,
     refuse_unrecorded,
+    shape_only_program,
     with_compute_precision,
 )
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.loss_weights import Loss
-from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim
+from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim, refuse_unsupported
 from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
 from meshwright.strategy.pipeline import PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
-from meshwright.train.loss import IGNORED, cross_entropy_sums
+from meshwright.strategy.target_loss import TargetLoss
 
 
 class HybridParallelStrategy:
@@ -107,7 +108,7 @@ class HybridParallelStrategy:
             "ep": expert_parallel_dim,
         }
         self.layout = as_layout(choose_layout(layout, device_mesh, dims, zero))
-        _refuse_unsupported(self.layout)
+        refuse_unsupported(self.layout)
         self._engine: PipelineEngine | None = None
         self._split_vocabulary = split_vocabulary
         self.average = average
@@ -115,6 +116,7 @@ class HybridParallelStrategy:
         self._mesh: Mesh | None = None
         self._sharded_model: ShardedModel | None = None
         self._local_batch_norm = local_batch_norm
+        self._target_loss: TargetLoss | None = None
 
     @overload
     def shard(
@@ -203,6 +205,7 @@ class HybridParallelStrategy:
         sharded_model.optimizers.mark_stale(original.parameters)
         module = sharded_model.program.module
         settle_module(module, sharded_model.program)
+        self._target_loss = TargetLoss(sharded_model.program, self._sync().target_totals, self.reader[1], self.average)
         ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm).attach(module)
         return module if optimizer is None else (module, sharded_model.optimizers.rebuild(optimizer, original.names))
 
@@ -228,9 +231,9 @@ class HybridParallelStrategy:
         if from_module:
             check_equal(built, mesh.world)
         analysis = broadcast_analysis(built, layout, example, self._split_vocabulary)
-        source = make_model_source(built, analysis, fill, _no_compute)
+        source = make_model_source(built, analysis, fill, no_compute)
         is_meta, clock = target.type == "meta", StepTimer(device_type)
-        program = _shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
+        program = shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
         program.state_meter = None
         module = program.module
         set_training_modes(module, modes)
@@ -328,24 +331,49 @@ class HybridParallelStrategy:
         """
         return self.sharded_model.optimizers.make_optimizer(make, groups, settings)
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, logits: torch.Tensor, targets: torch.Tensor, total: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets of the global batch; -100 counts for nothing.
+
+        ::
+
+            total = strategy.count_targets([y for _, y in micro_batches])
+            for number, (x, y) in enumerate(micro_batches, 1):
+                with strategy.accumulate() if number < len(micro_batches) else contextlib.nullcontext():
+                    strategy.loss(model(x), y, total).backward()
 
         Args:
             logits: (B, S, V), or this rank's shard of V.
             targets: (B, S) int64; those of (B, S) logits, nothing is shifted.
+            total: targets of all micro-batches of the step and all readers, as `count_targets` gives it. When None,
+                those of this call on all readers, which all ranks then call together: for a step of one micro-batch,
+                or of several with equally many targets, divided by their number.
 
         Returns:
-            A scalar whose mean over the readers (`mean`) is that of all targets, exactly, however many each has.
+            A scalar whose mean over the readers (`mean`), summed over the step's micro-batches where a total was given,
+            is that of all targets, exactly, however many each has.
+
+        Raises:
+            ConfigError: in backward, where micro-batches of a step were each divided by other numbers of targets, or
+                have more than ``total``; here, without a total, in a task of `DynamicTaskScheduler`.
         """
-        assert self._mesh is not None
-        program, count = self.sharded_model.program, self.reader[1]
-        total = (targets != IGNORED).sum().to(torch.float64)
-        self._mesh.world.all_reduce(total).wait()
-        # ranks that read the same rows, by which the sum over the world overcounts
-        readers = self.layout.world // count
-        scale = (count if self.average else 1) * readers / max(1.0, float(total))
-        return cross_entropy_sums(logits, targets, scale, program.view.vocab)[0]
+        return self.target_loss.mean(logits, targets, total)
+
+    def count_targets(self, targets: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns the number of targets of all readers, () float64, for `loss`; every rank calls it once a step.
+
+        Args:
+            targets: (...) int64 of this rank's reader: one tensor, or those of every micro-batch; -100 is none.
+        """
+        return self.target_loss.count(targets)
+
+    @property
+    def target_loss(self) -> TargetLoss:
+        """What divides the loss by targets."""
+        if self._target_loss is None:
+            raise ConfigError("loss() is of a loop of one's own: call shard(model) first; with loss= or pp, use step()")
+        return self._target_loss
 
     def mean(self, value: torch.Tensor | float) -> float:
         """Returns the mean of a number over the readers, for logging."""
@@ -370,31 +398,3 @@ class HybridParallelStrategy:
         sync = self.sharded_model.sync
         assert sync is not None
         return sync
-
-
-def _no_compute(*_: object) -> object:
-    raise ConfigError("the loop is the user's own: call the model, and backward on its loss")
-
-
-def _shape_only_program(source: ModelSource, layout: Layout, mesh: Mesh) -> Program:
-    """Builds a program without memory: shapes and placements alone."""
-    context = apply_transforms(source, layout, mesh)
-    return Program(context.stages, source.compute, context.view, mesh, StepTimer(mesh.device_type))
-
-
-def _refuse_unsupported(layout: Layout) -> None:
-    """Refuses layouts that a custom loop can't run."""
-    if layout.degree(Mechanics.TOKENS) > 1:
-        raise PlanError(
-            f"{layout.format_degree(Mechanics.TOKENS)}: a loop of one's own reads whole rows: use tp with "
-            "sequence=true, or `meshwright train`"
-        )
-    if layout.microbatches > 1 and layout.degree(Mechanics.STAGES) == 1:
-        raise PlanError(
-            f"microbatches={layout.microbatches} has no effect on a loop of one's own: leave it out, and accumulate "
-            "with `with strategy.accumulate():`"
-        )
-    if layout.precision == "fp16":
-        raise PlanError("precision=fp16 needs a loss scale that a loop of one's own lacks: write precision=bf16")
-    if layout.offload == "optimizer":
-        raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshwright.errors import ConfigError, PlanError, nearest
 from meshwright.spec.axes import known_axes
-from meshwright.spec.axis import Holds
+from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import round_axes, row_axes
 from meshwright.spec.layout import Layout
 
@@ -217,3 +217,41 @@ def compute_device(module: torch.nn.Module | None, device: torch.device | str | 
         return torch.device("cuda", torch.cuda.current_device())
     weights_device = next((parameter.device for parameter in module.parameters()), None) if module is not None else None
     return weights_device if weights_device is not None and weights_device.type != "meta" else torch.device("cpu")
+
+
+def refuse_unsupported(layout: Layout) -> None:
+    """Refuses layouts that a custom loop can't run."""
+    if layout.degree(Mechanics.TOKENS) > 1:
+        raise PlanError(
+            f"{layout.format_degree(Mechanics.TOKENS)}: a loop of one's own reads whole rows: use tp with "
+            "sequence=true, or `meshwright train`"
+        )
+    if layout.microbatches > 1 and layout.degree(Mechanics.STAGES) == 1:
+        raise PlanError(
+            f"microbatches={layout.microbatches} has no effect on a loop of one's own: leave it out, and accumulate "
+            "with `with strategy.accumulate():`"
+        )
+    if layout.precision == "fp16":
+        raise PlanError("precision=fp16 needs a loss scale that a loop of one's own lacks: write precision=bf16")
+    if layout.offload == "optimizer":
+        raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
+
+
+def refuse_uneven_tokens(layout: Layout, inputs: torch.Tensor) -> None:
+    """Refuses rows whose tokens ``sequence=true`` can't divide.
+
+    Args:
+        layout: to be run.
+        inputs: (B, S, ...) of a model.
+
+    Raises:
+        PlanError: with the number of tokens, and the nearest that work.
+    """
+    parts = layout.degree(Mechanics.MATRICES) if layout.sequence else 1
+    if inputs.dim() > 1 and inputs.shape[1] % parts:
+        lower = inputs.shape[1] // parts * parts
+        near = " or ".join(str(count) for count in (lower, lower + parts) if count)
+        raise PlanError(
+            f"rows of {inputs.shape[1]} tokens don't divide into the {parts} parts of sequence=true; nearest that "
+            f"works: rows of {near} tokens, or sequence=false"
+        )

@@ -78,14 +78,28 @@ class OneDevice:
             [parameter.grad for parameter in self._parameters() if parameter.grad is not None]
         )
 
-    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(
+        self, logits: torch.Tensor, targets: torch.Tensor, total: torch.Tensor | float | None = None
+    ) -> torch.Tensor:
         """Returns the mean cross-entropy over the targets, a scalar.
 
         Args:
             logits: (..., V).
             targets: (...) int64.
+            total: divides the sum, in place of the number of these targets.
         """
-        return cross_entropy(logits.flatten(0, -2), targets.flatten())
+        if total is None:
+            return cross_entropy(logits.flatten(0, -2), targets.flatten())
+        return cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / total
+
+    def count_targets(self, targets: torch.Tensor | Iterable[torch.Tensor]) -> torch.Tensor:
+        """Returns the number of targets other than -100, a scalar.
+
+        Args:
+            targets: (...) int64, one tensor or several.
+        """
+        parts = [targets] if isinstance(targets, torch.Tensor) else list(targets)
+        return torch.cat([part.flatten() for part in parts]).ne(-100).sum()
 
     def mean(self, value: torch.Tensor | float) -> float:
         """Returns a value, () where it is a tensor, as a number."""

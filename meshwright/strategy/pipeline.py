@@ -33,7 +33,7 @@ from meshwright.strategy.loss_weights import (
     try_rules,
     weighted_compute,
 )
-from meshwright.strategy.mesh import as_layout, compute_device
+from meshwright.strategy.mesh import as_layout, compute_device, refuse_uneven_tokens
 from meshwright.strategy.module_state import original_parameters
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
@@ -224,6 +224,7 @@ class PipelineEngine:
     def _on_device(self, batch: Any) -> tuple[torch.Tensor, torch.Tensor, TargetCounts]:
         """Returns (inputs, targets) of a batch, (B, ...) each, on this rank's device, and the targets of its rows."""
         inputs, targets = inputs_and_targets(batch)
+        refuse_uneven_tokens(self.layout, inputs)
         # before they go to a GPU, which the host would wait for
         counts = count_row_targets(targets)
         return inputs.to(self._device), targets.to(self._device), counts
@@ -249,6 +250,7 @@ class PipelineEngine:
         count, chunks = self.layout.microbatches, counts.chunks(self.layout.microbatches)
         batches = [LossBatch(*chunk) for chunk in zip(inputs.chunk(count), targets.chunk(count))]
         totals = self._totals(counts)
+        self.sharded_model.agreement.before_schedule()
         # after steps 1, 2, 4, 8 and so on, as what ranks must agree on
         is_due = not self.steps & (self.steps + 1)
         if self._has_parts and self._weight_rule.needs_trial(is_due):

@@ -55,7 +55,7 @@ class ShardedModel:
         self.reader = layout.reader(rank)
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
         self._local_parameters = local_shards(program.weights)
-        self.agreement = AgreementCheck(program)
+        self.agreement = AgreementCheck(program, layout)
         self.sync = None if custom is None else GradientSync(program, *custom, self._publish)
         """Reduces gradients in a custom loop; None with a schedule."""
         self.optimizers = OptimizerBinding(program, self._local_parameters, self.sync, self._after_step)

@@ -32,7 +32,7 @@ from meshwright.spec.sharding_table import (
 )
 from meshwright.strategy.custom_module import with_forward_trial
 from meshwright.torch_compat.tensors import TreeSpec, treespec_dumps, treespec_loads
-from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+from meshwright.train.model_analysis import ModelAnalysis, analyse_model, check_modules
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def broadcast_analysis(
         PlanError: the model doesn't allow the layout; raised on every rank.
     """
     if all(known_axes()[name].mechanics is Mechanics.NONE for name in layout.degrees):
+        check_modules(built, layout)
         return ModelAnalysis()
     # torch's fake backend sends nothing, so each rank analyses by itself
     no_network = dist.get_backend() == "fake"

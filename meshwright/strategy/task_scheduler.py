@@ -18,6 +18,7 @@ from meshwright.errors import ConfigError
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.hybrid import HybridParallelStrategy
+from meshwright.strategy.target_loss import TargetLoss
 
 _SCHEDULERS = itertools.count()
 """Numbers of this process's schedulers, by which their keys differ."""
@@ -51,11 +52,15 @@ class MicroBatchTask:
     """Time inside of ``with``."""
     is_done: bool = False
     """Whether it was run without an error."""
+    target_loss: TargetLoss | None = None
+    """Of the strategy: it is told that other readers run other micro-batches."""
     _accumulation: contextlib.AbstractContextManager[object] = field(default_factory=contextlib.nullcontext)
     _started: float = 0.0
 
     def __enter__(self) -> Self:
         self._accumulation.__enter__()
+        if self.target_loss is not None:
+            self.target_loss.drawn_alone = True
         self._started = time.perf_counter()
         return self
 
@@ -65,6 +70,8 @@ class MicroBatchTask:
         if self.on_cuda:
             torch.cuda.synchronize()
         self.seconds, self.is_done = time.perf_counter() - self._started, kind is None
+        if self.target_loss is not None:
+            self.target_loss.drawn_alone = False
         self._accumulation.__exit__(kind, error, trace)
 
 
@@ -81,6 +88,9 @@ class DynamicTaskScheduler:
                     (mean_loss(model(x[rows]), y[rows]) * task.weight).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+    Where micro-batches have unequal numbers of targets, the loss of each is
+    ``strategy.loss(model(x[rows]), y[rows], total=(y != -100).sum())``, without `MicroBatchTask.weight`.
 
     Every micro-batch is drawn by one reader, so the sum of their gradients doesn't depend on who drew which, up to the
     order of the sum. A reader draws one ahead, to know which backward is its last. Dropout differs with the reader.
@@ -128,7 +138,14 @@ class DynamicTaskScheduler:
             accumulation = contextlib.nullcontext() if following is None else self._strategy.accumulate()
             # Strategies that average divide the sum by the readers.
             weight = (self._readers if self._strategy.average else 1) / count
-            task = MicroBatchTask(index, following is None, weight, self._on_cuda, _accumulation=accumulation)
+            task = MicroBatchTask(
+                index,
+                following is None,
+                weight,
+                self._on_cuda,
+                target_loss=self._strategy.target_loss,
+                _accumulation=accumulation,
+            )
             self._tasks += 1
             if task.is_last and self._leads:
                 # Before the backward in which all readers meet: after it, every reader's line is there.

@@ -111,6 +111,16 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         )
 
 
+def check_modules(model: BuiltModel, layout: Layout) -> None:
+    """Refuses modules that a layout would change, as far as they show it without a trial.
+
+    Raises:
+        PlanError: with the weight or the module, and the nearest that works.
+    """
+    _check_embeddings(model, layout)
+    _check_shared_weights(model, layout)
+
+
 def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
     """Refuses a layout under which an embedding's own rule for its rows would see other rows than on one device.
 
@@ -211,8 +221,7 @@ def analyse_model(
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)
     _check_trial(trial, layout)
-    _check_embeddings(model, layout)
-    _check_shared_weights(model, layout)
+    check_modules(model, layout)
     _check_outside_reads(trial, layout)
     table, layer_graph, experts = earlier.table, earlier.layer_graph, earlier.experts
     split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS)  # heads are split by both

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
+from meshwright.strategy.one_device import OneDevice
 from tests.own_models import VOCAB, Batch, mean_loss, rows
 from tests.plain_model import PlainModel
 
@@ -236,6 +237,102 @@ def all_of_a_step_in_the_context(strategy: Any) -> Losses:
 @careless("inside strategy.accumulate()")
 def clipping_within_accumulation(strategy: Any) -> Losses:
     return accumulated(strategy, lambda number: strategy.accumulate() if number == 0 else contextlib.nullcontext(), 0.1)
+
+
+def masked_shares(strategy: Any) -> list[Batch]:
+    """This rank's rows, of which micro-batches and readers have unequal numbers of targets, and some none."""
+    index, count = strategy.reader
+    uncounted = torch.arange(8)[None, :] >= torch.tensor([0, 3, 0, 0, 7, 8, 5, 2])[:, None]
+    return [(x.chunk(count)[index], y.masked_fill(uncounted, -100).chunk(count)[index]) for x, y in rows()]
+
+
+def by_targets(strategy: Any, total_of: Callable[[Any, list[Any]], Any], within: bool) -> Losses:
+    """Four micro-batches a step; on one device, if it is to be equal, one call on all rows."""
+    module, optimizer = sharded(strategy, own=True)
+    losses = []
+    for x, y in masked_shares(strategy):
+        if isinstance(strategy, OneDevice):
+            losses.append(mean_loss(module(x), y))
+            losses[-1].backward()
+        else:
+            parts = list(zip(x.chunk(4), y.chunk(4)))
+            total = total_of(strategy, [part for _, part in parts])
+            terms = []
+            for number, (part, wanted) in enumerate(parts):
+                with strategy.accumulate() if within and number < 3 else contextlib.nullcontext():
+                    terms.append(strategy.loss(module(part), wanted, total))
+                    terms[-1].backward()
+            losses.append(torch.stack(terms).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@careless()
+def targets_counted_over_a_step(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda strategy, targets: strategy.count_targets(targets), within=True)
+
+
+@careless()
+def targets_counted_over_a_step_without_a_context(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda strategy, targets: float(strategy.count_targets(torch.cat(targets))), False)
+
+
+@careless("each was divided by its own")
+def unequal_targets_of_each_micro_batch(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda *_: None, within=True)
+
+
+@careless("each was divided by its own")
+def unequal_targets_of_each_backward(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda *_: None, within=False)
+
+
+@careless("total= says")
+def targets_counted_in_one_micro_batch(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda strategy, targets: strategy.count_targets(targets[0]), within=True)
+
+
+@careless("total= says", (COPIES, SHARDS))
+def targets_counted_by_each_reader(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda _, targets: (torch.cat(targets) != -100).sum(), within=True)
+
+
+@careless("one number")
+def targets_counted_by_row(strategy: Any) -> Losses:
+    return by_targets(strategy, lambda _, targets: (torch.cat(targets) != -100).sum(dim=1), within=True)
+
+
+@careless()
+def two_losses_of_a_micro_batch(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
+    losses = []
+    for x, y in masked_shares(strategy):
+        first = y.clone()
+        first[:, 1:] = -100
+        logits = module(x)
+        loss = strategy.loss(logits.clone(), y) + 0.5 * strategy.loss(logits, first)
+        loss.backward()
+        step_and_clear(optimizer)()
+        losses.append(loss)
+    return losses
+
+
+@careless()
+def other_targets_after_gradients_were_cleared(strategy: Any) -> Losses:
+    module, optimizer = sharded(strategy, own=True)
+    losses = []
+    for clear in (optimizer.zero_grad, lambda: module.zero_grad(set_to_none=False)):
+        optimizer.zero_grad()
+        first, *others = masked_shares(strategy)
+        for x, y in others:
+            with strategy.accumulate():
+                strategy.loss(module(first[0]), first[1]).backward()
+            clear()
+            y[:, 1:3] = -100
+            losses += updates([(x, y)], lambda x, y: strategy.loss(module(x), y), optimizer.step)
+            clear()
+    return losses
 
 
 @careless()
@@ -712,6 +809,61 @@ class Normed(nn.Module):
 def batch_norm(strategy: Any) -> Losses:
     torch.manual_seed(0)
     return trained(strategy, strategy.shard(Normed().double()))
+
+
+class Averaging(PlainModel):
+    """Keeps an average of what it saw, and a count, and uses both."""
+
+    def __init__(self, of_rows: bool) -> None:
+        super().__init__(VOCAB, 12, 2)
+        self.of_rows = of_rows
+        self.register_buffer("average", torch.zeros(()))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits = super().forward(tokens) * (1 + self.average)
+        if self.training:
+            with torch.no_grad():
+                self.average.mul_(0.5).add_(logits.abs().mean() if self.of_rows else 0.1)
+        return logits
+
+
+@careless("the buffer 'average'", (COPIES, SHARDS))
+def average_of_rows(strategy: Any) -> Losses:
+    torch.manual_seed(0)
+    return trained(strategy, strategy.shard(Averaging(of_rows=True).double()))
+
+
+@careless()
+def average_of_steps(strategy: Any) -> Losses:
+    torch.manual_seed(0)
+    return trained(strategy, strategy.shard(Averaging(of_rows=False).double()))
+
+
+@careless("is a weight of layer 'blocks.0' too", (SHARDS,))
+def norm_of_two_layers(strategy: Any) -> Losses:
+    module: Any = model()
+    first, second = module.blocks
+    (name,) = [key for key, child in first.named_children() if isinstance(child, nn.LayerNorm)][:1]
+    setattr(second, name, getattr(first, name))
+    return trained(strategy, strategy.shard(module))
+
+
+@careless("max_norm=1")
+def embedding_that_shortens_its_rows(strategy: Any) -> Losses:
+    module: Any = model()
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.max_norm = 1.0
+    return trained(strategy, strategy.shard(module))
+
+
+@careless("scale_grad_by_freq=True", (COPIES, SHARDS))
+def embedding_that_counts_its_rows(strategy: Any) -> Losses:
+    module: Any = model()
+    for child in module.modules():
+        if isinstance(child, nn.Embedding):
+            child.scale_grad_by_freq = True
+    return trained(strategy, strategy.shard(module))
 
 
 @careless("call strategy.optimizer after shard()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -207,6 +208,67 @@ def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:
     all_pass(f"{__name__}:sideways", "pp=2,microbatches=2,split=2-1", "pp=3,microbatches=4")
     built = build_meta(ModelConfig(name=f"{__name__}:sideways"), vocab=VOCAB)
     assert set(read_layer_graph(built).blocked) == {1}
+
+
+@dataclasses.dataclass
+class State:
+    """What some models hand from block to block."""
+
+    hidden: torch.Tensor
+
+
+class Carrying(nn.Module):
+    """Its blocks hand on a tensor in an object, or beside a number, which ``as_tensor`` makes a tensor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, 12), nn.Linear(12, VOCAB)
+        self.blocks = nn.ModuleList(CarryingBlock(kind) for _ in range(2))
+        self.kind = kind
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        start = {"object": State(x), "number": (x, 1), "tensor": (x, x.new_ones(()))}[self.kind]
+        for block in self.blocks:
+            start = block(start)
+        return self.head(start.hidden if isinstance(start, State) else start[0])
+
+
+class CarryingBlock(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.block, self.kind = nn.Linear(12, 12), kind
+
+    def forward(self, state: Any) -> Any:
+        if isinstance(state, State):
+            return State(torch.tanh(self.block(state.hidden)))
+        return torch.tanh(self.block(state[0])) * state[1], state[1] + 1
+
+
+def carrying_object() -> nn.Module:
+    return Carrying("object")
+
+
+def carrying_number() -> nn.Module:
+    return Carrying("number")
+
+
+def carrying_tensor() -> nn.Module:
+    return Carrying("tensor")
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        ("carrying_object", r"layer 'blocks\.0' is called with a State, .* return tensors, alone or in a tuple"),
+        ("carrying_number", r"layer 'blocks\.0' returns a value of type int, .* works: a tensor in its place"),
+    ],
+)
+def test_what_is_no_tensor_between_layers_is_named(function: str, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        read_layer_graph(build_meta(ModelConfig(name=f"{__name__}:{function}")))
+    # what the second refusal says works
+    assert 1 not in read_layer_graph(build_meta(ModelConfig(name=f"{__name__}:carrying_tensor"))).blocked
 
 
 def test_stages_that_the_spine_forbids_are_refused_before_a_rank_starts() -> None:

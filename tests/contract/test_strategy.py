@@ -38,6 +38,7 @@ from tests.own_models import (
     plainly,
     rows,
     world,
+    wrapped,
 )
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
@@ -81,6 +82,8 @@ def own_loop(
         (plain_model, "shard=2,zero=3,recompute=full"),
         (plain_model, "replicate=2,tp=2"),
         (gpt2, "shard=2,tp=2"),
+        (wrapped, "tp=2"),
+        (wrapped, "shard=2,zero=3"),
         (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
     ],
 )
@@ -93,6 +96,20 @@ def test_any_module_is_split_by_an_example() -> None:
     batches = [(x, y[:, None].expand(-1, 5).contiguous()) for x, y in batches]
     work = functools.partial(own_loop, example=batches[0][0])
     equal(run_ranks(2, work, "tp=2", perceptron, batches), plainly(perceptron, batches))
+
+
+def uneven_rows(_rank: int) -> None:
+    strategy, stepping = HybridParallelStrategy("tp=2,sequence=true"), HybridParallelStrategy("tp=2,sequence=true")
+    model, x = strategy.shard(gpt2()), rows()[0][0][:, :7]
+    stepping.shard(gpt2(), loss=mean_loss)
+    for call in (lambda: model(x), lambda: torch.no_grad()(model)(x), lambda: stepping.step((x, x))):
+        with pytest.raises(MeshwrightError, match=r"rows of 7 tokens .* nearest that works: rows of 6 or 8 tokens"):
+            call()
+    output(model, x[:, :6]).sum().backward()
+
+
+def test_rows_whose_tokens_do_not_divide_are_refused() -> None:
+    run_ranks(2, uneven_rows)
 
 
 def split_vocabulary_loop(_rank: int, text: str, batches: list[Batch]) -> tuple[list[float], list[float]]:

@@ -81,6 +81,38 @@ def pipeline_refusals(_rank: int) -> list[str]:
     return found
 
 
+class Counting(nn.Module):
+    """A layer that counts its calls, and computes with the count."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.calls += 1
+        return torch.tanh(self.linear(x)) * self.calls.clone()
+
+
+def counting(_rank: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(Counting(4)), nn.Sequential(Counting(4))).double()
+    x = torch.randn(4, 4, dtype=torch.float64)
+    engine = PipelineEngine(model, "pp=2,microbatches=2", nn.functional.mse_loss, example=x)
+    # As a checkpoint's values are loaded: in place.
+    for module in engine.modules:
+        for buffer in module.buffers():
+            buffer.fill_(3)
+    with pytest.raises(ConfigError, match=r"forward changes (the|a) buffer .*for each micro-batch"):
+        engine.step(x, x)
+
+
+def test_buffers_that_each_micro_batch_would_change_are_refused() -> None:
+    run_ranks(2, counting)
+
+
 def test_what_a_pipeline_refuses() -> None:
     for uneven, empty, twice, blind in run_ranks(2, pipeline_refusals):
         assert "nearest that works: 6 or 9 rows" in uneven

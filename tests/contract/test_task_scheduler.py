@@ -92,6 +92,55 @@ def test_strategies_that_sum_have_the_same_gradient() -> None:
     assert sum(row[0][-1] for row in results) == pytest.approx(losses[-1], rel=1e-11)
 
 
+def unequal_targets() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Global batches whose rows have 8 down to no targets."""
+    uncounted = torch.arange(8)[None, :] >= torch.tensor([0, 3, 8, 1, 7, 8, 5, 2])[:, None]
+    return [(x, y.masked_fill(uncounted, -100)) for x, y in rows()]
+
+
+def drawn_by_targets(_rank: int) -> tuple[list[float], list[float], str]:
+    """Returns losses and norms of a loop that counts the targets of the global batch; and what a loss without says."""
+    strategy = HybridParallelStrategy("replicate=2")
+    model = strategy.shard(plain_model())
+    optimizer = strategy.optimizer(torch.optim.AdamW, lr=1e-2)
+    scheduler = DynamicTaskScheduler(strategy, timeout_s=100)
+    losses, norms, said = [], [], ""
+    for x, y in unequal_targets():
+        total = torch.zeros((), dtype=torch.float64)
+        for task in scheduler.tasks(TASKS):
+            with task:
+                part = slice(task.index, task.index + 1)
+                logits = output(model, x[part])
+                with pytest.raises(ConfigError) as caught:
+                    strategy.loss(logits, y[part])
+                said = str(caught.value)
+                loss = strategy.loss(logits, y[part], total=int((y != -100).sum()))
+                loss.backward()
+                total += loss.detach()
+        losses.append(strategy.mean(total))
+        norms.append(float(strategy.clip_grad_norm_(1e9)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, said
+
+
+def test_unequal_targets_of_drawn_micro_batches_weigh_alike() -> None:
+    model = plain_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for x, y in unequal_targets():
+        loss = mean_loss(output(model, x), y)
+        loss.backward()
+        losses.append(float(loss.detach()))
+        norms.append(float(nn.utils.get_total_norm([parameter.grad for parameter in model.parameters()])))
+        optimizer.step()
+        optimizer.zero_grad()
+    for found_losses, found_norms, said in run_ranks(2, drawn_by_targets):
+        assert found_losses == pytest.approx(losses, rel=1e-11)
+        assert found_norms == pytest.approx(norms, rel=1e-11)
+        assert "total=(all_targets != -100).sum()" in said
+
+
 def misused(_rank: int) -> list[str]:
     strategy = HybridParallelStrategy("replicate=2")
     model = strategy.shard(plain_model())

@@ -69,6 +69,14 @@ def test_recompute_of_some_layers_and_more_micro_batches() -> None:
     all_pass(verify(case("llama", rows=8), [Layout.parse(text + ",precision=float64") for text in texts]))
 
 
+def test_layouts_of_several_precisions_are_each_held_against_their_own_reference() -> None:
+    layouts = [Layout.parse(f"replicate=2,precision={precision}") for precision in ("float64", "bf16", "float64")]
+    verdicts = verify(case("plain", rows=8, count=1), layouts)
+    assert [verdict.passed for verdict in verdicts] == [True, True, True], [verdict.refused for verdict in verdicts]
+    all_pass(verdicts[::2])
+    assert verdicts[1].bounds and verdicts[1].grad_error > 1e-6
+
+
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient averaged twice: every sum is divided by the ranks once more."""
     reduce = AxisGroup.all_reduce

@@ -21,7 +21,8 @@ from torch import nn
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import MeshwrightError, PlanError
 from meshwright.models.analysis.clone import Clone, make_clone_for_stages
-from meshwright.models.analysis.evidence import LayerGraphEvidence, TensorUse
+from meshwright.models.analysis.evidence import LayerGraphEvidence, StageTrial, TensorUse
+from meshwright.models.analysis.layer_states import LayerStates
 from meshwright.models.analysis.objective import Objective
 from meshwright.models.analysis.stage_rehearsal import Tokens, rehearse_stages
 from meshwright.models.build import BuiltModel
@@ -68,7 +69,7 @@ def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -
             clone.module.eval()
         probe = _Probe(copy_module(clone.module, share=True), clone)
         layer_graph = probe.run(arguments)
-        trial = rehearse_stages(clone, layer_graph, arguments)
+        trial = _rehearse_with_states(probe.states, clone, layer_graph, arguments)
     except PlanError as error:
         raise PlanError(f"pp: the model '{built.config.name}' can't be cut into stages: {error}") from error
     except MeshwrightError:
@@ -86,6 +87,27 @@ def analyse_layer_graph(built: BuiltModel, objective: Objective | None = None) -
         ),
         LayerGraphEvidence(inputs=tuple(probe.tensor_uses()), trial=trial),
     )
+
+
+def _rehearse_with_states(states: LayerStates, clone: Clone, layer_graph: LayerGraph, arguments: Tokens) -> StageTrial:
+    """Rehearses stages; where they fail and layers hand on what isn't a tensor, that is the reason.
+
+    Args:
+        states: what the layers hand on beside tensors.
+        clone: tied weights apart.
+        layer_graph: to be proven.
+        arguments: tokens and targets, (B, S) int64 each.
+
+    Raises:
+        PlanError: it can't be cut.
+    """
+    try:
+        return rehearse_stages(clone, layer_graph, arguments)
+    except Exception as error:
+        reason = states.reason(with_values=not isinstance(error, PlanError))
+        if not reason:
+            raise
+        raise PlanError(reason) from error
 
 
 def _sample_tokens(clone: Clone) -> Tokens:
@@ -128,6 +150,8 @@ class _Probe:
         """By id of a leaf, which of the last called layer's results it stands for."""
         self._output = _LayerInputs()
         self._tail: tuple[Path, ...] = ()
+        self.states = LayerStates()
+        """What the layers hand on beside tensors."""
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self._marks_of_leaf.setdefault(id(parameter), set()).add(("weight", len(self._weight_names)))
             self._weight_names.append(name)
@@ -200,6 +224,8 @@ class _Probe:
                     if leaf.requires_grad:
                         leaf = self._replace_by_marker(leaf, {("layer", layer_index)})
                         markers.append(leaf)
+                else:
+                    self.states.note_argument(name, leaf)
                 leaves.append(leaf)
             self._inputs_by_call.append(entry)
             self._input_markers.append(markers)
@@ -231,6 +257,8 @@ class _Probe:
                     self._marks_of_constant[id(leaf)] = {("layer", layer_index)}
                     # ids are unique only among living objects
                     self._alive.append(leaf)
+                else:
+                    self.states.note_result(self._called_layers[layer_index], leaf)
                 leaves.append(leaf)
             self._outputs_by_call.append((nest, leaves))
             return tree_unflatten(leaves, nest)
