@@ -213,7 +213,9 @@ def _travel(part: Routed, leg: Leg, wanted: torch.Tensor, then: Callable[[Routed
     departed = _DepartRouted.apply(copies.copy(tokens), copies.copy(weights), chosen, leg)
     yield
     arrived_tokens, arrived_weights, arrived_index = _ArriveRouted.apply(*departed, leg)
+    del departed
     outputs = yield from then((arrived_tokens, arrived_index, arrived_weights))
+    del arrived_tokens, arrived_weights, arrived_index
     homeward = RowExchange(outputs, leg.reversed())
     yield
     return copies.total(homeward.wait())

@@ -89,11 +89,11 @@ class RowExchange:
 
     def __init__(self, rows: torch.Tensor, leg: Leg) -> None:
         self._leg = leg
-        self._departed: torch.Tensor = _Depart.apply(rows, leg)
+        self._departed: list[torch.Tensor] = [_Depart.apply(rows, leg)]
 
     def wait(self) -> torch.Tensor:
-        """Returns the rows that came, (n_received, D)."""
-        rows: torch.Tensor = _Arrive.apply(self._departed, self._leg)
+        """Returns the rows that came, (n_received, D), once; those that were sent needn't stay any longer."""
+        rows: torch.Tensor = _Arrive.apply(self._departed.pop(), self._leg)
         return rows
 
 

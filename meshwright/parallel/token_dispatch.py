@@ -174,8 +174,7 @@ class Dispatch:
         tokens, index, weights = part
         k = index.shape[1]
         # Skipped slots have index X or more, so they lie at the end of the order and aren't sent.
-        copies = _CopyToSlots.apply(tokens, slots.order[: sum(leg.sent)], slots.position, k)
-        outward = RowExchange(copies, leg)
+        outward = RowExchange(_CopyToSlots.apply(tokens, slots.order[: sum(leg.sent)], slots.position, k), leg)
         yield
         homeward = RowExchange(self._compute_experts(outward.wait(), local), leg.reversed())
         yield
