@@ -134,16 +134,19 @@ def test_groups_that_no_router_could_choose_from_are_refused(groups: str) -> Non
         model_of_sizes(f"layers=4,width=1024,heads=8,vocab=32000,expert_ffn=512,experts=8,{groups}")
 
 
-@pytest.mark.parametrize("network", ["ethernet-25g", "infiniband-xdr"])
-def test_chunks_hide_all_but_the_first_and_last(network: str) -> None:
+@pytest.mark.parametrize(
+    ("network", "ffn"), [("ethernet-25g", 1024), ("infiniband-xdr", 1024), ("infiniband-xdr", 32768)]
+)
+def test_chunks_hide_all_but_the_first_and_last(network: str, ffn: int) -> None:
     """max(X, P + X / n), by hand: X of the exchange, P of the experts' products in chunks; nothing else differs."""
     text, cluster = "shard=32,zero=3,ep=32,precision=bf16", Cluster.parse(f"4x8xh100@{network}")
-    job = dataclasses.replace(JOB, rows=128)
+    shape = shape_from_sizes(TableSizes(name="mixture", **(SIZES | {"expert_ffn": ffn})))  # type: ignore[arg-type]
+    job = dataclasses.replace(JOB, rows=128, shape=shape)
     # Four micro-batches send as many messages, each of as many tokens.
     apart, four = (
         price(job, Layout.parse(text + more), cluster).parts for more in (",microbatches=4", ",ep_overlap=4")
     )
-    layer, tokens, passes = SHAPE.blocks[0], 4 * 4096, len(SHAPE.blocks)
+    layer, tokens, passes = shape.blocks[0], 4 * 4096, len(shape.blocks)
     device, share = cluster.device, MESHWRIGHT.runtime.matmul
 
     def products_s(rows: float, backward: bool) -> float:
