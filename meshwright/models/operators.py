@@ -250,6 +250,21 @@ def measure_work(
     return work
 
 
+class _GroupedProducts(TorchDispatchMode):
+    """Gives grouped products of experts a rule for fake tensors of any type.
+
+    Their kernels take float32 and fp16 too; torch's rule (2.13, `meta_grouped_mm`) takes bf16 alone.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator, grouped products as those of bf16."""
+        if func is not GROUPED_PRODUCT.default or args[0].dtype is torch.bfloat16:
+            return func(*args, **(kwargs or {}))
+        left, right, *others = args
+        out = func(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **(kwargs or {}))
+        return torch.empty_strided(out.shape, out.stride(), dtype=left.dtype, device=out.device)
+
+
 @contextmanager
 def faked(module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
     """Replaces a meta module's parameters and buffers by fake CPU tensors while it is entered; yields the fake mode.
@@ -260,7 +275,7 @@ def faked(module: nn.Module, dtype: torch.dtype) -> Iterator[Any]:
     """
     originals: list[tuple[dict[str, Any], str, Any]] = []
     fakes: dict[int, Any] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, _GroupedProducts():
         for child in module.modules():
             for table in (child._parameters, child._buffers):
                 for key, item in table.items():

@@ -109,10 +109,7 @@ def _fake_rows(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _silence_fake_errors() -> Iterator[None]:
-    """Keeps torch from printing the traceback of an operator that it can't fake, which is raised as an error too.
-
-    Grouped products of experts are one: their kernels accept float32, their rule for fake tensors bf16 alone.
-    """
+    """Keeps torch from printing the traceback of an operator that it can't fake, which is raised as an error too."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled, logger.disabled = logger.disabled, True
     try:

@@ -12,6 +12,7 @@ from torch import nn
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.errors import ConfigError
+from meshwright.models import operators
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -127,16 +128,29 @@ def test_measured_rates_price_operators() -> None:
     assert seconds.forward["elementwise"] == pytest.approx(moved / 8e9, rel=0.2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_experts_products_are_read_in_every_type(dtype: torch.dtype) -> None:
+    """Experts of two products, one of them of both branches: by hand 2 T k (2 D F + F D) FLOPs, and twice that back."""
+    sizes = {"layers": 2, "width": 64, "heads": 4, "ffn": 96, "experts": 8}
+    model = build_meta(ModelConfig(name="mixtral", **sizes), vocab=256, context=TOKENS)  # type: ignore[arg-type]
+    (layer,) = measure_model(model, ROWS, TOKENS, dtype).layers
+    grouped = [[item for item in items if item.name == "_grouped_mm"] for items in (layer.forward, layer.backward)]
+    by_hand = 2.0 * ROWS * TOKENS * 2 * 3 * 64 * 96
+    assert [sum(item.flops for item in items) for items in grouped] == [by_hand, 2 * by_hand]
+    assert all(item.sizes[0] == 8 for items in grouped for item in items)
+
+
 @pytest.mark.parametrize("name", ["deepseek_v3", "mixtral"])
-def test_torch_prints_nothing_of_what_it_cannot_fake(name: str) -> None:
-    """A mixture's grouped products have no fake form in float32: the caller is told, and nobody else."""
+def test_torch_prints_nothing_of_what_it_cannot_fake(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mixture's grouped products, as torch has them, have no fake form in float32: the caller alone is told."""
+    monkeypatch.setattr(operators, "_GroupedProducts", contextlib.nullcontext)
     built = build_meta(ModelConfig(name=name, layers=4, width=64, heads=4), vocab=256, context=32)
     logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
     handler = logging.Handler()
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        with contextlib.suppress(ConfigError):
+        with pytest.raises(ConfigError, match="can't be run on fake tensors"):
             inspect.unwrap(measure_model)(built, 1, 32, torch.float32)  # here, not in the process that it starts
     finally:
         logger.removeHandler(handler)
