@@ -258,7 +258,7 @@ class _GroupedProducts(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator, grouped products as those of bf16."""
-        if func.overloadpacket is not GROUPED_PRODUCT or args[0].dtype is torch.bfloat16:
+        if getattr(func, "overloadpacket", func) is not GROUPED_PRODUCT or args[0].dtype is torch.bfloat16:
             return func(*args, **(kwargs or {}))
         left, right, *others = args
         out = func(left.to(torch.bfloat16), right.to(torch.bfloat16), *others, **(kwargs or {}))
