@@ -8,10 +8,9 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.node_dispatch import ExpertNode, NodeDispatch
-from meshwright.parallel.token_dispatch import Dispatch
+from meshwright.parallel.node_dispatch import NodeDispatch
+from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, ExpertNode
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.ep import AXIS
 from meshwright.spec.axis import Mechanics
@@ -40,30 +39,20 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
         )
 
 
-def wrap(
-    module: nn.Module,
-    rows: ExpertRows,
-    axis_group: AxisGroup,
-    copies: int,
-    replicas: AxisGroup | None = None,
-    node: ExpertNode | None = None,
-    chunks: int = 1,
-) -> dict[str, LocalShard]:
+def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
     Args:
         module: the layer's experts module, on the meta device or materialised; parameters, counts and forward are
             replaced.
         rows: what it is.
-        axis_group: the axis's collectives.
+        groups: the ranks that hold its experts.
         copies: ranks of the world that hold the same experts.
-        replicas: ranks whose tokens are equal (they send a share each); None where all tokens differ.
-        node: ``axis_group`` as nodes, to each of which a token travels once; None sends it once for each expert.
-        chunks: of tokens, one of which travels while the experts compute another.
 
     Returns:
         The shard of each of its parameters, by dotted name in the model.
     """
+    axis_group = groups.axis_group
     start, stop = rows.span(axis_group.index, axis_group.size)
     shards = {}
     for attribute in rows.parameters:
@@ -82,9 +71,7 @@ def wrap(
         setattr(module, attribute, stop - start)
 
     def dispatch(plain: Forward) -> Dispatch:
-        if node is None:
-            return Dispatch(module, rows, axis_group, replicas, plain, chunks)
-        return NodeDispatch(module, rows, axis_group, replicas, plain, node, chunks)
+        return (NodeDispatch if groups.node else Dispatch)(module, rows, groups, plain)
 
     wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", dispatch)
     return shards
@@ -97,13 +84,18 @@ def _apply(context: TransformContext) -> None:
     # Ranks that split matrices read the same tokens, unless these are split too: each sends a part of them.
     shares_tokens = layout.degree(Mechanics.MATRICES) > 1 and not layout.sequence
     replicas = mesh.group_with(Mechanics.MATRICES) if shares_tokens else None
-    group, copies = mesh.axis_groups[AXIS.name], mesh.axis_groups[f"{AXIS.name}_copies"].size
-    node = ExpertNode(*mesh.expert_node(layout.ep_node)) if layout.ep_node else None
+    groups = ExpertGroups(
+        axis_group=mesh.axis_groups[AXIS.name],
+        replicas=replicas,
+        node=ExpertNode(*mesh.expert_node(layout.ep_node)) if layout.ep_node else None,
+        chunks=max(1, layout.ep_overlap),
+    )
+    copies = mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in context.stages:
         modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
         for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
             experts = modules_by_name[rows.module]
-            stage.local_shards |= wrap(experts, rows, group, copies, replicas, node, max(1, layout.ep_overlap))
+            stage.local_shards |= wrap(experts, rows, groups, copies)
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
                 wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)

@@ -15,27 +15,11 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
-from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.row_copies import RowCopies
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange
-from meshwright.parallel.token_dispatch import Dispatch, Routed
+from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, Routed
 from meshwright.spec.experts import ExpertRows
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertNode:
-    """The ranks of one ``ep`` group as nodes."""
-
-    inside: AxisGroup | None
-    """The ranks of this rank's node; None where each rank is one."""
-    across: AxisGroup
-    """The ranks at this rank's place in all nodes, in the nodes' order."""
-
-    @property
-    def size(self) -> int:
-        """Ranks of a node."""
-        return self.inside.size if self.inside else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +81,19 @@ class NodeDispatch(Dispatch):
     """`Dispatch` that sends a token once to each node, or rank, that holds experts of it.
 
     Args:
-        module: as for `Dispatch`, with the arguments up to ``compute``.
+        module: as for `Dispatch`.
         rows: the module as the whole model has it.
-        axis_group: all ranks that hold the layer's experts together.
-        replicas: ranks whose tokens are equal.
+        groups: as for `Dispatch`, with nodes.
         compute: the module's own forward.
-        node: ``axis_group`` as nodes.
-        chunks: of tokens, one of which travels while the experts compute another.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rows: ExpertRows,
-        axis_group: AxisGroup,
-        replicas: AxisGroup | None,
-        compute: Forward,
-        node: ExpertNode,
-        chunks: int = 1,
-    ) -> None:
-        super().__init__(module, rows, axis_group, replicas, compute, chunks)
-        self._node = node
+    def __init__(self, module: nn.Module, rows: ExpertRows, groups: ExpertGroups, compute: Forward) -> None:
+        super().__init__(module, rows, groups, compute)
+        assert groups.node is not None
+        self._node = groups.node
         ranks = [rank for rank, count in enumerate(self._experts_of_rank) for _ in range(count)]
         # One entry more, for slots that are skipped: a rank behind the last.
-        self._rank_of_expert = torch.tensor([*ranks, axis_group.size])
+        self._rank_of_expert = torch.tensor([*ranks, groups.axis_group.size])
 
     def _journeys(self, parts: Sequence[Routed]) -> list[Journey]:
         """Returns the journeys of chunks of tokens to their experts and back; it waits for the device once."""

@@ -94,30 +94,50 @@ class _Slots:
         return cls(order, position, counts)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNode:
+    """The ranks of one ``ep`` group as nodes."""
+
+    inside: AxisGroup | None
+    """The ranks of this rank's node; None where each rank is one."""
+    across: AxisGroup
+    """The ranks at this rank's place in all nodes, in the nodes' order."""
+
+    @property
+    def size(self) -> int:
+        """Ranks of a node."""
+        return self.inside.size if self.inside else 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertGroups:
+    """The ranks of one rank's mixtures, and how tokens travel between them."""
+
+    axis_group: AxisGroup
+    """Those that hold a layer's experts together, in the order of the experts."""
+    replicas: AxisGroup | None = None
+    """Ranks whose tokens are equal; each sends its share of them. None where all tokens differ."""
+    node: ExpertNode | None = None
+    """``axis_group`` as nodes, to each of which a token travels once; None sends it once for each expert."""
+    chunks: int = 1
+    """Of tokens, one of which travels while the experts compute another."""
+
+
 class Dispatch:
     """Replaces an experts module's forward: sends tokens to their experts' ranks and brings the outputs back.
 
     Args:
         module: holds this rank's experts alone; its own forward computes them.
         rows: the module as the whole model has it.
-        axis_group: the ranks that hold the layer's experts together, in the order of the experts.
-        replicas: ranks whose tokens are equal; each sends its share of them. None where all tokens differ.
+        groups: the ranks that hold the layer's experts together, and how tokens travel between them.
         compute: the module's own forward.
-        chunks: of tokens, one of which travels while the experts compute another.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        rows: ExpertRows,
-        axis_group: AxisGroup,
-        replicas: AxisGroup | None,
-        compute: Forward,
-        chunks: int = 1,
-    ) -> None:
-        self._module, self._rows, self._axis_group, self._replicas = module, rows, axis_group, replicas
-        self._compute, self._chunks = compute, chunks
-        spans = [rows.span(index, axis_group.size) for index in range(axis_group.size)]
+    def __init__(self, module: nn.Module, rows: ExpertRows, groups: ExpertGroups, compute: Forward) -> None:
+        self._module, self._rows, self._compute = module, rows, compute
+        self._axis_group, self._replicas, self._chunks = groups.axis_group, groups.replicas, groups.chunks
+        size = groups.axis_group.size
+        spans = [rows.span(index, size) for index in range(size)]
         self._experts_of_rank = [stop - start for start, stop in spans]
 
     def __call__(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import data_parallel, expert, row_exchange, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup, TrafficLog
-from meshwright.parallel.node_dispatch import ExpertNode
+from meshwright.parallel.token_dispatch import ExpertGroups, ExpertNode
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
@@ -217,8 +217,13 @@ def _dispatched(
     module = Experts()
     (rows,) = find_experts(module)
     axis_group = AxisGroup("ep", torch.distributed.group.WORLD, TrafficLog())
-    node, chunks = _node(way[0], len(numbers)), way[1]
-    places = expert.wrap(module, rows, axis_group, 1, axis_group if equal else None, node, chunks)
+    groups = ExpertGroups(
+        axis_group=axis_group,
+        replicas=axis_group if equal else None,
+        node=_node(way[0], len(numbers)),
+        chunks=way[1],
+    )
+    places = expert.wrap(module, rows, groups, 1)
     hidden, chosen, *others = _tokens(numbers[rank], 0 if equal else rank)
     found = _run(module, (hidden, chosen.to(kind), *others))
     return found, places[".up"].spans[0]

@@ -17,7 +17,7 @@ from meshwright.parallel.compiled_layers import _compiled
 from meshwright.parallel.document_attention import document_bounds, pack_mask
 from meshwright.parallel.float8 import Float8Product
 from meshwright.parallel.host_copy import HostCopy
-from meshwright.parallel.token_dispatch import Dispatch
+from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.torchao_import import has_torchao
 from tests.gpu.parts import kernel_witness as witness
@@ -62,7 +62,7 @@ def mixture(bench: Bench) -> None:
             arguments=("hidden_states", "top_k_index", "top_k_weights"),
         )  # fmt: skip
         alone = SimpleNamespace(size=1, index=0, all_to_all_rows=_to_itself)
-        dispatch = Dispatch(module, rows, alone, None, module.forward)  # type: ignore[arg-type]
+        dispatch = Dispatch(module, rows, ExpertGroups(axis_group=alone), module.forward)  # type: ignore[arg-type]
         leaves = (hidden, module.gate_up_proj, module.down_proj)
         exact = [x.detach().double().requires_grad_() for x in leaves]
         wanted = witness.experts(*exact, index, weights.double())
