@@ -89,6 +89,7 @@ class PipelineProgram(Program):
             axis_group=mesh.group_with(Mechanics.STAGES), schedule=division.schedule, device=device
         )
         self._shared = self._find_shared_weights(division, mesh)
+        self.twins = [twin for shared in self._shared for twin in shared.twins]
         for stage in self._pipeline_stages:
             assert stage.cut is not None
             # Only now: the weights are real, and the data axes' hooks are attached.
@@ -125,6 +126,8 @@ class PipelineProgram(Program):
         self.step_timer.lap("pipeline")
         if self.state_meter is not None:
             self.state_meter.sample()
+        if self.before_sums is not None:
+            self.before_sums()
         for stage in self.stages:
             for sync in stage.gradient_syncs:
                 # Only now: a backward in halves doesn't call the hooks by which a sum would start earlier.
@@ -133,6 +136,8 @@ class PipelineProgram(Program):
         # All started before the first is waited for, so that the sums of tied weights overlap.
         for wait_for_sum in [shared.start() for shared in self._shared]:
             wait_for_sum()
+        if self.after_sums is not None:
+            self.after_sums()
         self.step_timer.lap("reduce")
         self._batches = ()
         return self._loss_sums()
@@ -164,9 +169,8 @@ class PipelineProgram(Program):
     def clear_gradients(self) -> None:
         """Frees all gradients."""
         super().clear_gradients()
-        for shared in self._shared:
-            for twin in shared.twins:
-                twin.parameter.grad = None
+        for twin in self.twins:
+            twin.parameter.grad = None
 
     def _copy_to_twins(self) -> None:
         with torch.no_grad():

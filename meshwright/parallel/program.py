@@ -51,6 +51,12 @@ class Program:
         """Every trained weight that this rank holds a part of, once."""
         self.frozen: list[Weight] = []
         """Those that aren't trained."""
+        self.twins: Sequence[Weight] = ()
+        """Further copies of trained weights in other stages of this rank."""
+        self.before_sums: Callable[[], None] | None = None
+        """Called in a step between its last backward and the sums over ranks."""
+        self.after_sums: Callable[[], None] | None = None
+        """Called behind these sums."""
         for stage in self.stages:
             for weight in named_weights(stage.module, stage.local_shards, copies, frozen=True, masters=stage.masters):
                 (self.weights if weight.parameter.requires_grad else self.frozen).append(weight)
@@ -159,8 +165,12 @@ class Program:
             self.step_timer.lap("backward")
             if self.state_meter is not None:
                 self.state_meter.sample()
+        if self.before_sums is not None:
+            self.before_sums()
         for sync in self.stages[0].gradient_syncs:
             sync.finish()
+        if self.after_sums is not None:
+            self.after_sums()
         self.step_timer.lap("reduce")
         return functools.reduce(torch.add, sums_by_microbatch)
 

@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.parallel.fsdp import FsdpSync
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight, view_box
 from meshwright.strategy.arrival_hooks import ArrivalHooks
+from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
 from meshwright.strategy.target_loss import TargetTotals
 from meshwright.torch_compat.tensors import (
@@ -55,8 +55,10 @@ class GradientSync:
 
     def __init__(self, program: Program, readers: int, average: bool, publish: Callable[[], None]) -> None:
         assert program.mesh is not None
-        self._program, self._readers, self._publish = program, readers, publish
+        self._program, self._publish = program, publish
         self._world: AxisGroup = program.mesh.world
+        names = [weight.name for weight in program.weights]
+        self._reached = ReachedWeights(program, names, self._world if readers > 1 else None)
         self._mean = readers if average else 1
         self.target_totals = TargetTotals(self._world, program.mesh.layout.world // readers)
         """What the losses of a step were divided by."""
@@ -217,17 +219,12 @@ class GradientSync:
             self._wrap_gradients()
             return
         # before the reductions, which fill gradients in
-        reached = self._reached_weights()
+        self._reached.note()
         for sync in program.stages[0].gradient_syncs:
             sync.finish()
         # The next sum over copies is rounded by other random numbers.
         program.rounding_key.step += 1
-        for weight, is_reached in zip(program.weights, reached):
-            if not is_reached:
-                weight.parameter.grad = None
-            # another rank reached it: every rank must step on it, here with zeros
-            elif weight.parameter.grad is None:
-                weight.parameter.grad = weight.as_dtensor(torch.zeros_like(weight.local))  # type: ignore[assignment]
+        self._reached.complete()
         with torch.no_grad():
             gradients = [grad for weight in program.weights if (grad := weight.gradient) is not None]
             if self._mean > 1 and gradients:
@@ -242,21 +239,6 @@ class GradientSync:
         self.state = GradientState.SUMMED
         self._wrap_gradients()
         self._publish()
-
-    def _reached_weights(self) -> list[bool]:
-        """Returns for each weight whether some rank's backward reached it; the others get no gradient."""
-        syncs = [sync for sync in self._program.stages[0].gradient_syncs if isinstance(sync, FsdpSync)]
-        # a shard has a gradient even where no rank reached its weight
-        reached_shards = {shard: is_reached for sync in syncs for shard, is_reached in sync.reached.items()}
-        reached_locally = [
-            reached_shards.get(weight.parameter, weight.parameter.grad is not None) for weight in self._program.weights
-        ]
-        if self._readers == 1:
-            return reached_locally
-        flags = torch.tensor(reached_locally, dtype=torch.float32, device=self._program.weights_device)
-        self._world.all_reduce(flags).wait()
-        # Only a rank that lacks a gradient waits for the device.
-        return reached_locally if all(reached_locally) else [count > 0 for count in flags.tolist()]
 
     def _wrap_gradients(self) -> None:
         """Wraps gradients so that user code can't mistake a shard, or an unreduced one, for the full gradient."""

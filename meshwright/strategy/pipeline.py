@@ -35,9 +35,9 @@ from meshwright.strategy.loss_weights import (
 )
 from meshwright.strategy.mesh import as_layout, compute_device, refuse_uneven_tokens
 from meshwright.strategy.module_state import original_parameters
+from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
-from meshwright.train.step import fill_missing
 
 Make = Callable[[Any], torch.optim.Optimizer]
 """Parameters to an optimizer: ``functools.partial(torch.optim.AdamW, lr=1e-3)``."""
@@ -120,6 +120,7 @@ class PipelineEngine:
         )
         built = read_model(self._model, seed=1)
         modes = training_modes(built.module)
+        names = list(dict(built.module.named_parameters(remove_duplicate=False)))
         self.layout = plan = with_compute_precision(self.layout, built)
         check(plan, self._device.type, len(built.structure.layers))
         self._mesh = Mesh(plan, self._device.type, TrafficLog())
@@ -142,6 +143,8 @@ class PipelineEngine:
             sharded_model.optimizers.rebuild(optimizer, original.names)
         else:
             optimizer = sharded_model.optimizers.make_optimizer(optimizer, None, {})
+        reached = ReachedWeights(program, names, self._mesh.world if plan.world > 1 else None)
+        program.before_sums, program.after_sums = reached.note, reached.complete
         self._built = program, sharded_model, optimizer
 
     def _require_built(self) -> tuple[Program, ShardedModel, torch.optim.Optimizer]:
@@ -262,11 +265,8 @@ class PipelineEngine:
             dataclasses.replace(batch, weight=chunk.weight(by_rows), total=total)
             for batch, chunk in zip(batches, chunks)
         ]
-        random_step = self.sharded_model.random_step
-        sums = self._program.forward_backward(batches, 1.0, (0, int(random_step)))
-        random_step += 1
-        # a weight without a gradient on this rank may have one on another
-        fill_missing(self._program)
+        sums = self._program.forward_backward(batches, 1.0, (0, int(self.sharded_model.random_step)))
+        self.sharded_model.random_step += 1
         if self._clip:
             self.norm = self.sharded_model.clip(self._clip)
         self._program.step_timer.lap("norm")

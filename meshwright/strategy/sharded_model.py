@@ -142,8 +142,7 @@ class ShardedModel:
         if optimizer is None:
             return state
         # loading in place needs tensors to load into
-        if not optimizer.state:
-            self._create_state(optimizer)
+        self._create_state(optimizer)
         moments: dict[str, dict[str, Any]] = {}
         for weight, local_parameter in zip(program.weights, self._local_parameters):
             for key, value in optimizer.state.get(local_parameter, {}).items():
@@ -155,20 +154,27 @@ class ShardedModel:
 
     @torch.no_grad()
     def _create_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Creates the optimizer's state before its first step, by a step that changes no weight.
+        """Creates the state of weights that no step has changed yet, by a step that changes no weight.
 
         What torch's optimizers make themselves starts where they start it (``mu_product`` of NAdam at 1); all else,
         such as the momentum of SGD, at zero.
         """
         groups = optimizer.param_groups
-        members = [parameter for group in groups for parameter in group["params"]]
-        rates, gradients = [group["lr"] for group in groups], [parameter.grad for parameter in members]
+        every = [parameter for group in groups for parameter in group["params"]]
+        members = [parameter for parameter in every if not optimizer.state.get(parameter)]
+        if not members:
+            return
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        gradients = [parameter.grad for parameter in every]
         saved_values = [parameter.detach().clone() for parameter in members]
+        # an optimizer leaves weights without a gradient alone, and their state
+        for parameter in every:
+            parameter.grad = None
         for parameter in members:
             parameter.grad = torch.zeros_like(parameter)
         # before the rates change: ASGD and Rprop start from them
         create_initial_state(optimizer)
-        start_values = {parameter: copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+        start_values = {parameter: copy.deepcopy(optimizer.state.get(parameter, {})) for parameter in members}
         for group in groups:
             # at rate 0 the step creates state; weight decay is scaled by the rate too
             group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
@@ -177,14 +183,17 @@ class ShardedModel:
             optimizer.step()
         finally:
             self.optimizers.starting = False
-            for group, rate in zip(groups, rates):
-                group["lr"] = rate
-            for parameter, value, gradient in zip(members, saved_values, gradients):
+            # the rates, and what some optimizers count there
+            for group, before in zip(groups, options):
+                group.update(before)
+            for parameter, value in zip(members, saved_values):
                 parameter.copy_(value)
+            for parameter, gradient in zip(every, gradients):
                 parameter.grad = gradient
-        for parameter, state in optimizer.state.items():
+        for parameter in members:
+            state = optimizer.state[parameter]
             for key, value in state.items():
-                start = start_values.get(parameter, {}).get(key)
+                start = start_values[parameter].get(key)
                 if isinstance(value, torch.Tensor):
                     value.zero_() if start is None else value.copy_(start)
                 elif isinstance(value, (int, float)):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from meshwright.errors import ConfigError, DataError, PlanError
 from meshwright.strategy import PipelineEngine
@@ -61,6 +64,85 @@ def test_a_pipeline_of_ones_own_model_equals_one_device(make: Callable[[], nn.Mo
     example = batches[0][0] if image else None
     found = run_ranks(world(text), pipeline, text, make, batches, example, timeout=250)
     equal(found, plainly(make, batches))
+
+
+class Choosy(nn.Module):
+    """A layer with an expert that few rows choose, and a weight that nothing reads."""
+
+    def __init__(self, width: int, bound: float) -> None:
+        super().__init__()
+        self.every, self.few = nn.Linear(width, width), nn.Linear(width, width)
+        self.unread = nn.Parameter(torch.ones(width))
+        self._bound = bound
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out, chosen = torch.tanh(self.every(x)), x[:, 0] > self._bound
+        if chosen.any():
+            out = out.index_put((chosen,), out[chosen] + self.few(x[chosen]))
+        return out
+
+
+def choosy() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(*(Choosy(4, bound) for bound in (0.9, 0.4, -0.2, 9.0))).double()
+
+
+def choosy_batches() -> list[Batch]:
+    """Three batches: the first expert is chosen by every row, by none, and by one."""
+    draw = torch.Generator().manual_seed(5)
+    batches = [torch.randn(8, 4, generator=draw, dtype=torch.float64).clamp(max=0.3) for _ in range(3)]
+    batches[0][:, 0], batches[2][5, 0] = 1.0, 1.0
+    return [(x, x.flip(-1)) for x in batches]
+
+
+ADAM = functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
+
+
+def choosy_weights(_rank: int, text: str, folder: str) -> None:
+    engine = PipelineEngine(choosy(), text, nn.functional.mse_loss, ADAM, example=torch.zeros(2, 4).double())
+    index, count = engine.reader
+    first, *rest = [(x.chunk(count)[index], y.chunk(count)[index]) for x, y in choosy_batches()]
+    engine.step(*first)
+    # the state of weights that no step has changed is saved and loaded with the others'
+    dcp.save(engine.state_dict(), checkpoint_id=f"{folder}/one")
+    engine = PipelineEngine(choosy(), text, nn.functional.mse_loss, ADAM, example=torch.zeros(2, 4).double())
+    dcp.load(engine.state_dict(), checkpoint_id=f"{folder}/one")
+    for batch in rest:
+        engine.step(*batch)
+    dcp.save(engine.state_dict(), checkpoint_id=f"{folder}/three")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "pp=2,microbatches=4",
+        "pp=2,replicate=2,microbatches=2",
+        "pp=2,shard=2,zero=3,microbatches=2",
+        "pp=2,microbatches=2,schedule=zbv",
+        "shard=2,zero=2,microbatches=2,pp=1",
+    ],
+)
+def test_weights_that_no_row_reaches_stay_as_on_one_device(text: str, tmp_path: Path) -> None:
+    model = choosy()
+    optimizer = ADAM(model.parameters())
+    reached = []
+    for x, y in choosy_batches():
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x), y).backward()
+        reached.append([name for name, parameter in model.named_parameters() if parameter.grad is None])
+        optimizer.step()
+    assert [("0.few.weight" in names, "0.unread" in names) for names in reached] == [
+        (False, True),
+        (True, True),
+        (False, True),
+    ]
+    run_ranks(world(text), choosy_weights, text, str(tmp_path), timeout=250)
+    dcp_to_torch_save(tmp_path / "three", tmp_path / "whole.pt")
+    found = torch.load(tmp_path / "whole.pt")
+    torch.testing.assert_close(found["model"], dict(model.named_parameters()), rtol=1e-9, atol=1e-9, check_device=False)
+    for name, parameter in model.named_parameters():
+        steps = optimizer.state[parameter]["step"] if parameter in optimizer.state else 0
+        assert found["optimizer"]["step"][name] == steps
 
 
 def pipeline_refusals(_rank: int) -> list[str]:
