@@ -11,16 +11,20 @@ from meshwright.parallel.compute_copies import MasterGradients
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.expert_load import ExpertMeter
 from meshwright.parallel.feedback_compressor import FeedbackCompressor
+from meshwright.parallel.fsdp import FsdpSync
+from meshwright.parallel.halves import Halves
 from meshwright.parallel.materialise import materialise
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_checkpointing import restore_first_run_in
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.partial_grads import PartialGradReducer
+from meshwright.parallel.pipeline_stages import PipelineStageModule
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.transform import TransformContext, transforms
+from meshwright.parallel.turns import Held, Turns
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics, Reads
 from meshwright.spec.layout import Layout
@@ -120,7 +124,25 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     program.counts_targets = source.counts_targets
     program.moving_buffers = MovingBuffers([stage.module for stage in context.stages], source.moving)
     program.progress_hooks = context.progress_hooks
+    if layout.ep_halves:
+        program.halves = _halves(context, device)
     return program
+
+
+def _halves(context: TransformContext, device: torch.device) -> Halves:
+    """Returns what runs the halves of a micro-batch, each with its own part of what a forward keeps."""
+    if context.source.halve is None:
+        raise PlanError(
+            "ep_halves=true takes the rows of a micro-batch apart, which `meshwright train` does, and this loop is "
+            "your own; nearest that works: ep_overlap=2"
+        )
+    cuts = (stage.cut for stage in context.stages if isinstance(stage, PipelineStageModule))
+    shared = context.dropout_rng, context.view.head_cut, context.view.inner_loss, *cuts
+    for sync in (sync for stage in context.stages for sync in stage.gradient_syncs):
+        if isinstance(sync, FsdpSync):
+            sync.keep_for_pairs()
+    held = [Held(item, item.OF_FORWARD) for item in shared if item is not None]
+    return Halves(Turns(device, held), context.source.halve)
 
 
 def _error_feedback(program: Program) -> ErrorFeedback | None:

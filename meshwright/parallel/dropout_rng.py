@@ -73,6 +73,9 @@ class DropoutRng:
         split: how its tokens follow from a row's.
     """
 
+    OF_FORWARD = ("context", "_mode_is_on")
+    """What belongs to a forward that runs."""
+
     def __init__(self, split: TokenSplit) -> None:
         self._split = split
         self.context: RngContext | None = None

@@ -120,7 +120,7 @@ class FsdpSync:
         self._announced: tuple[bool, bool] | None = None
         self.reached: dict[torch.Tensor, bool] = {}
         """Whether this rank's backwards of a step reached a shard's weight, for which it else sent zeros."""
-        complete_gradients(module, self.reached)
+        self._units = complete_gradients(module, self.reached)
 
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Announces a micro-batch of the step; ``no_gradients`` where no shard holds a gradient yet."""
@@ -144,8 +144,15 @@ class FsdpSync:
                 # ZeRO 1 and 2 gather once a step: parameters stay gathered until the last backward.
                 self._module.set_reshard_after_backward(is_last)
 
+    def keep_for_pairs(self) -> None:
+        """Keeps weights gathered between the two calls of a layer at once (`parallel.halves`)."""
+        for unit in self._units:
+            unit.keep_gathered()
+
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""
+        for unit in self._units:
+            unit.finish()
         self._deferred.finish()
         self.reached.clear()
 

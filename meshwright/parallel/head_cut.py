@@ -49,6 +49,9 @@ class HeadCut:
         name: of the head, an `nn.Linear`.
     """
 
+    OF_FORWARD = ("_loss", "_result")
+    """What belongs to a forward that runs."""
+
     def __init__(self, module: nn.Module, name: str) -> None:
         self._loss: HeadLoss | None = None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None

@@ -25,6 +25,9 @@ class InnerLoss:
         module: the model, or its last pipeline stage; its forward is wrapped.
     """
 
+    OF_FORWARD = ("_read", "_result")
+    """What belongs to a forward that runs."""
+
     def __init__(self, module: nn.Module) -> None:
         self._read: ReadLoss | None = None
         self._result: tuple[torch.Tensor, torch.Tensor] | None = None

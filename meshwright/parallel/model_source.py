@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.parallel.stage_module import Compute, RowBatch
+from meshwright.parallel.stage_module import Compute, Halve, RowBatch
 from meshwright.spec.end_units import EndUnits
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph
@@ -57,5 +57,7 @@ class ModelSource:
     """Name of the linear head in front of which ``compute`` may end the forward (`parallel.head_cut`)."""
     ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
     """Modules outside the layers that ZeRO may gather by themselves."""
+    halve: Halve | None = None
+    """Takes the rows of a micro-batch apart; None where its loss isn't the sum over two halves of them."""
     moving: Sequence[str] = ()
     """Names of the buffers that forward changes while it trains."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +13,7 @@ from torch import nn
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import ForwardLayer
 from meshwright.parallel.fsdp import fsdp_units, reshard_all
+from meshwright.parallel.halves import Kinds, RowCut, Tensors
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.pipeline_stages import Division, PipelineStageModule, build_stages, check
 from meshwright.parallel.program import Program
@@ -101,6 +103,8 @@ class PipelineProgram(Program):
         self._key = (0, 0)
         self._stamp: Stamp | None = None
         self._sums: list[torch.Tensor] = []
+        self._row_cuts: dict[int, RowCut] = {}
+        """Where the halves of a micro-batch take turns: how each stage's tensors are halved."""
 
     @property
     def reporters(self) -> int:
@@ -155,12 +159,10 @@ class PipelineProgram(Program):
         """Returns (loss sum, target tokens, right predictions) of one batch; zeros without the last stage."""
         self._copy_to_twins()
         self._sums.clear()
-        self._batches, self._scale = [batch], 1.0
+        self._scale = 1.0
         try:
             with evaluation_mode(stage.module for stage in self.stages):
-                chain(
-                    self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
-                )
+                self._trial(batch)
         finally:
             for stage in self.stages:
                 reshard_all(stage.module)
@@ -187,9 +189,13 @@ class PipelineProgram(Program):
         shape = tuple(self._batches[0].tokens.shape)
         if self._current_run is None or self._current_run[0] != shape:
             with torch.no_grad():
-                tensor_kinds = chain(
-                    self.stages, self._pipeline_group, lambda stage, received: self._compute_stage(stage, 0, received)
-                )
+                tensor_kinds = self._trial(self._batches[0])
+                if self.halves is not None:
+                    halves = [self._trial(half) for half in self.halves.halve(self._batches[0])]
+                    self._row_cuts = {
+                        stage.stage_index: RowCut(whole, *parts)
+                        for stage, whole, *parts in zip(self.stages, tensor_kinds, *halves)
+                    }
             for stage in self.stages:
                 reshard_all(stage.module)
             self._current_run = (
@@ -198,30 +204,45 @@ class PipelineProgram(Program):
             )
         return self._current_run[1]
 
-    def _forward(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
+    def _forward(self, stage: StageModule, microbatch: int, received: Tensors) -> StageOutput:
         if self._stamp:
             self._stamp.phase("forward", microbatch)
-        reported_sums = len(self._sums)
 
-        def forward() -> StageOutput:
-            # `forward_with_rng` may run a forward twice; only the second one's sums count.
-            del self._sums[reported_sums:]
-            return self._compute_stage(stage, microbatch, received)
+        def run(batch: RowBatch, first_row: int, received: Tensors) -> Tensors:
+            forward = functools.partial(self._compute_stage, stage, batch, received)
+            return self.forward_with_rng(forward, self._key, first_row, batch.tokens.shape)
 
-        output = self.forward_with_rng(forward, self._batches, microbatch, self._key)
+        batch, row = self._batches[microbatch], self.first_row_of(self._batches, microbatch)
+        if self.halves is None:
+            output = run(batch, row, received)
+        else:
+            cut = self._row_cuts[stage.stage_index]
+            one, other = self.halves.run(batch, row, run, cut.split(received))
+            output = (one[0] + other[0], one[1] + other[1]) if stage.is_last else cut.join(one, other)
         if self.state_meter is not None:
             self.state_meter.sample()
-        return output
+        return self._take_sums(stage, output)
 
-    def _compute_stage(self, stage: StageModule, microbatch: int, received: tuple[torch.Tensor, ...]) -> StageOutput:
+    def _compute_stage(self, stage: StageModule, batch: RowBatch, received: Tensors) -> Tensors:
+        """Returns what a stage hands on of some rows; in the last stage their loss and sums (`Compute`)."""
         assert isinstance(stage, PipelineStageModule) and stage.cut is not None
-        batch, cut = self._batches[microbatch], stage.cut
-        output = cut.run(lambda: self._compute(stage.module, batch, self._scale, self.view), received)
-        if not cut.is_last:
+        return stage.cut.run(lambda: self._compute(stage.module, batch, self._scale, self.view), received)
+
+    def _take_sums(self, stage: StageModule, output: Tensors) -> StageOutput:
+        """Returns what the schedule is given of `_compute_stage`, and keeps the sums of the last stage."""
+        if not stage.is_last:
             return output
         loss, sums = output
         self._sums.append(sums)
         return loss
+
+    def _trial(self, batch: RowBatch) -> list[Kinds]:
+        """Runs a forward of some rows through all stages; returns what each receives and hands on."""
+        return chain(
+            self.stages,
+            self._pipeline_group,
+            lambda stage, received: self._take_sums(stage, self._compute_stage(stage, batch, received)),
+        )
 
     def _before_backward(self, microbatch: int) -> None:
         if self._stamp:

@@ -14,6 +14,7 @@ from meshwright.parallel.compression import RoundingKey
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.error_feedback import ErrorFeedback
 from meshwright.parallel.fsdp import reshard_all
+from meshwright.parallel.halves import Halves
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.moving_buffers import MovingBuffers
@@ -53,6 +54,8 @@ class Program:
         """Those that aren't trained."""
         self.twins: Sequence[Weight] = ()
         """Further copies of trained weights in other stages of this rank."""
+        self.halves: Halves | None = None
+        """Runs the halves of each micro-batch in turns; None where it runs as one."""
         self.before_sums: Callable[[], None] | None = None
         """Called in a step between its last backward and the sums over ranks."""
         self.after_sums: Callable[[], None] | None = None
@@ -141,7 +144,7 @@ class Program:
         # Tells the data axes whether a sum would be added to gradients, which must be complete then.
         no_gradients = all(weight.parameter.grad is None for weight in self.weights)
         buffers_before = self.moving_buffers.copy() if len(batches) > 1 else None
-        for microbatch, batch in enumerate(batches):
+        for microbatch in range(len(batches)):
             if microbatch and buffers_before:
                 self.moving_buffers.restore(
                     buffers_before
@@ -150,8 +153,7 @@ class Program:
                 sync.begin_microbatch(microbatch == len(batches) - 1, no_gradients and microbatch == 0)
             if stamp:
                 stamp.phase("forward", microbatch)
-            forward = functools.partial(self._compute, self.module, batch, scale, self.view)
-            loss, sums = self.forward_with_rng(forward, batches, microbatch, key)
+            loss, sums = self._run_forward(batches, microbatch, scale, key)
             self.step_timer.lap("forward")
             if self.state_meter is not None:
                 self.state_meter.sample()
@@ -174,6 +176,21 @@ class Program:
         self.step_timer.lap("reduce")
         return functools.reduce(torch.add, sums_by_microbatch)
 
+    def _run_forward(
+        self, batches: Sequence[RowBatch], microbatch: int, scale: float, key: tuple[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what `Compute` does of a micro-batch, whose halves may take turns."""
+
+        def run(batch: RowBatch, first_row: int, _: object) -> tuple[torch.Tensor, torch.Tensor]:
+            forward = functools.partial(self._compute, self.module, batch, scale, self.view)
+            return self.forward_with_rng(forward, key, first_row, batch.tokens.shape)
+
+        batch, row = batches[microbatch], self.first_row_of(batches, microbatch)
+        if self.halves is None:
+            return run(batch, row, ())
+        one, other = self.halves.run(batch, row, run, ((), ()))
+        return one[0] + other[0], one[1] + other[1]
+
     def first_row(self, rows: int) -> int:
         """Returns the number, in the global batch, of the first of the ``rows`` rows that this rank reads."""
         if self.mesh is None:
@@ -182,19 +199,29 @@ class Program:
         # Rows of one share, times the shares of the readers before this one.
         return rows // shares[reader] * sum(shares[:reader])
 
-    def forward_with_rng(
-        self, forward: Callable[[], T], batches: Sequence[RowBatch], microbatch: int, key: tuple[int, int]
-    ) -> T:
-        """Runs the forward of a micro-batch: its random numbers are those of its rows in the global batch."""
+    def first_row_of(self, batches: Sequence[RowBatch], microbatch: int) -> int:
+        """Returns the number, in the global batch, of the first row of one of this rank's micro-batches."""
         rows = [len(batch.tokens) for batch in batches]
-        first_row = self.first_row(sum(rows)) + sum(rows[:microbatch])
+        return self.first_row(sum(rows)) + sum(rows[:microbatch])
+
+    def forward_with_rng(
+        self, forward: Callable[[], T], key: tuple[int, int], first_row: int, shape: Sequence[int]
+    ) -> T:
+        """Runs the forward of some rows: its random numbers are those of their places in the global batch.
+
+        Args:
+            forward: runs it; it may be called twice.
+            key: (seed, step).
+            first_row: number of the first row in the global batch.
+            shape: of the rows' tokens, (B, ...).
+        """
         # What nobody foresaw draws from torch: at least the same numbers whenever the step is done again.
         seed_all(hash((*key, first_row)) % 2**63)
         if self.dropout_rng is None:
             return forward()
         # A forward that runs twice must start from the same buffers (batch norm's statistics).
         undo = functools.partial(self.moving_buffers.restore, self.moving_buffers.copy())
-        return self.dropout_rng.run(key, first_row, batches[microbatch].tokens.shape, forward, undo)
+        return self.dropout_rng.run(key, first_row, shape, forward, undo)
 
     @torch.no_grad()
     def evaluate(self, batch: RowBatch) -> torch.Tensor:

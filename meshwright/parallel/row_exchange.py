@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.turns import give_way
 
 Journey = Generator[None, None, torch.Tensor]
 """What becomes of some rows: it stops wherever it has begun an exchange, and returns what came back in the end."""
@@ -118,6 +119,7 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, _: torch.Tensor, leg: Leg) -> torch.Tensor:
         ctx.leg = leg
+        give_way()
         return leg.end()[0]
 
     @staticmethod

@@ -56,6 +56,9 @@ class Stage:
         kept_names: names of the weights that it holds, `layer_graph.weights_by_stage`.
     """
 
+    OF_FORWARD = ("_received",)
+    """What belongs to a forward that runs."""
+
     def __init__(
         self,
         module: nn.Module,

@@ -44,6 +44,8 @@ Compute = Callable[[nn.Module, Any, float, LossView], tuple[torch.Tensor, torch.
 """(module, micro-batch, scale, view) to (loss to differentiate, sums): the loss is scale x the sum over target tokens,
 the sums are a float64 vector (loss sum, target tokens, right predictions), detached. Each term of a model's own loss
 adds two: the term times what the micro-batch counts for in it, and what it counts for."""
+Halve = Callable[[Any], tuple[Any, Any]]
+"""A micro-batch to the first and the second half of its rows."""
 
 
 class Sync(Protocol):

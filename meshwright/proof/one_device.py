@@ -32,11 +32,10 @@ from meshwright.proof.plain_islands import train_islands_plainly
 from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.placement import Span, halved
 from meshwright.torch_compat.torchao_import import import_torchao
 from meshwright.train.feed import MicroBatch
 
-Span = tuple[int, int]
-"""First row, and one more than the last."""
 SEED = 0
 """Of the random numbers in forward: dropout's."""
 COMPUTE = {
@@ -85,11 +84,14 @@ class References:
         if self._trial.objective.exact:
             return ((readers[0][0], readers[-1][1]),)
         sizes = [(start, (stop - start) // layout.microbatches) for start, stop in readers]
-        return tuple(
+        spans = [
             (start + number * size, start + (number + 1) * size)
             for start, size in sizes
             for number in range(layout.microbatches)
-        )
+        ]
+        if layout.ep_halves:
+            spans = [half for start, stop in spans for half in halved((start, stop))]
+        return tuple(spans)
 
 
 def _reference(

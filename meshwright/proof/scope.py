@@ -125,7 +125,7 @@ def read_scope(
     trial = analysis.trial
     if trial is not None and not trial.objective.exact:
         terms = ", ".join(term.name for term in trial.objective.terms if not term.exact)
-        scope = replace(scope, calls=len(layout.reader_shares()) * layout.microbatches, terms=terms)
+        scope = replace(scope, calls=len(layout.reader_shares()) * layout.calls, terms=terms)
     degree = layout.degree(Mechanics.MATRICES)
     if degree == 1 or analysis.table is None:
         return scope

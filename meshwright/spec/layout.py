@@ -73,6 +73,7 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "attention": Mechanics.TOKENS,
     "ep_node": Mechanics.EXPERTS,
     "ep_overlap": Mechanics.EXPERTS,
+    "ep_halves": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
 
@@ -119,6 +120,9 @@ class Layout:
     ep_overlap: int = 0
     """Chunks of tokens, of which one travels to its experts and back while the experts compute another; 0 computes the
     tokens of a micro-batch as one."""
+    ep_halves: bool = False
+    """Run a micro-batch's rows as two halves that go through the layers in turns: what one has sent to its experts, or
+    back, travels while the other computes."""
     rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
     """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
     evenly. Losses and gradients are weighted by tokens, so the training is the same."""
@@ -223,6 +227,11 @@ class Layout:
             raise PlanError(
                 f"ep_overlap={self.ep_overlap}: it is a number of chunks, 2 or more, or 0 for none; nearest that "
                 "works: ep_overlap=2"
+            )
+        if self.ep_halves and self.zero == 3 and self.degree(Mechanics.STAGES) == 1:
+            raise PlanError(
+                "ep_halves=true: while one half is in a layer the other leaves it, which at zero=3 frees the layer's "
+                "weights, but in a pipeline; nearest that works: zero=2"
             )
         degree = self.degree(Mechanics.EXPERTS)
         if not self.ep_node or degree == 1 or fits_expert_node(self.ep_node, degree):
@@ -372,21 +381,27 @@ class Layout:
 
         Where layers recompute, no backward is split: each group of weights of its second half would run the layer's
         forward again, about ten times in all, which selective recompute refuses. With ``tp_overlap`` weight gradients
-        hide the sums of input gradients, so both belong to one half.
+        hide the sums of input gradients, so both belong to one half; with ``ep_halves`` a weight is used twice, which
+        torch's halves of a backward count once.
 
         Raises:
             PlanError: there is no such schedule, or it doesn't fit.
         """
         name = self.schedule or DEFAULT_SCHEDULE
         schedule = build_schedule(name, self.degree(Mechanics.STAGES), self.stages, self.microbatches)
-        return schedule.unsplit() if self.recompute or self.tp_overlap else schedule
+        return schedule.unsplit() if self.recompute or self.tp_overlap or self.ep_halves else schedule
 
     @property
     def unsplit_backward_reason(self) -> str:
         """Why the schedule's backward isn't split though it could be, in a clause; empty where that isn't so."""
         splits = self.degree(Mechanics.STAGES) > 1 and find_choice(self.schedule or DEFAULT_SCHEDULE).splits_backward
-        if not splits or not (self.recompute or self.tp_overlap):
+        if not splits or not (self.recompute or self.tp_overlap or self.ep_halves):
             return ""
+        if self.ep_halves:
+            return (
+                f"schedule={self.schedule} runs each backward whole with ep_halves=true, since a half of it would take "
+                "apart what the turns of two halves share, so it fills no bubble with weight gradients"
+            )
         if not self.recompute:
             return (
                 f"schedule={self.schedule} runs each backward whole with tp_overlap={self.tp_overlap}, whose sums hide "
@@ -485,6 +500,11 @@ class Layout:
         return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
 
     @property
+    def calls(self) -> int:
+        """Number of forwards in which a reader's rows of a step go through the model."""
+        return self.microbatches * (2 if self.ep_halves else 1)
+
+    @property
     def batch_unit(self) -> int:
         """The rows of a global batch must be a multiple of this."""
         return sum(self.reader_shares()) * self.microbatches
@@ -525,6 +545,12 @@ class Layout:
             raise PlanError(
                 f"batch of {rows} rows doesn't divide over {whom} x {self.microbatches} micro-batches; "
                 f"nearest that works: {' or '.join(str(size) for size in near)} rows"
+            )
+        fewest = rows // unit * min(self.reader_shares())
+        if self.ep_halves and fewest < 2:
+            raise PlanError(
+                "ep_halves=true halves the rows of a micro-batch, and this one has 1; nearest that works: "
+                + (f"microbatches={self.microbatches // 2}" if self.microbatches % 2 == 0 else f"{2 * rows} rows")
             )
 
     def _with_ranks(self, ranks: int) -> Layout:

@@ -17,6 +17,13 @@ Box = tuple[Span, ...]
 """A rectangular region of a tensor: one span for each dim."""
 
 
+def halved(span: Span) -> tuple[Span, Span]:
+    """Returns the first and the second half of a run, of which the second may have one more."""
+    start, stop = span
+    middle = start + (stop - start) // 2
+    return (start, middle), (middle, stop)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardBox:
     """A box of a weight that lies in one box of a rank's local tensor."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
-from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from meshwright.torch_compat import PrivateName
 
@@ -83,6 +83,19 @@ PRIVATE_NAMES = (
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward",
         "it leaves weights without a gradient out of a rank's message, whatever the other ranks send; torch 2.11 and "
         "2.12 have no set_reduce_scatter_unused_params, and that doesn't tell which weights were reached",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_forward",
+        "of two calls of a layer at once the second would free the weights, however they are to be kept",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._training_state",
+        "the same: it is in forward until the last of them has ended",
+        of_instances=True,
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
+        "the same",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_grads",
@@ -196,6 +209,7 @@ class _CompletePostBackward:
 
     def __init__(self, group: Any, reached: dict[torch.Tensor, bool]) -> None:
         self._group, self._reached = weakref.ref(group), reached
+        self._keeps_gathered = self._is_kept = False
 
     def __call__(self, *unused: Any) -> None:
         group = self._group()
@@ -206,6 +220,9 @@ class _CompletePostBackward:
             parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
             for fsdp_param, parameter in trained
         ]
+        self._is_kept = self._keeps_gathered and group.reduce_grads and bool(trained) and not any(is_reached)
+        if self._is_kept:
+            return
         if group.reduce_grads and any(is_reached):
             for (fsdp_param, parameter), has_gradient in zip(trained, is_reached):
                 shard = fsdp_param.sharded_param
@@ -214,8 +231,30 @@ class _CompletePostBackward:
                     parameter.grad = torch.zeros_like(parameter)
         type(group).post_backward(group, *unused)
 
+    def keep_gathered(self) -> None:
+        """Keeps the weights gathered between two calls at once, and in backward until gradients of both are there."""
+        self._keeps_gathered, group_ref = True, self._group
 
-def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> None:
+        def post_forward(*args: Any) -> Any:
+            group = group_ref()
+            assert group is not None
+            # The call that ended first has set it to idle, in which FSDP2 frees weights in any case.
+            group._training_state = TrainingState.FORWARD
+            return type(group).post_forward(group, *args)
+
+        group = self._group()
+        assert group is not None
+        group.post_forward = post_forward
+
+    def finish(self) -> None:
+        """Ends what was put off for a backward that didn't come: else the next forward would read stale weights."""
+        group = self._group()
+        if self._is_kept and group is not None:
+            self._is_kept = False
+            type(group).post_backward(group)
+
+
+def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> list[_CompletePostBackward]:
     """Makes a unit that sends gradients send those of all its trained weights, so that ranks whose graphs differ agree.
 
     FSDP2 sends those that are there. Ranks that reach other weights of a unit, as by experts that a rank has no tokens
@@ -225,10 +264,16 @@ def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> 
         module: sharded.
         reached: gets by shard, of any shape, whether a backward of this rank reached the weight, until its owner clears
             it.
+
+    Returns:
+        What was put in, by unit.
     """
+    completed = []
     for submodule in module.modules():
         for group in fsdp_groups(submodule) if isinstance(submodule, FSDPModule) else ():
             group.post_backward = _CompletePostBackward(group, reached)
+            completed.append(group.post_backward)
+    return completed
 
 
 def set_async_unshard(unit: nn.Module) -> None:

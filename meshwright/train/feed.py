@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,6 +14,7 @@ from meshwright.data.loader import IGNORED, Batch, Loader, evaluation_batches
 from meshwright.data.prefetch import Prefetcher, tensors
 from meshwright.data.tokens import TokenSet
 from meshwright.parallel.document_attention import DocumentBounds, document_bounds
+from meshwright.spec.placement import halved
 
 AHEAD = 2
 """Steps whose rows are read ahead."""
@@ -30,6 +32,14 @@ class MicroBatch:
     """(B, S) int64 where a document begins inside a row; None where every row counts from 0 without a break."""
     bounds: DocumentBounds | None = None
     """Of the documents, on the model's device; None where it is cheap to compute them from the positions."""
+
+    def halves(self) -> tuple[MicroBatch, MicroBatch]:
+        """Returns the first and the second half of the rows."""
+        first, second = (
+            MicroBatch(self.tokens[rows], self.targets[rows], None if self.positions is None else self.positions[rows])
+            for rows in itertools.starmap(slice, halved((0, len(self.tokens))))
+        )
+        return first, second
 
 
 class Feed(Protocol):

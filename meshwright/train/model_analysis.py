@@ -22,6 +22,7 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
 from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
+from meshwright.spec.placement import halved
 from meshwright.spec.sharding_table import ShardingTable
 
 
@@ -73,7 +74,7 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
     Raises:
         PlanError: with the term or buffer, and the nearest layout that works.
     """
-    objective, batches = trial.objective, sum(layout.reader_shares()) * layout.microbatches
+    objective, batches = trial.objective, sum(layout.reader_shares()) * layout.calls
     names = objective.content
     if not objective.plain and (degree := layout.degree(Mechanics.TOKENS)) > 1:
         raise PlanError(
@@ -97,7 +98,7 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         )
     # Buffers that depend on the rows of a call would differ with the layout's micro-batches.
     fixed = [buffer.name for buffer in trial.moving if buffer.data]
-    if fixed and (layout.world > 1 or layout.microbatches > 1):
+    if fixed and (layout.world > 1 or layout.calls > 1):
         raise PlanError(
             f"its forward changes the buffer '{fixed[0]}' by the rows that it sees (running statistics), so what it "
             f"computes depends on which rows lie in one call, and {layout} has several; use one rank and "
@@ -108,6 +109,11 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under "
             f"{layout.format_degree(Mechanics.STAGES)} each micro-batch would change it again in its stage; nearest "
             f"that works: shard, replicate or tp in place of {layout.axis(Mechanics.STAGES)}"
+        )
+    if trial.moving and layout.ep_halves:
+        raise PlanError(
+            f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under ep_halves=true each half "
+            "of a micro-batch would change it; drop ep_halves"
         )
 
 
@@ -137,10 +143,10 @@ def _check_embeddings(model: BuiltModel, layout: Layout) -> None:
                 f"that it looks up, and ranks of {layout} would each change other rows or copies; nearest that works: "
                 "pp or cp, or an embedding without max_norm"
             )
-        if module.scale_grad_by_freq and module.weight.requires_grad and readers * layout.microbatches > 1:
+        if module.scale_grad_by_freq and module.weight.requires_grad and readers * layout.calls > 1:
             raise PlanError(
                 f"'{name}' has scale_grad_by_freq=True: the gradient of each row of {name}.weight is divided by how "
-                f"often one call looks it up, and {layout} looks a batch up in {readers * layout.microbatches} calls; "
+                f"often one call looks it up, and {layout} looks a batch up in {readers * layout.calls} calls; "
                 "nearest that works: one reader and microbatches=1 (pp or cp), or an embedding without it"
             )
 
@@ -313,9 +319,12 @@ def check_shapes(facts: ModelAnalysis, layout: Layout, rows: int, sequence: int)
         )
     layout.check_batch(rows)
     shares = {stop - start for start, stop in (layout.span(rank, rows) for rank in range(layout.world))}
-    bad_sizes = [share // layout.microbatches for share in shares if share // layout.microbatches % facts.rows]
+    micro_batches = [(0, share // layout.microbatches) for share in shares]
+    calls = [half for span in micro_batches for half in halved(span)] if layout.ep_halves else micro_batches
+    bad_sizes = [stop - start for start, stop in calls if (stop - start) % facts.rows]
     if bad_sizes:
         raise PlanError(
-            f"this model shapes its output as whole rows: under {layout.format_degree(Mechanics.TOKENS)} a micro-batch "
-            f"must have a multiple of {facts.rows} rows, and it has {bad_sizes[0]}; change train.batch or microbatches"
+            f"this model shapes its output as whole rows: under {layout.format_degree(Mechanics.TOKENS)} a micro-batch"
+            f"{', and each half of it,' if layout.ep_halves else ''} must have a multiple of {facts.rows} rows, and it "
+            f"has {bad_sizes[0]}; change train.batch or microbatches"
         )

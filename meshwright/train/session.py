@@ -198,6 +198,7 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         module=model.module,
         layers=model.structure.layers,
         compute=model_compute(model, trial, layout.loss_chunk),
+        halve=MicroBatch.halves,
         head=trial.head.name,
         ends=trial.ends,
         weigh=None if trial.objective.plain else partial(_weights, trial.objective),
