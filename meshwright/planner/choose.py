@@ -419,7 +419,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
-    further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap
+    further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap, layout.ep_halves
     return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
 
 
@@ -548,6 +548,11 @@ def _form_notes(layout: Layout) -> Iterator[str]:
         yield (
             f"ep_overlap={layout.ep_overlap}: tokens travel to their experts under the products of others, which is "
             "priced and was never measured on several GPUs"
+        )
+    if layout.ep_halves:
+        yield (
+            "ep_halves=true: tokens travel to their experts under what the other half of a micro-batch computes, which "
+            "is priced and was never measured on several GPUs"
         )
 
 

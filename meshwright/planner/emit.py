@@ -192,6 +192,11 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             f"ep_overlap={layout.ep_overlap}",
             "leave it out (Megatron's like is --overlap-moe-expert-parallel-comm)",
         ),
+        (
+            layout.ep_halves,
+            "ep_halves=true",
+            "leave it out (Megatron's like is --overlap-moe-expert-parallel-comm)",
+        ),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
     ):
         if has:

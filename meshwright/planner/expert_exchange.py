@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -32,6 +33,22 @@ def exchange_forms(layout: Layout, node_devices: int, chunks: Sequence[int] = CH
             yield dataclasses.replace(layout, ep_node=run)
 
 
+def halved_forms(layout: Layout, rows: int) -> Iterator[Layout]:
+    """Yields forms of a layout in which the halves of each micro-batch take turns (`Layout.ep_halves`).
+
+    Args:
+        layout: any.
+        rows: of the global batch.
+    """
+    if layout.ep_overlap or not layout.can_halve:
+        return
+    # A micro-batch of one row has no halves: half as many of two rows have.
+    for microbatches in {layout.microbatches, max(1, layout.microbatches // 2)}:
+        form = dataclasses.replace(layout, microbatches=microbatches)
+        if rows % form.batch_unit == 0 and rows // form.batch_unit * min(form.reader_shares()) >= 2:
+            yield dataclasses.replace(form, ep_halves=True)
+
+
 def consider_exchange(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
     """Returns the choice, with finalists' forms of another exchange with experts beside them where these are faster.
 
@@ -52,6 +69,9 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
     }
 
     def forms(layout: Layout) -> Iterable[Layout]:
-        return exchange_forms(layout, devices, chunks) if str(layout) in promising else ()
+        if str(layout) not in promising:
+            return ()
+        halved = halved_forms(layout, question.job.rows) if chunks else ()
+        return itertools.chain(exchange_forms(layout, devices, chunks), halved)
 
     return consider_forms(question, choice, price, "another exchange", forms)

@@ -228,7 +228,7 @@ class Layout:
                 f"ep_overlap={self.ep_overlap}: it is a number of chunks, 2 or more, or 0 for none; nearest that "
                 "works: ep_overlap=2"
             )
-        if self.ep_halves and self.zero == 3 and self.degree(Mechanics.STAGES) == 1:
+        if self.ep_halves and self.degree(Mechanics.EXPERTS) > 1 and not self.can_halve:
             raise PlanError(
                 "ep_halves=true: while one half is in a layer the other leaves it, which at zero=3 frees the layer's "
                 "weights, but in a pipeline; nearest that works: zero=2"
@@ -500,6 +500,11 @@ class Layout:
         return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
 
     @property
+    def can_halve(self) -> bool:
+        """Whether `ep_halves` is possible: the weights of a layer stay gathered until both halves have left it."""
+        return self.degree(Mechanics.EXPERTS) > 1 and (self.zero < 3 or self.degree(Mechanics.STAGES) > 1)
+
+    @property
     def calls(self) -> int:
         """Number of forwards in which a reader's rows of a step go through the model."""
         return self.microbatches * (2 if self.ep_halves else 1)
@@ -580,6 +585,8 @@ class Layout:
         changes |= {} if changes["zero"] else {"compress_weights": defaults["compress_weights"]}
         changes["secondary"] = secondary_over(self.secondary, degrees, changes["zero"])
         changes["ep_node"] = expert_node_over(self.ep_node, degrees)
+        if changes["zero"] == 3 and degrees.get(axis_with(Mechanics.STAGES, degrees), 1) == 1:
+            changes["ep_halves"] = False
         changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
         if self.compress.keeps_errors and error_feedback_refusal(degrees, self.offload):
             changes["compress"] = defaults["compress"]

@@ -143,7 +143,8 @@ def may_change_degrees(config: RunConfig, layout: Layout) -> bool:
 def is_plain(layout: Layout) -> bool:
     """Returns whether a run may begin or end on the way with all that a layout has."""
     is_exact = not layout.is_lossy and layout.islands == 1
-    searched = not (layout.secondary or layout.tp_overlap or layout.ep_overlap or layout.compile)
+    hides = layout.tp_overlap or layout.ep_overlap or layout.ep_halves
+    searched = not (layout.secondary or hides or layout.compile)
     return is_exact and layout.offload == "none" and searched
 
 

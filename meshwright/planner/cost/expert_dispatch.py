@@ -36,6 +36,9 @@ EXCHANGE_OPERATIONS = 40.0
 """Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
 """Share by which an exchange must be faster than that by expert, as its small kernels aren't priced."""
+TURN_S = 5e-5
+"""Seconds in which the host hands over from one half of a micro-batch to the other (`parallel.turns`): 70 us on two
+busy cores, where threads wake up slowest; not measured beside a GPU."""
 
 
 def visit_share(layer: LayerShape, held: Values) -> Values:
@@ -80,7 +83,8 @@ class ExpertExchange:
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
-        row_bytes, chunks = layer.width * self.element, np.maximum(1.0, self.layouts.ep_overlap)
+        chunks = np.maximum(1.0, self.layouts.ep_overlap) * np.where(self.layouts.ep_halves > 0, 2.0, 1.0)
+        row_bytes = layer.width * self.element
         size = self.tokens / chunks * layer.active_experts * row_bytes
         wire = self.groups.wire(traffic.all_to_all_s, size, self.groups.ep).scaled(2.0)
         is_by_node = self.layouts.ep_node > 0
@@ -114,6 +118,21 @@ def overlapped_s(exchange_s: Values, chunks: Values, whole_s: Values, chunk_s: V
         chunk_s: of one chunk.
     """
     return np.asarray(np.maximum(exchange_s, chunks * chunk_s + exchange_s / chunks) - whole_s)
+
+
+def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values) -> Array:
+    """Returns the seconds of a layer's pass whose two halves take turns (`parallel.halves`), (N,).
+
+    While the first half's tokens travel there the second computes what isn't experts, and while the second's do, the
+    first computes its experts; the ways back lie under the second's experts and the first's next layer. So a journey of
+    each half lies under the experts of one, and under the rest of one.
+
+    Args:
+        exchange_s: of both halves, there and back.
+        rest_s: of all but the experts' products, of both halves.
+        experts_s: of the experts' products, of both halves.
+    """
+    return np.asarray(np.maximum(rest_s, exchange_s / 2.0) + np.maximum(experts_s, exchange_s / 2.0))
 
 
 def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> Mapping[int, int]:

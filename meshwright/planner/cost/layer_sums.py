@@ -188,5 +188,7 @@ class LayerSums:
     def weight(self) -> Array:
         """Seconds of a micro-batch's weight gradients, which a schedule may delay, (N, P)."""
         # Half of backward's products are weight gradients; recompute keeps them together, and so do tp's hidden sums.
-        can_split = ((self.layouts.recompute == 0) & (self.layouts.tp_overlap == 0))[:, None] & self.job.splits_backward
+        layouts = self.layouts
+        can_split = (layouts.recompute == 0) & (layouts.tp_overlap == 0) & (layouts.ep_halves == 0)
+        can_split = can_split[:, None] & self.job.splits_backward
         return np.asarray(self.sum_layers_and_ends(lambda cost: cost.backward.matmul) / 2 * can_split)

@@ -14,7 +14,13 @@ import numpy as np
 from meshwright.array_types import Index, Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import compute_bytes
-from meshwright.planner.cost.expert_dispatch import EXCHANGE_OPERATIONS, ExpertExchange, overlapped_s
+from meshwright.planner.cost.expert_dispatch import (
+    EXCHANGE_OPERATIONS,
+    TURN_S,
+    ExpertExchange,
+    overlapped_s,
+    turns_s,
+)
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import attention_s, matmul_s, move_s, plain_attention_s
@@ -81,10 +87,10 @@ class PricedModel:
             product: of a layer.
             layer: needed for products of experts.
             products: 1 for forward, 2 for both of backward.
-            chunks: of tokens, of which experts' products are of one.
+            chunks: of tokens, of which the product is of one.
         """
         layouts, tp = self.layouts, self.layouts.tp
-        m: Values = self.tokens
+        m: Values = self.tokens / chunks
         n: Values = float(product.outer)
         k: Values = float(product.inner)
         if product.experts and layer is not None:
@@ -116,7 +122,7 @@ class PricedModel:
         """Returns the cost of a layer: time, traffic and bytes."""
         forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
         backward = self._compute_pass(layer, True)
-        self._add_traffic(layer, forward, backward)
+        self._add_traffic(layer, forward, backward, repeated)
         runtime = self.engine.runtime
         if layer.products:
             last_product_s = self.product_s(layer.products[-1], layer)
@@ -272,8 +278,8 @@ class PricedModel:
         transient_bytes = np.where(is_too_many, saved_bytes - scores_per_token, 0.0)
         return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
 
-    def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime) -> None:
-        """Adds the exposed seconds of tp, cp and ep to both passes; for norms over all heads tp gathers."""
+    def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> None:
+        """Adds the exposed seconds of tp, cp and ep to the passes; for norms over all heads tp gathers."""
         layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
         size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
         reduce, gather = (groups.seconds(kind, size, tp) for kind in (traffic.all_reduce_s, traffic.all_gather_s))
@@ -296,10 +302,18 @@ class PricedModel:
             routed = self.tokens / layouts.tp
             exchange = ExpertExchange(layouts, groups, self.machine.device, routed, self.element).wire(layer)
             forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
+            repeated.ep = forward.ep
             if (layouts.ep_overlap > 0).any():
                 for pass_time, products in ((forward, 1), (backward, 2)):
                     self._overlap_exchange(layer, pass_time, exchange.seconds, products)
+                repeated.ep = forward.ep
+            if (layouts.ep_halves > 0).any():
+                for pass_time, products in ((forward, 1), (backward, 2)):
+                    self._take_turns(layer, pass_time, exchange.seconds, products)
+                # What backward computes again it computes one half after the other.
+                repeated.ep = np.where(layouts.ep_halves > 0, exchange.seconds, repeated.ep)
             wire, backward_wire = wire + exchange, backward_wire + exchange
+        repeated.tp, repeated.cp = forward.tp, forward.cp
         for pass_time, carried in ((forward, wire), (backward, backward_wire)):
             pass_time.inside, pass_time.outside = carried.inside, carried.outside
             # What hides under products and attention takes as long as its links all the same.
@@ -317,6 +331,24 @@ class PricedModel:
         pass_time.ep = np.where(is_on, seen_s, pass_time.ep)
         operator_s = runtime.host_layer_s / LAYER_OPERATORS
         pass_time.host = pass_time.host + np.where(is_on, operator_s * EXCHANGE_OPERATIONS * (chunks - 1), 0.0)
+
+    def _take_turns(self, layer: LayerShape, pass_time: PassTime, exchange_s: Values, products: int) -> None:
+        """Hides the exchange with experts under the other half's layer, in layouts whose halves take turns."""
+        layouts, runtime = self.layouts, self.engine.runtime
+        is_on = (layouts.ep_halves > 0) & (layouts.ep > 1) & (self.machine.device.units > 0)
+        whole_s, halves_s, experts_s = np.zeros(layouts.count), np.zeros(layouts.count), np.zeros(layouts.count)
+        for product in layer.products:
+            whole_s = whole_s + self.product_s(product, layer, products)
+            both_s = 2.0 * self.product_s(product, layer, products, 2.0)
+            halves_s, experts_s = halves_s + both_s, experts_s + both_s * product.experts
+        busy_s = pass_time.compute + pass_time.tp + pass_time.cp
+        rest_s = busy_s - whole_s + halves_s - experts_s
+        seen_s = turns_s(exchange_s, rest_s, experts_s) - busy_s
+        # The first journey of a stage's pass, or the last, has nothing beside it.
+        seen_s = seen_s + exchange_s / 4.0 * layouts.pp * layouts.stages / self.job.shape.layers
+        seen_s = seen_s + runtime.slowed_s(np.maximum(exchange_s - seen_s, 0.0))
+        pass_time.ep = np.where(is_on, seen_s, pass_time.ep)
+        pass_time.host = pass_time.host * np.where(is_on, 2.0, 1.0) + np.where(is_on, 4.0 * TURN_S, 0.0)
 
     def _add_context_traffic(
         self, layer: LayerShape, forward: PassTime, backward: PassTime
@@ -382,7 +414,7 @@ class PricedModel:
         redone_s = redone_s + np.where(block, self.engine.runtime.recomputed_scores_s(repeated.attention), 0.0)
         backward.recompute = redone_s * layouts.recompute_share
         for name in LAYER_TRAFFIC:
-            extra_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
+            extra_s = np.where(full, getattr(repeated, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + extra_s)
         for name in ("inside", "outside"):
             repeated_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share

@@ -91,7 +91,8 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
     if not ranks.is_simulated:
         return parts
     layouts = ranks.layouts
-    splits = (layouts.recompute == 0) & ranks.job.splits_backward
+    is_whole = (layouts.recompute > 0) | (layouts.tp_overlap > 0) | (layouts.ep_halves > 0)
+    splits = ~is_whole & ranks.job.splits_backward
     rows = np.stack([layouts.schedule, layouts.stages, layouts.microbatches, splits], axis=1)
     # Cuts differ only in their owners where every rank has one stage.
     cut_index = np.broadcast_to(ranks.cut_index, ranks.count)
