@@ -151,8 +151,6 @@ class FsdpSync:
 
     def finish(self) -> None:
         """Waits for the reductions that the last backward left under way."""
-        for unit in self._units:
-            unit.finish()
         self._deferred.finish()
         self.reached.clear()
 

@@ -155,7 +155,7 @@ class NodeDispatch(Dispatch):
         routes = []
         for wanted, counts in zip(wanted_by_chunk, torch.cat(on_host, dim=1).tolist()):
             parts = _split(counts, widths)
-            inside = None if self._node.inside is None else Leg(self._node.inside, parts[2], parts[3])
+            inside = None if self._node.inside is None else Leg(self._node.inside, parts[2], parts[3], is_short=True)
             routes.append(_Route(wanted, Leg(self._node.across, parts[0], parts[1]), inside, parts[-1][0]))
         return routes
 
@@ -185,6 +185,7 @@ def _travel(part: Routed, leg: Leg, wanted: torch.Tensor, then: Callable[[Routed
     chosen = index.index_select(0, copies.source)
     departed = _DepartRouted.apply(copies.copy(tokens), copies.copy(weights), chosen, leg)
     yield
+    leg.give_way()
     arrived_tokens, arrived_weights, arrived_index = _ArriveRouted.apply(*departed, leg)
     del departed
     outputs = yield from then((arrived_tokens, arrived_index, arrived_weights))

@@ -57,11 +57,13 @@ class Leg:
     axis_group: AxisGroup
     sent: list[int]
     received: list[int]
+    is_short: bool = False
+    """Whether it lies inside of a node: the other half of a micro-batch needn't run meanwhile (`parallel.turns`)."""
     _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def reversed(self) -> Leg:
         """Returns the way back."""
-        return Leg(self.axis_group, self.received, self.sent)
+        return Leg(self.axis_group, self.received, self.sent, self.is_short)
 
     def begin(self, tensor: torch.Tensor, is_back: bool = False) -> torch.Tensor:
         """Begins to send ``tensor: (n_sent, ...)`` and returns (n_received, ...), which is filled after `end`."""
@@ -71,6 +73,11 @@ class Leg:
         # What is sent stays in memory until it has gone.
         self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, received, sent), tensor, out))
         return out
+
+    def give_way(self) -> None:
+        """Lets the other half run before this one waits; called before autograd numbers the function that waits."""
+        if not self.is_short:
+            give_way()
 
     def end(self) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
@@ -94,6 +101,7 @@ class RowExchange:
 
     def wait(self) -> torch.Tensor:
         """Returns the rows that came, (n_received, D), once; those that were sent needn't stay any longer."""
+        self._leg.give_way()
         rows: torch.Tensor = _Arrive.apply(self._departed.pop(), self._leg)
         return rows
 
@@ -119,7 +127,6 @@ class _Arrive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, _: torch.Tensor, leg: Leg) -> torch.Tensor:
         ctx.leg = leg
-        give_way()
         return leg.end()[0]
 
     @staticmethod

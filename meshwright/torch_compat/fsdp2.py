@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import _current_autograd_node
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, TrainingState
 
 from meshwright.torch_compat import PrivateName
+from meshwright.torch_compat.tensors import in_backward
 
 __all__ = [
     "PRIVATE_NAMES",
@@ -96,6 +98,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState",
         "the same",
+    ),
+    PrivateName(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._register_post_backward_hook",
+        "of two calls at once the first backward's end would send half of the gradient, or free the weights",
+    ),
+    PrivateName(
+        "torch._C:_current_autograd_node",
+        "the same: FSDP2's last call comes behind backward",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.reduce_grads",
@@ -209,20 +219,23 @@ class _CompletePostBackward:
 
     def __init__(self, group: Any, reached: dict[torch.Tensor, bool]) -> None:
         self._group, self._reached = weakref.ref(group), reached
-        self._keeps_gathered = self._is_kept = False
+        self._calls_to_come = 0
+        """Of two calls at once, those whose backward is to come."""
 
     def __call__(self, *unused: Any) -> None:
         group = self._group()
         assert group is not None
+        self._calls_to_come = max(0, self._calls_to_come - 1)
+        # Behind the last backward FSDP2 calls once more, outside of any function of autograd's.
+        if self._calls_to_come and _current_autograd_node() is not None:
+            return
+        self._calls_to_come = 0
         pairs = [(fsdp_param, _unsharded_parameter(fsdp_param)) for fsdp_param in group.fsdp_params]
         trained = [(fsdp_param, item) for fsdp_param, item in pairs if item is not None and item.requires_grad]
         is_reached = [
             parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
             for fsdp_param, parameter in trained
         ]
-        self._is_kept = self._keeps_gathered and group.reduce_grads and bool(trained) and not any(is_reached)
-        if self._is_kept:
-            return
         if group.reduce_grads and any(is_reached):
             for (fsdp_param, parameter), has_gradient in zip(trained, is_reached):
                 shard = fsdp_param.sharded_param
@@ -233,7 +246,7 @@ class _CompletePostBackward:
 
     def keep_gathered(self) -> None:
         """Keeps the weights gathered between two calls at once, and in backward until gradients of both are there."""
-        self._keeps_gathered, group_ref = True, self._group
+        group_ref = self._group
 
         def post_forward(*args: Any) -> Any:
             group = group_ref()
@@ -242,16 +255,18 @@ class _CompletePostBackward:
             group._training_state = TrainingState.FORWARD
             return type(group).post_forward(group, *args)
 
+        def register(args: Any, kwargs: Any) -> Any:
+            group = group_ref()
+            assert group is not None
+            registered = type(group)._register_post_backward_hook(group, args, kwargs)
+            # A layer that recompute calls again has no backward of its own.
+            if not in_backward() and (registered[0] is not args or registered[1] is not kwargs):
+                self._calls_to_come += 1
+            return registered
+
         group = self._group()
         assert group is not None
-        group.post_forward = post_forward
-
-    def finish(self) -> None:
-        """Ends what was put off for a backward that didn't come: else the next forward would read stale weights."""
-        group = self._group()
-        if self._is_kept and group is not None:
-            self._is_kept = False
-            type(group).post_backward(group)
+        group.post_forward, group._register_post_backward_hook = post_forward, register
 
 
 def complete_gradients(module: nn.Module, reached: dict[torch.Tensor, bool]) -> list[_CompletePostBackward]:
