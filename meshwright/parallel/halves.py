@@ -49,7 +49,7 @@ class Halves:
 
 
 @dataclass(frozen=True, slots=True)
-class _Rows:
+class _RowDim:
     """The rows of one tensor."""
 
     dim: int | None
@@ -58,7 +58,7 @@ class _Rows:
     """Of the halves in this dim."""
 
     @classmethod
-    def of(cls, whole: TensorKind, first: TensorKind, second: TensorKind) -> _Rows:
+    def of(cls, whole: TensorKind, first: TensorKind, second: TensorKind) -> _RowDim:
         """Reads them off the shapes that all rows gave, and each half of them."""
         shapes = whole.shape, first.shape, second.shape
         if len(set(map(len, shapes))) == 1:
@@ -96,7 +96,7 @@ class RowCut:
 
     def __init__(self, whole: Kinds, first: Kinds, second: Kinds) -> None:
         self._received, self._sent = (
-            [_Rows.of(*kinds) for kinds in zip(*tensors, strict=True)]
+            [_RowDim.of(*kinds) for kinds in zip(*tensors, strict=True)]
             for tensors in zip(whole, first, second, strict=True)
         )
 

@@ -85,6 +85,7 @@ BATTERY: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
             "ep=2,replicate=2,shard=2,zero=2,microbatches=2",
             "ep=4,shard=4,zero=3,ep_node=2",
             "ep=2,shard=2,zero=1,ep_overlap=2",
+            "ep=2,shard=2,zero=1,ep_halves=true",
             "cp=2,shard=2,zero=2",
             # By name: where the trial of one fails, the layout takes the other, which is right.
             "cp=4,attention=heads",

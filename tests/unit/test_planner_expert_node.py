@@ -13,12 +13,13 @@ from meshwright.errors import PlanError
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.expert_dispatch import fastest_nodes, visit_share
+from meshwright.planner.cost.expert_dispatch import fastest_nodes, turns_s, visit_share
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.kernels import matmul_s
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.expert_exchange import halved_forms
 from meshwright.spec.layout import Layout
 
 SIZES = {
@@ -167,8 +168,60 @@ def test_chunks_hide_all_but_the_first_and_last(network: str, ffn: int) -> None:
     assert four["ep"] < apart["ep"]
 
 
+def simulated_s(layers: int, exchange_s: float, rest_s: float, experts_s: float) -> float:
+    """Returns seconds of layers whose halves take turns: one device, and one wire that carries a journey at a time."""
+    clock = wire = 0.0
+    arrives = [0.0, 0.0]  # of each half, what it waits for
+
+    def turn(half: int, compute_s: float) -> None:
+        nonlocal clock, wire
+        clock = max(clock, arrives[half]) + compute_s / 2
+        wire = arrives[half] = max(wire, clock) + exchange_s / 4
+
+    for _ in range(layers):
+        for compute_s in (rest_s, experts_s):
+            for half in (0, 1):
+                turn(half, compute_s)
+    return max(clock, *arrives)
+
+
+@pytest.mark.parametrize("exchange_s", [0.0, 0.5, 1.5, 3.0, 6.0])
+@pytest.mark.parametrize(("rest_s", "experts_s"), [(1.0, 1.0), (2.0, 0.5), (0.3, 2.0)])
+def test_halves_take_what_a_simulated_wire_takes(exchange_s: float, rest_s: float, experts_s: float) -> None:
+    for layers in (1, 7, 60):
+        wanted_s = layers * float(turns_s(exchange_s, rest_s, experts_s, 1 / layers))
+        tolerance = 0.0 if layers == 60 else 1.0  # of few layers the longer of both isn't yet what all waits for
+        assert simulated_s(layers, exchange_s, rest_s, experts_s) == pytest.approx(wanted_s, rel=1e-6, abs=tolerance)
+
+
+def test_halves_are_priced_with_what_recompute_repeats() -> None:
+    cluster = Cluster.parse("4x8xh100")
+    text = "shard=32,zero=2,ep=32,precision=bf16"
+    for more in ("", ",recompute=full"):
+        plain, halved = (
+            price(JOB, Layout.parse(text + more + halves), cluster).parts for halves in ("", ",ep_halves=true")
+        )
+        assert halved["ep"] < plain["ep"] and halved.keys() == plain.keys()
+    none, full = (
+        price(JOB, Layout.parse(f"{text}{more},ep_halves=true"), cluster).parts["ep"]
+        for more in ("", ",recompute=full")
+    )
+    # In what is computed again, a third of all exchanges, nothing hides it; halves send twice as many messages.
+    assert full - none == pytest.approx(price(JOB, Layout.parse(text), cluster).parts["ep"] / 2, rel=0.1)
+
+
+def test_halves_are_planned_where_they_win() -> None:
+    layout = Layout.parse("shard=8,zero=1,ep=8,microbatches=4")
+    assert [form.microbatches for form in halved_forms(layout, 32)] == [2]
+    assert sorted(form.microbatches for form in halved_forms(layout, 64)) == [2, 4]
+    assert not list(halved_forms(Layout.parse("shard=8,zero=3,ep=8"), 64))
+    config = PlanConfig(sizes=TEXT, cluster="4x8xh100", batch=256, sequence=4096, fix="pp=1,tp=1,ep=32,zero=2")
+    choice = plan_model(config, model_of_sizes(TEXT)).choice
+    assert any(option.layout.ep_halves for option in choice.best)
+
+
 def test_chunks_are_planned_where_they_win() -> None:
-    config = PlanConfig(sizes=TEXT, cluster="4x8xh100", batch=64, sequence=4096, fix="pp=1,tp=1,ep=32")
+    config = PlanConfig(sizes=TEXT, cluster="4x8xh100", batch=64, sequence=4096, fix="pp=1,tp=1,ep=32,zero=3")
     choice = plan_model(config, model_of_sizes(TEXT)).choice
     assert choice.best[0].layout.ep_overlap
     assert any("under the products of others" in note for note in choice.notes)

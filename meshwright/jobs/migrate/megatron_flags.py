@@ -28,7 +28,7 @@ MEGATRON = Foreign(
         "log-interval": "monitor.every",
     },
     needless={
-        "overlap-moe-expert-parallel-comm": "ep_overlap=2 in the layout hides the exchange under the experts' products",
+        "overlap-moe-expert-parallel-comm": "ep_halves=true in the layout hides it under the other half of the rows",
         "overlap-*": "communication always goes on under compute",
         "overlap-cpu-optimizer-d2h-h2d": "copies travel beside the update",
         "tp-comm-overlap*": "tp_overlap=4 in the layout does the like",

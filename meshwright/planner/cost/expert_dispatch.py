@@ -120,7 +120,7 @@ def overlapped_s(exchange_s: Values, chunks: Values, whole_s: Values, chunk_s: V
     return np.asarray(np.maximum(exchange_s, chunks * chunk_s + exchange_s / chunks) - whole_s)
 
 
-def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values) -> Array:
+def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values, ends: Values = 0.0) -> Array:
     """Returns the seconds of a layer's pass whose two halves take turns (`parallel.halves`), (N,).
 
     While the first half's tokens travel there the second computes what isn't experts, and while the second's do, the
@@ -131,8 +131,10 @@ def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values) -> Array:
         exchange_s: of both halves, there and back.
         rest_s: of all but the experts' products, of both halves.
         experts_s: of the experts' products, of both halves.
+        ends: ends of a stage's pass for each layer, where the last journey, or the first rest, has nothing beside it.
     """
-    return np.asarray(np.maximum(rest_s, exchange_s / 2.0) + np.maximum(experts_s, exchange_s / 2.0))
+    steady_s = np.maximum(rest_s, exchange_s / 2.0) + np.maximum(experts_s, exchange_s / 2.0)
+    return np.asarray(steady_s + ends * np.minimum(exchange_s / 4.0, rest_s / 2.0))
 
 
 def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> Mapping[int, int]:

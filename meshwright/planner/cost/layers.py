@@ -343,9 +343,8 @@ class PricedModel:
             halves_s, experts_s = halves_s + both_s, experts_s + both_s * product.experts
         busy_s = pass_time.compute + pass_time.tp + pass_time.cp
         rest_s = busy_s - whole_s + halves_s - experts_s
-        seen_s = turns_s(exchange_s, rest_s, experts_s) - busy_s
-        # The first journey of a stage's pass, or the last, has nothing beside it.
-        seen_s = seen_s + exchange_s / 4.0 * layouts.pp * layouts.stages / self.job.shape.layers
+        ends = layouts.pp * layouts.stages / self.job.shape.layers
+        seen_s = turns_s(exchange_s, rest_s, experts_s, ends) - busy_s
         seen_s = seen_s + runtime.slowed_s(np.maximum(exchange_s - seen_s, 0.0))
         pass_time.ep = np.where(is_on, seen_s, pass_time.ep)
         pass_time.host = pass_time.host * np.where(is_on, 2.0, 1.0) + np.where(is_on, 4.0 * TURN_S, 0.0)
