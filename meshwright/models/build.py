@@ -30,6 +30,7 @@ from meshwright.models.deferred import (
 from meshwright.models.family import check_kernels, directory_config, family_config
 from meshwright.models.hugging_face import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from meshwright.models.recorder import record
+from meshwright.models.replay import Replay
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor
 from meshwright.models.weights import SafetensorsSource
@@ -133,6 +134,7 @@ def build_meta(
     build = prepare(config, vocab, context)
     # nothing is computed: the recording replays the construction later, box by box
     with record(config.seed) as recording:
+        recording.replayed = lambda tensor: Replay(recording).full_tensor(tensor, config.seed)
         try:
             module = build()
         except MeshwrightError:

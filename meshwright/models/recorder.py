@@ -87,6 +87,10 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
+        self.replayed: Callable[[TensorRef], torch.Tensor] | None = None
+        """Computes the present values of a recorded tensor, for code that writes them into a real one."""
+        self.drawn_unnamed: set[int] = set()
+        """Storages whose draws were computed before they had a name, which a later one mustn't change."""
         self.sizes: dict[int, tuple[int, torch.dtype]] = {}
         self._ordinals: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -118,10 +122,20 @@ class Recording(TorchDispatchMode):
         """Returns a meta tensor's reference, or a copy of a real tensor, which may change later."""
         return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
+    def _computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a meta tensor of any shape, on the CPU; a real tensor itself."""
+        if not self.knows(tensor) or self.replayed is None:
+            return tensor
+        return self.replayed(self.ref(tensor)).clone()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
-        written = [tensor for tensor in _written_tensors(func, args, kwargs) if tensor.is_meta]
+        written = list(_written_tensors(func, args, kwargs))
+        if self.replayed is not None and written and not any(tensor.is_meta for tensor in written):
+            # torch would write nothing into the real tensor, or refuse to.
+            args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
+        written = [tensor for tensor in written if tensor.is_meta]
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         # an output with a known storage is a view, which needs no operation in the replay
@@ -154,8 +168,10 @@ class MetaFactories(TorchFunctionMode):
             device = kwargs.get("device")
             if device is None or torch.device(device).type == "meta":
                 real = func(*args, **(kwargs | {"device": None if device is None else "cpu"}))
-                # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not.
-                return real if real.numel() == 0 or real.is_meta else real.to("meta")
+                # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not,
+                # but where it has put the device to meta itself, and initialises once a directory's weights are there.
+                is_probe = real.numel() == 0 and device is None
+                return real if is_probe or real.is_meta else real.to("meta")
         elif func in tensor_factories() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
