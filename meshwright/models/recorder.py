@@ -2,7 +2,8 @@
 
 Three interceptors are active while a module is built: a function mode that sends every tensor factory to the meta
 device, a dispatch mode that records every operation which creates or changes a meta tensor, and stand-ins for the
-functions of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...).
+functions of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...). What a file
+computes as it is imported meanwhile is real and no part of the recording.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -91,6 +96,8 @@ class Recording(TorchDispatchMode):
         """Computes the present values of a recorded tensor, for code that writes them into a real one."""
         self.drawn_unnamed: set[int] = set()
         """Storages whose draws were computed before they had a name, which a later one mustn't change."""
+        self.is_paused = False
+        """Whether tensors are made and changed as if nothing were recorded."""
         self.sizes: dict[int, tuple[int, torch.dtype]] = {}
         self._ordinals: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -131,6 +138,8 @@ class Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
+        if self.is_paused:
+            return func(*args, **kwargs)
         written = list(_written_tensors(func, args, kwargs))
         if self.replayed is not None and written and not any(tensor.is_meta for tensor in written):
             # torch would write nothing into the real tensor, or refuse to.
@@ -159,11 +168,21 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 class MetaFactories(TorchFunctionMode):
-    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first."""
+    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first.
+
+    Args:
+        recording: which tells when not to.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Redirects one call."""
         kwargs = dict(kwargs or {})
+        if self._recording.is_paused:
+            return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor, torch.asarray):
             device = kwargs.get("device")
             if device is None or torch.device(device).type == "meta":
@@ -187,12 +206,49 @@ def record(seed: int) -> Iterator[Recording]:
     """
     recording = Recording()
     state = torch.random.get_rng_state()
-    with _stand_ins(recording), MetaFactories(), recording:
+    with _stand_ins(recording), _plain_imports(recording), MetaFactories(recording), recording:
         torch.default_generator.manual_seed(seed)
         try:
             yield recording
         finally:
             torch.random.set_rng_state(state)
+
+
+class _PlainImports(MetaPathFinder):
+    """Finds a file's module as the other finders do, and has it executed while the recording pauses."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns what the first other finder finds."""
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
+        # Such a loader is of one module; those of other kinds may be shared, or execute no code of tensors.
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader.exec_module = partial(self._execute, spec.loader)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, loader: SourceFileLoader, module: ModuleType) -> None:
+        del loader.exec_module  # the class has its own again
+        state, was_paused = torch.random.get_rng_state(), self._recording.is_paused
+        self._recording.is_paused = True
+        try:
+            loader.exec_module(module)
+        finally:
+            self._recording.is_paused = was_paused
+            torch.random.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _plain_imports(recording: Recording) -> Iterator[None]:
+    """Keeps what files compute as they are imported out of a recording: the next model of the process imports none."""
+    finder = _PlainImports(recording)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 @contextlib.contextmanager

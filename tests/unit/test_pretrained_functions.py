@@ -1,5 +1,7 @@
 """Functions that load a pretrained model: transformers gives real tensors values that other code computes on meta."""
 
+import inspect
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,3 +93,53 @@ def test_what_is_written_into_a_real_tensor_is_what_was_computed() -> None:
     assert torch.equal(values["table"][1], 2 * frequencies)
     assert torch.equal(values["table"][2], frequencies + 1)
     assert torch.equal(values["table"][3], values["drawn"])
+
+
+_LATE = """
+import torch
+
+TABLE = torch.arange(4.0)
+
+
+def build():
+    import late_layers
+
+    return late_layers.Layer()
+"""
+_LATE_LAYERS = """
+import torch
+from torch import nn
+
+SCALE = torch.full((4,), 3.0) * torch.arange(4.0)
+DRAWN = torch.randn(7)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        nn.init.normal_(self.weight)
+        self.real = nn.Parameter(torch.randn(4, device="cpu"))
+
+    def forward(self, x):
+        return x @ self.weight * SCALE + self.real
+"""
+
+
+def test_what_a_function_imports_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first model of a process, whose function imports its layers, equals the second, which finds them there."""
+    (tmp_path / "late_model.py").write_text(_LATE, encoding="utf-8")
+    (tmp_path / "late_layers.py").write_text(_LATE_LAYERS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("late_model", "late_layers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    finders, random_state = list(sys.meta_path), torch.random.get_rng_state()
+    first, second = (_values(build_meta(ModelConfig(name="late_model:build"))) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in ("weight", "real"))
+    layers = sys.modules.pop("late_layers")
+    assert not layers.SCALE.is_meta
+    assert layers.SCALE.tolist() == [0.0, 3.0, 6.0, 9.0]
+    assert "class Layer" in inspect.getsource(layers)
+    assert sys.meta_path == finders
+    assert torch.equal(torch.random.get_rng_state(), random_state)
+    del sys.modules["late_model"]
