@@ -191,9 +191,10 @@ def without_cache(module: nn.Module) -> tuple[Any, ...]:
 
 
 def use_float64(module: nn.Module) -> None:
-    """Switches kernels without float64 support (grouped experts) to plain ones, in place."""
-    if is_transformers(module) and hasattr(module.config, "_experts_implementation"):
-        module.config._experts_implementation = "eager"
+    """Switches kernels without float64 support (grouped experts) to plain ones, in place, in wrapped models too."""
+    for inner in module.modules():
+        if is_transformers(inner) and hasattr(inner.config, "_experts_implementation"):
+            inner.config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
 def _transformers_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
