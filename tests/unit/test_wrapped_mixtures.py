@@ -36,7 +36,7 @@ class _Added(nn.Module):
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
         class Sum(nn.Module):
-            def forward(_, weight: torch.Tensor) -> torch.Tensor:  # noqa: N805
+            def forward(_, weight: torch.Tensor) -> torch.Tensor:
                 return weight + self.low @ self.high
 
         parametrize.register_parametrization(self.base_layer, self.parameter_name, Sum())
@@ -63,7 +63,7 @@ def adapted() -> nn.Module:
     return _Wrapper(model)
 
 
-def _build(function: str):  # noqa: ANN202
+def _build(function: str):
     return build_meta(ModelConfig(name=f"tests.unit.test_wrapped_mixtures:{function}"))
 
 
