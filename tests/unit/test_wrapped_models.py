@@ -109,7 +109,7 @@ class _Deaf(_Adapter):
 def _llama() -> LlamaForCausalLM:
     sizes = {"num_hidden_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "intermediate_size": 24}
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=53, max_position_embeddings=16))
+    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=53, max_position_embeddings=16, use_cache=False))
 
 
 def test_documents_of_a_row_are_kept_apart_in_a_wrapped_model() -> None:
