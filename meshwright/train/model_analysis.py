@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.clone import TOKENS
 from meshwright.models.analysis.context import Context, read_context, read_sequence
 from meshwright.models.analysis.experts import require_experts
-from meshwright.models.analysis.layer_graph import read_layer_graph
+from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.outside_reads import OutsideRead
 from meshwright.models.analysis.table import overridden_table, sharding_table
@@ -108,6 +109,24 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under "
             f"{layout.format_degree(Mechanics.STAGES)} each micro-batch would change it again in its stage; nearest "
             f"that works: shard, replicate or tp in place of {layout.axis(Mechanics.STAGES)}"
+        )
+
+
+def _check_trial_rows(model: BuiltModel, layout: Layout) -> None:
+    """Refuses splits that are tried out on rows of more tokens than the model has learned positions.
+
+    Raises:
+        PlanError: with both numbers, and the nearest that works.
+    """
+    stages = layout.degree(Mechanics.STAGES) > 1
+    split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1
+    needed = STAGE_TOKENS if stages else TOKENS if split else 0
+    positions = model.structure.positions
+    if positions is not None and positions < needed:
+        raise PlanError(
+            f"{layout} is tried out on a small clone with rows of {needed} tokens, and the model has {positions} "
+            f"learned positions; nearest that works: model.context = {needed}, whose rows may be shorter, or shard or "
+            "replicate"
         )
 
 
@@ -217,6 +236,7 @@ def analyse_model(
         PlanError: with the rule, what was found, and the nearest layout that works.
     """
     _check_operations(model, layout)
+    _check_trial_rows(model, layout)
     earlier = earlier or ModelAnalysis()
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)
