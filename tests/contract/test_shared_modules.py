@@ -29,7 +29,7 @@ class _Attention(nn.Module):
         return self.out(mixed.transpose(1, 2).reshape(rows, tokens, -1))
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     def __init__(self, norm: nn.Module, mlp: nn.Module) -> None:
         super().__init__()
         self.attention, self.first_norm, self.norm, self.mlp = _Attention(), nn.LayerNorm(WIDTH), norm, mlp
@@ -40,7 +40,7 @@ class _Block(nn.Module):
         return x + self.mlp(self.norm(x))
 
 
-class _Model(nn.Module):
+class StackedModel(nn.Module):
     def __init__(self, vocab: int, blocks: list[nn.Module]) -> None:
         super().__init__()
         self.embedding, self.blocks = nn.Embedding(vocab, WIDTH), nn.ModuleList(blocks)
@@ -54,18 +54,18 @@ class _Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def _mlp() -> nn.Module:
+def make_mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
 
 
 def shares_mlp(vocab: int = VOCAB) -> nn.Module:
-    mlp = _mlp()
-    return _Model(vocab, [_Block(nn.LayerNorm(WIDTH), mlp) for _ in range(2)])
+    mlp = make_mlp()
+    return StackedModel(vocab, [Block(nn.LayerNorm(WIDTH), mlp) for _ in range(2)])
 
 
 def shares_norm(vocab: int = VOCAB) -> nn.Module:
     norm = nn.LayerNorm(WIDTH)
-    return _Model(vocab, [_Block(norm, _mlp()) for _ in range(2)])
+    return StackedModel(vocab, [Block(norm, make_mlp()) for _ in range(2)])
 
 
 @pytest.mark.parametrize("function", ["shares_mlp", "shares_norm"])
