@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -206,7 +207,15 @@ def record(seed: int) -> Iterator[Recording]:
     """
     recording = Recording()
     state = torch.random.get_rng_state()
-    with _stand_ins(recording), _plain_imports(recording), MetaFactories(recording), recording:
+    with (
+        warnings.catch_warnings(),
+        _stand_ins(recording),
+        _plain_imports(recording),
+        MetaFactories(recording),
+        recording,
+    ):
+        # load_state_dict into a meta tensor: torch takes it for an oversight, and it is recorded.
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
         torch.default_generator.manual_seed(seed)
         try:
             yield recording

@@ -54,7 +54,12 @@ class ModelAnalysis:
 
 
 def _check_operations(model: BuiltModel, layout: Layout) -> None:
-    """Refuses what a layout would do to operations of the model: hide its draws, or round angles of positions."""
+    """Refuses frozen models, and what a layout would do to operations: hide draws, or round angles of positions."""
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise PlanError(
+            "every weight of the model is frozen (requires_grad=False), so nothing would be trained; leave some of "
+            "them trained, or add adapters"
+        )
     if layout.compile and (drawing := drawing_parts(model)):
         raise PlanError(
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "

@@ -1,6 +1,7 @@
 """Models and rows that are smaller than a layout, or than what it is tried out on."""
 
 import pytest
+from torch import nn
 
 from meshwright.errors import PlanError
 from meshwright.models.build import build_meta
@@ -34,3 +35,15 @@ def test_trials_need_learned_positions(layout: str, context: int) -> None:
     with pytest.raises(PlanError, match=message):
         analyse_model(built, Layout.parse(layout))
     assert analyse_model(build_meta(ModelConfig(name="gpt2", **_SIZES), 30, needed), Layout.parse(layout))
+
+
+def frozen(vocab: int = 30) -> nn.Module:
+    """A model of which nothing is trained."""
+    return nn.Sequential(nn.Embedding(vocab, 8), nn.Linear(8, vocab)).requires_grad_(False)
+
+
+@pytest.mark.parametrize("layout", ["replicate=1", "tp=2", "shard=2,zero=3"])
+def test_a_model_of_which_nothing_trains_is_refused(layout: str) -> None:
+    built = build_meta(ModelConfig(name="tests.unit.test_edge_sizes:frozen"), 30, 16)
+    with pytest.raises(PlanError, match="every weight of the model is frozen"):
+        analyse_model(built, Layout.parse(layout))

@@ -45,6 +45,13 @@ class _Loaded(nn.Module):
         return self.proj(x) @ self.table + self.drawn
 
 
+def _with_loaded_layer() -> nn.Module:
+    """A layer that is made anew, and loaded by its author: torch warns that nothing is copied to meta."""
+    layer = nn.Linear(3, 3)
+    layer.load_state_dict({"weight": torch.eye(3, device="cpu"), "bias": torch.ones(3, device="cpu")})
+    return layer
+
+
 def _values(built: BuiltModel) -> dict[str, torch.Tensor]:
     names = [name for name, _ in (*built.module.named_parameters(), *built.module.named_buffers())]
     return {name: built.tensor(name) for name in names}
@@ -84,6 +91,12 @@ def test_added_tokens_are_the_same_in_every_process(folder: Path) -> None:
     assert len(embedding) == 67
     assert torch.equal(embedding[:64], wanted)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_an_author_loads_into_a_new_layer_is_there_without_a_warning() -> None:
+    values = _values(_build("_with_loaded_layer"))
+    assert torch.equal(values["weight"], torch.eye(3))
+    assert torch.equal(values["bias"], torch.ones(3))
 
 
 def test_what_is_written_into_a_real_tensor_is_what_was_computed() -> None:
