@@ -30,6 +30,7 @@ from meshwright.models.deferred import (
 from meshwright.models.family import check_kernels, directory_config, family_config
 from meshwright.models.hugging_face import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 from meshwright.models.recorder import record
+from meshwright.models.replay import Replay
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor
 from meshwright.models.weights import SafetensorsSource
@@ -133,6 +134,7 @@ def build_meta(
     build = prepare(config, vocab, context)
     # nothing is computed: the recording replays the construction later, box by box
     with record(config.seed) as recording:
+        recording.replayed = lambda tensor: Replay(recording).full_tensor(tensor, config.seed)
         try:
             module = build()
         except MeshwrightError:
@@ -189,9 +191,10 @@ def without_cache(module: nn.Module) -> tuple[Any, ...]:
 
 
 def use_float64(module: nn.Module) -> None:
-    """Switches kernels without float64 support (grouped experts) to plain ones, in place."""
-    if is_transformers(module) and hasattr(module.config, "_experts_implementation"):
-        module.config._experts_implementation = "eager"
+    """Switches kernels without float64 support (grouped experts) to plain ones, in place, in wrapped models too."""
+    for inner in module.modules():
+        if is_transformers(inner) and hasattr(inner.config, "_experts_implementation"):
+            inner.config._experts_implementation = "eager"  # type: ignore[union-attr]
 
 
 def _transformers_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:

@@ -2,15 +2,21 @@
 
 Three interceptors are active while a module is built: a function mode that sends every tensor factory to the meta
 device, a dispatch mode that records every operation which creates or changes a meta tensor, and stand-ins for the
-functions of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...).
+functions of `torch.nn.init` that do nothing on the meta device (`trunc_normal_`, `orthogonal_`, ...). What a file
+computes as it is imported meanwhile is real and no part of the recording.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -87,6 +93,12 @@ class Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[Op] = []
+        self.replayed: Callable[[TensorRef], torch.Tensor] | None = None
+        """Computes the present values of a recorded tensor, for code that writes them into a real one."""
+        self.drawn_unnamed: set[int] = set()
+        """Storages whose draws were computed before they had a name, which a later one mustn't change."""
+        self.is_paused = False
+        """Whether tensors are made and changed as if nothing were recorded."""
         self.sizes: dict[int, tuple[int, torch.dtype]] = {}
         self._ordinals: dict[int, int] = {}
         self._alive: list[Any] = []
@@ -118,10 +130,22 @@ class Recording(TorchDispatchMode):
         """Returns a meta tensor's reference, or a copy of a real tensor, which may change later."""
         return self.ref(tensor) if tensor.is_meta else tensor.detach().clone()
 
+    def _computed(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the values of a meta tensor of any shape, on the CPU; a real tensor itself."""
+        if not self.knows(tensor) or self.replayed is None:
+            return tensor
+        return self.replayed(self.ref(tensor)).clone()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs the operation and records it when it created or changed a meta tensor."""
         kwargs = kwargs or {}
-        written = [tensor for tensor in _written_tensors(func, args, kwargs) if tensor.is_meta]
+        if self.is_paused:
+            return func(*args, **kwargs)
+        written = list(_written_tensors(func, args, kwargs))
+        if self.replayed is not None and written and not any(tensor.is_meta for tensor in written):
+            # torch would write nothing into the real tensor, or refuse to.
+            args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
+        written = [tensor for tensor in written if tensor.is_meta]
         out = func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         # an output with a known storage is a view, which needs no operation in the replay
@@ -145,17 +169,29 @@ def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 class MetaFactories(TorchFunctionMode):
-    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first."""
+    """Sends tensor factories without a device to meta; `torch.tensor` gets its values on the CPU first.
+
+    Args:
+        recording: which tells when not to.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        super().__init__()
+        self._recording = recording
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Redirects one call."""
         kwargs = dict(kwargs or {})
+        if self._recording.is_paused:
+            return func(*args, **kwargs)
         if func in (torch.tensor, torch.as_tensor, torch.asarray):
             device = kwargs.get("device")
             if device is None or torch.device(device).type == "meta":
                 real = func(*args, **(kwargs | {"device": None if device is None else "cpu"}))
-                # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not.
-                return real if real.numel() == 0 or real.is_meta else real.to("meta")
+                # transformers asks the device of an empty tensor whether to skip its own initialisation: it must not,
+                # but where it has put the device to meta itself, and initialises once a directory's weights are there.
+                is_probe = real.numel() == 0 and device is None
+                return real if is_probe or real.is_meta else real.to("meta")
         elif func in tensor_factories() and kwargs.get("device") is None:
             kwargs["device"] = "meta"
         return func(*args, **kwargs)
@@ -171,12 +207,57 @@ def record(seed: int) -> Iterator[Recording]:
     """
     recording = Recording()
     state = torch.random.get_rng_state()
-    with _stand_ins(recording), MetaFactories(), recording:
+    with (
+        warnings.catch_warnings(),
+        _stand_ins(recording),
+        _plain_imports(recording),
+        MetaFactories(recording),
+        recording,
+    ):
+        # load_state_dict into a meta tensor: torch takes it for an oversight, and it is recorded.
+        warnings.filterwarnings("ignore", ".*copying from a non-meta parameter", UserWarning)
         torch.default_generator.manual_seed(seed)
         try:
             yield recording
         finally:
             torch.random.set_rng_state(state)
+
+
+class _PlainImports(MetaPathFinder):
+    """Finds a file's module as the other finders do, and has it executed while the recording pauses."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
+        """Returns what the first other finder finds."""
+        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in finders)), None)
+        # Such a loader is of one module; those of other kinds may be shared, or execute no code of tensors.
+        if spec is not None and type(spec.loader) is SourceFileLoader:
+            spec.loader.exec_module = partial(self._execute, spec.loader)  # type: ignore[method-assign]
+        return spec
+
+    def _execute(self, loader: SourceFileLoader, module: ModuleType) -> None:
+        del loader.exec_module  # the class has its own again
+        state, was_paused = torch.random.get_rng_state(), self._recording.is_paused
+        self._recording.is_paused = True
+        try:
+            loader.exec_module(module)
+        finally:
+            self._recording.is_paused = was_paused
+            torch.random.set_rng_state(state)
+
+
+@contextlib.contextmanager
+def _plain_imports(recording: Recording) -> Iterator[None]:
+    """Keeps what files compute as they are imported out of a recording: the next model of the process imports none."""
+    finder = _PlainImports(recording)
+    sys.meta_path.insert(0, finder)
+    try:
+        yield
+    finally:
+        sys.meta_path.remove(finder)
 
 
 @contextlib.contextmanager

@@ -103,8 +103,10 @@ class Replay:
         return view(ref)
 
     def _storage_label(self, storage: int) -> str:
-        """Returns the name under which a storage's random draws are addressed."""
-        return self.labels.get(storage, f"#{storage}")
+        """Returns the name under which a storage's random draws are addressed; its number where it has none yet."""
+        if storage not in self.labels:
+            self.recording.drawn_unnamed.add(storage)
+        return f"#{storage}" if storage in self.recording.drawn_unnamed else self.labels[storage]
 
     def _program_of(self, storage: int, stop_order: int) -> list[_FlatOp] | None:
         """Returns the steps that fill a storage up to an operation; None when one isn't element-wise on a flat run."""

@@ -79,9 +79,7 @@ def read_structure(module: nn.Module) -> ModelStructure:
     text_config = config.get_text_config(decoder=True) if transformers else config
     context = next((v for k in _CONTEXTS if isinstance(v := getattr(text_config, k, None), int)), None)
     position_name = _find_position_table(outside, embedding)
-    arguments = inspect.signature(module.forward).parameters
-    # forward(**kwargs) accepts any name, so it isn't listed
-    positional = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    positional = _forward_arguments(module)
     return ModelStructure(
         embedding=embedding,
         vocab=vocab,
@@ -98,6 +96,18 @@ def read_structure(module: nn.Module) -> ModelStructure:
         arguments=frozenset(positional),
         transformers=transformers,
     )
+
+
+def _forward_arguments(module: nn.Module) -> list[str]:
+    """Returns the names of forward's arguments, in order."""
+    arguments = inspect.signature(module.forward).parameters
+    # forward(**kwargs) accepts any name, so it isn't listed
+    named = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+    # A wrapper of peft hands on what it doesn't name itself. Source: peft 0.21, peft_model.py, PeftModelForCausalLM.
+    find_inner = getattr(module, "get_base_model", None)
+    if len(named) < len(arguments) and callable(find_inner) and isinstance(inner := find_inner(), nn.Module):
+        named += [key for key in ("position_ids",) if key in inspect.signature(inner.forward).parameters]
+    return named
 
 
 _TOKENS = ("input_ids", "tokens", "idx", "x", "input", "inputs")

@@ -45,12 +45,18 @@ class PartialGradReducer:
 
     def finish(self) -> None:
         """Sums the partial gradients, packed by group and type."""
-        parameters_by_name = dict(self._module.named_parameters())
+        # By each of its names: in a stage the first of a weight that layers share may be one of another stage's layers.
+        parameters_by_name = dict(self._module.named_parameters(remove_duplicate=False))
+        summed: set[tuple[object, ...]] = set()
         buckets: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         for partial in self._partial_grads:
             parameter = parameters_by_name.get(partial.name)
             if parameter is None or not parameter.requires_grad:
                 continue
+            key = (id(parameter), partial.runs, partial.dim, partial.ranks)
+            if key in summed:
+                continue
+            summed.add(key)
             parameter = self._masters.get(parameter, parameter)
             if parameter.grad is None:
                 # Zeros take part: every rank must send an equally long bucket.

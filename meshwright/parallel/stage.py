@@ -43,6 +43,8 @@ Nested: TypeAlias = Any
 
 _CONTAINERS = (OrderedDict, dict, set)
 """Types of a module's containers of hooks, buffers and submodules, of which most are empty."""
+_ELSEWHERE = "_meshwright_elsewhere"
+"""Attribute that marks the layers of other stages."""
 
 
 class Stage:
@@ -73,6 +75,9 @@ class Stage:
         """Whether the embedding is in it, and whether the head is."""
         own_names = layer_graph.layers[self.first : self.stop]
         self.layers: list[nn.Module] = [module.get_submodule(name) for name in own_names]
+        for layer in map(module.get_submodule, layer_graph.layers):
+            if not any(layer is own_layer for own_layer in self.layers):
+                layer.__dict__[_ELSEWHERE] = True
         self._received: tuple[torch.Tensor, ...] = ()
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop_other_stages(kept_names)
@@ -193,11 +198,14 @@ class Stage:
 
 
 def local_layer(module: nn.Module, name: str) -> nn.Module | None:
-    """Returns a layer by its name in the model; None where another stage has its weights, or all of it."""
+    """Returns a layer by its name in the model; None where another stage has it, or all of it."""
     submodule: nn.Module = module
     for key in name.split("."):
         submodule = getattr(submodule, "_modules", {}).get(key)
-    return submodule if submodule is not None and any(True for _ in submodule.parameters()) else None
+    # One of another stage has weights here where it shares them with a layer of this one.
+    if submodule is None or submodule.__dict__.get(_ELSEWHERE):
+        return None
+    return submodule if any(True for _ in submodule.parameters()) else None
 
 
 def copy_module(module: nn.Module, share: bool = False) -> nn.Module:

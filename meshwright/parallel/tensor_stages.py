@@ -102,6 +102,11 @@ def check(table: ShardingTable | None, layout: Layout) -> None:
         )
         reason = "; ".join(sorted(reasons)[:3]) or f"no group of matrices has {degree} parts"
         raise PlanError(f"tp={degree}: nothing of this model can be split: {reason}; use shard={degree} instead")
+    if table.vocabulary and table.vocab < degree:
+        raise PlanError(
+            f"tp={degree} splits the vocabulary of embedding and head, whose {table.vocab} words leave ranks without "
+            f"one; nearest that works: tp={table.vocab}, or model.vocab = {degree} or more"
+        )
     if not layout.sequence:
         return
     if not table.layers:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.clone import TOKENS
 from meshwright.models.analysis.context import Context, read_context, read_sequence
 from meshwright.models.analysis.experts import require_experts
-from meshwright.models.analysis.layer_graph import read_layer_graph
+from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.outside_reads import OutsideRead
 from meshwright.models.analysis.table import overridden_table, sharding_table
@@ -54,7 +55,12 @@ class ModelAnalysis:
 
 
 def _check_operations(model: BuiltModel, layout: Layout) -> None:
-    """Refuses what a layout would do to operations of the model: hide its draws, or round angles of positions."""
+    """Refuses frozen models, and what a layout would do to operations: hide draws, or round angles of positions."""
+    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+        raise PlanError(
+            "every weight of the model is frozen (requires_grad=False), so nothing would be trained; leave some of "
+            "them trained, or add adapters"
+        )
     if layout.compile and (drawing := drawing_parts(model)):
         raise PlanError(
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
@@ -114,6 +120,24 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
         raise PlanError(
             f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under ep_halves=true each half "
             "of a micro-batch would change it; drop ep_halves"
+        )
+
+
+def _check_trial_rows(model: BuiltModel, layout: Layout) -> None:
+    """Refuses splits that are tried out on rows of more tokens than the model has learned positions.
+
+    Raises:
+        PlanError: with both numbers, and the nearest that works.
+    """
+    stages = layout.degree(Mechanics.STAGES) > 1
+    split = layout.degree(Mechanics.MATRICES) * layout.degree(Mechanics.TOKENS) > 1
+    needed = STAGE_TOKENS if stages else TOKENS if split else 0
+    positions = model.structure.positions
+    if positions is not None and positions < needed:
+        raise PlanError(
+            f"{layout} is tried out on a small clone with rows of {needed} tokens, and the model has {positions} "
+            f"learned positions; nearest that works: model.context = {needed}, whose rows may be shorter, or shard or "
+            "replicate"
         )
 
 
@@ -223,6 +247,7 @@ def analyse_model(
         PlanError: with the rule, what was found, and the nearest layout that works.
     """
     _check_operations(model, layout)
+    _check_trial_rows(model, layout)
     earlier = earlier or ModelAnalysis()
     # A forward of a small clone finds the model's own loss, and the buffers that forward changes.
     trial = earlier.trial or try_forward(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -297,3 +297,23 @@ def test_a_network_that_one_node_has_no_use_for_is_noted(cluster: str, is_noted:
     result = planned(SLOW, cluster=cluster)
     note = "the cluster is one node, so its network, ethernet-25g, isn't used"
     assert (note in result.choice.notes) is is_noted
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.0])
+def test_a_run_of_a_model_that_draws_is_not_even_offered_compiled_layouts(
+    dropout: float, monkeypatch: pytest.MonkeyPatch, models: Models
+) -> None:
+    """Tried first, they would be refused one by one, named in the reason, and could be all of the finalists."""
+    drops = dataclasses.replace(WIDE, name="gpt2", dropout=dropout)
+    questions: list[Question] = []
+    choose = layouts.choose_finalists
+
+    def record_question(question: Question, *rest: Any) -> Any:
+        questions.append(question)
+        return choose(question, *rest)
+
+    monkeypatch.setattr(layouts, "choose_finalists", record_question)
+    layout, reason = run_layout(monkeypatch, models, "cuda", 100_000, drops)
+    assert {question.compile_steps for question in questions} == {0 if dropout else 100_000}
+    assert layout.compile is (dropout == 0.0)
+    assert "compile=true hides" not in reason

@@ -140,8 +140,11 @@ def read_sequence(built: BuiltModel, table: ShardingTable, degree: int, tokens: 
     # every rank needs the same number of tokens
     length = degree * max(1, longest_row // degree)
     clone = make_clone(built, max(CONTEXT, length), window=max(2, length // (2 * degree)))
-    if not tokens and clone.refuses(length):
-        return ""
+    # Of a custom loop's rows only the model's positions may be known: the longest that it takes.
+    while not tokens and clone.refuses(length):
+        if length <= degree:
+            return ""
+        length = degree * max(1, length // (2 * degree))
     clone_table = table if clone.full_size else sharding_table(build_meta(narrow_config(built), 128, CONTEXT), degree)
     reason = rehearse_model(clone, clone_table, degree, rows=1, tokens=length, sequence=True).failure
     return f"with rows of {length} tokens {reason}" if reason else ""

@@ -39,11 +39,33 @@ def require_experts(module: nn.Module, degree: int) -> tuple[ExpertRows, ...]:
         PlanError: when there are none, with the closest match.
     """
     experts = find_experts(module)
+    if degree > 1:
+        _refuse_adapted(module, experts, degree)
     if experts or degree == 1:
         return experts
     reasons = [rows for name, child in module.named_modules() if isinstance(rows := _expert_rows(name, child), str)]
     reason = reasons[0] if reasons else "the model has no mixture of experts"
     raise PlanError(f"ep={degree} spreads the experts of mixture layers over ranks: {reason}; use tp={degree} instead")
+
+
+def _refuse_adapted(module: nn.Module, experts: tuple[ExpertRows, ...], degree: int) -> None:
+    """Refuses experts whose weights a module around them changes in its forward, as peft's `target_parameters` does.
+
+    Raises:
+        PlanError: with the weight, the module, and the nearest that works.
+    """
+    for rows in experts:
+        path = rows.module.rpartition(".")[0]
+        wrapper = module.get_submodule(path)
+        # Source: peft 0.21, tuners/lora/layer.py, ParamWrapper.
+        target = getattr(wrapper, "parameter_name", None)
+        if target in rows.parameters:
+            raise PlanError(
+                f"ep={degree} spreads the experts of mixture layers over ranks, but {type(wrapper).__name__} '{path}' "
+                f"adds to {rows.module}.{target} in its forward what it computes for all experts, as peft's "
+                f"target_parameters do; nearest that works: tp={degree} or shard={degree},zero=3 without ep, or "
+                "adapters of other modules than the experts"
+            )
 
 
 def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:

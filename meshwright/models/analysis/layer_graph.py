@@ -31,7 +31,9 @@ from meshwright.parallel.stage import copy_module
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput, Path
 from meshwright.torch_compat.tensors import MappingKey, SequenceKey, tree_flatten_with_path, tree_unflatten
 
-_ROWS, _TOKENS = 2, 10
+_ROWS = 2
+STAGE_TOKENS = 10
+"""Tokens of the rows on which stages are tried."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +114,7 @@ def _rehearse_with_states(states: LayerStates, clone: Clone, layer_graph: LayerG
 
 def _sample_tokens(clone: Clone) -> Tokens:
     """Returns random inputs and targets: two (2, 10) int64 tensors."""
-    tokens = torch.randint(clone.vocab, (_ROWS, _TOKENS + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(clone.vocab, (_ROWS, STAGE_TOKENS + 1), generator=torch.Generator().manual_seed(1))
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 

@@ -341,7 +341,10 @@ def rehearse_model(
             return output_grad
 
         passes = run_passes(lambda: clone.run(rows, module, tokens=tokens), module, output_grad_of)
-        return RankResult(passes, sharded.local_shards, sharded.partial_grads)
+        # A weight of several layers is summed once, under its first name (`parallel.partial_grads`).
+        names = {name for name, _ in module.named_parameters()}
+        partial_grads = [partial for partial in sharded.partial_grads if partial.name in names]
+        return RankResult(passes, sharded.local_shards, partial_grads)
 
     def compare(rank_results: list[RankResult], comparison: PassComparison) -> str:
         for index, rank in enumerate(rank_results):
