@@ -91,8 +91,8 @@ def waits_allowed(model: str, layout: str) -> float:
     """Returns how often a step may copy something to the host, for which a GPU drains its queue.
 
     Never, but for its outcome, which goes to pinned memory and is read late (`test_waits`); once a layer of experts,
-    whose token counts size an all-to-all (and each half of the rows its own), and once in float64. Without ``ep`` transformers loops over experts on the
-    host; what is offloaded goes to the host by nature: no limit.
+    whose token counts size an all-to-all, for each half of the rows; and once in float64. Without ``ep`` transformers
+    loops over experts on the host; what is offloaded goes to the host by nature: no limit.
     """
     if "offload" in layout or (model == "mixtral" and "ep=" not in layout):
         return math.inf
