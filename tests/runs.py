@@ -51,6 +51,20 @@ def warm() -> None:
     prepare_environment()
     importlib.import_module("meshwright.jobs.train")
     importlib.import_module("transformers.models.gpt2.modeling_gpt2")
+    importlib.import_module("tyro")
+
+
+@cache
+def warm_compiler() -> None:
+    """Imports once what each process that traces compiled layers imports; forked ones find it in memory.
+
+    The modules alone: each process still traces anew, and nothing that one has compiled is another's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the compiler warns of its own deprecated parts
+        for name in ("_functorch.aot_autograd", "_inductor.compile_fx", "distributed.tensor.experimental._func_map"):
+            importlib.import_module(f"torch.{name}")
+        importlib.import_module("torch._dynamo").lookup_backend("aot_eager")
 
 
 class Running:

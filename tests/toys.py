@@ -16,7 +16,7 @@ from types import ModuleType
 from meshwright import parallel, schedules
 from meshwright.parallel.transform import transforms
 from meshwright.planner import space
-from meshwright.planner.cost import axis_columns
+from meshwright.planner.cost import axis_columns, pipeline_simulation
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec import axes, groups
 
@@ -28,6 +28,7 @@ CACHES = (
     groups._known_rows,
     axis_columns.priced_columns,
     space._fixed_copies_and_shards,
+    pipeline_simulation.known_price,
 )
 """What is read off the files once."""
 

@@ -320,6 +320,10 @@ class Layout:
                 assignments.append(f"{item.name}={str(value).lower() if isinstance(value, bool) else value}")
         return ",".join(assignments) or "replicate=1"
 
+    def __hash__(self) -> int:
+        """Returns the hash of its text, which equal layouts share; degrees, a mapping, have none."""
+        return hash(str(self))
+
     @property
     def world(self) -> int:
         """Number of ranks."""

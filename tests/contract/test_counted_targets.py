@@ -20,6 +20,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
+from meshwright.train.model_analysis import analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
@@ -150,10 +151,12 @@ def test_a_step_is_that_of_a_loop_by_hand(name: str, layout: str) -> None:
     loss.backward()
     norm = float(torch.cat([item.grad.flatten() for item in module.parameters() if item.grad is not None]).norm())
 
+    parsed = Layout.parse(f"{layout},precision=float64")
+    facts = analyse_model(built, parsed)
+
     def step(rank: int) -> tuple[float, float, float]:
-        parsed = Layout.parse(f"{layout},precision=float64")
         plan = Plan(layout=parsed, prediction=Prediction(memory={}), ranks=2, reason="")
-        program = build_program(build(name), plan, torch.device("cpu"))
+        program = build_program(build(name), plan, torch.device("cpu"), facts)
         optimizer = LocalAdamW(program.weights, OptimizerConfig(), on_host=False)
         stepper = Stepper(program, optimizer, LossScaler(False), clip=0.0, seed=0)
         start, stop = parsed.span(rank, ROWS)

@@ -83,6 +83,12 @@ def test_a_word_that_few_batches_hold_is_left_out(name: str, chooses: bool, voca
     assert (objective.counts_targets, objective.plain) == (chooses, not chooses)
 
 
+def test_a_trial_leaves_the_seeds_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device without a context keeps every seed with the stack that gave it, a millisecond each, for ever."""
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda _seed: pytest.fail("every GPU was seeded"))
+    assert try_forward(build(own("plain"))).objective.plain
+
+
 def test_a_cross_entropy_that_is_written_out_is_tried_with_every_word() -> None:
     assert try_forward(build_meta(own("by_hand"), vocab=2000, context=SEQUENCE)).objective.plain
 

@@ -16,8 +16,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Question, choose, price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost import pipeline_simulation
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
+from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price
+from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.timing import in_flight_microbatches
 from meshwright.schedules.closed_form import PassSums
 from meshwright.schedules.costs import ActionCosts
@@ -165,6 +168,26 @@ def test_a_file_is_priced_by_its_actions(name: str, tmp_path: Path) -> None:
     assert Layout.parse(f"pp=4,microbatches=8,schedule=file:{path}").stages_per_rank == spec.least_stages
     with pytest.raises(PlanError, match="runs 8 micro-batches, the step has 16"):
         priced(f"file:{path}", 16)
+
+
+def test_prices_are_kept_but_of_a_file_that_may_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plan compares its best layouts several times."""
+    computed: list[Price] = []
+    monkeypatch.setattr(pipeline_simulation, "price_of", lambda *args: computed.append(price_of(*args)) or computed[-1])
+    parts_of = RankTimes.parts
+    closed_forms: list[RankTimes] = []
+    monkeypatch.setattr(RankTimes, "parts", lambda ranks: closed_forms.append(ranks) or parts_of(ranks))
+    pipeline_simulation.known_price.cache_clear()
+    first = [priced(name, 8) for name in ("gpipe", "1f1b", "gpipe", "1f1b")]
+    assert len(computed) == len(closed_forms) == 2
+    assert first[0] == first[2] != first[1] == first[3]
+    path, prices = tmp_path / "mine.csv", []
+    for microbatches in (8, 4):
+        path.write_text(known_schedules()["gpipe"].build(4, 1, microbatches).to_csv())
+        prices.append(priced(f"file:{path}", microbatches))
+    path.write_text(known_schedules()["gpipe"].build(4, 1, 8).to_csv())
+    assert priced(f"file:{path}", 8) == prices[0] != prices[1]
+    assert len(computed) == 5
 
 
 def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:

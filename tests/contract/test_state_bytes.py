@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 
+from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -14,14 +16,13 @@ from meshwright.planner.memory import ModelParts, rest_bytes, state_memory
 from meshwright.planner.state_rule import predict
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
-from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
-from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
+from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -64,8 +65,16 @@ WITHIN = 0.02
 """Allowed relative difference of what is sampled while a step runs; what rests is exact."""
 
 
+@cache
 def model(name: str) -> BuiltModel:
+    """Builds a model once; what reads it leaves it unchanged, and each program of a rank takes a copy."""
     return build_meta(ModelConfig(name=name, **CASES[name][0]), vocab=VOCAB, context=CONTEXT)
+
+
+@cache
+def known(name: str) -> ModelAnalysis:
+    """Returns what no layout changes, as a run that analyses one layout after another reads it once."""
+    return ModelAnalysis(table=sharding_table(model(name)), trial=try_forward(model(name)))
 
 
 def collect_local_shards(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
@@ -77,8 +86,7 @@ def collect_local_shards(built: BuiltModel, facts: ModelAnalysis) -> ModelParts:
 
 def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) -> dict[str, int]:
     """Trains two steps; returns the bytes held at most, and those of the masters."""
-    plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
-    program = build_program(built, plan, torch.device("cpu"), facts=facts)
+    program = build_rank(built, layout, facts)
     optimizer = LocalAdamW(program.weights, OptimizerConfig())
     index, count = layout.reader(rank)
     stepper = Stepper(program, optimizer, LossScaler(False), clip=1.0, seed=0)
@@ -93,8 +101,7 @@ def trained(built: BuiltModel, facts: ModelAnalysis, layout: Layout, rank: int) 
 
 def measured(name: str, texts: list[str]) -> list[tuple[str, ModelParts, list[dict[str, int]]]]:
     """Runs layouts of one number of ranks in one group of them."""
-    table = sharding_table(model(name))
-    facts = {text: analyse_model(model(name), Layout.parse(text), ModelAnalysis(table=table)) for text in texts}
+    facts = {text: analyse_model(model(name), Layout.parse(text), known(name)) for text in texts}
 
     def work(rank: int) -> dict[str, Any]:
         torch.set_num_threads(1)

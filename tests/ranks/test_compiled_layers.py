@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.runs import call, curve, rows, words, write_corpus
+from tests.runs import call, curve, rows, warm_compiler, words, write_corpus
 from tests.tiers import cases
 
 pytestmark = pytest.mark.slow
@@ -95,6 +95,11 @@ def step_bytes(run: Path, axis: str) -> int:
     booked = [line["comm"] for line in rows(run) if "comm" in line]
     (total,) = {sum(row["bytes"] for row in step if row["axis"] == axis) for step in booked}
     return int(total)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler() -> None:
+    warm_compiler()
 
 
 @pytest.mark.parametrize(

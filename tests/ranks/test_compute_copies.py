@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -22,7 +23,6 @@ from meshwright.parallel.stage_module import StageModule
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
-from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
@@ -54,15 +54,15 @@ def model(name: str) -> BuiltModel:
 
 
 @functools.cache
-def table_of(name: str) -> ShardingTable:
-    """Returns the model's table, read before ranks start."""
-    return sharding_table(model(name))
+def facts_of(name: str) -> ModelAnalysis:
+    """Returns the model's table and its trial, read before ranks start."""
+    return ModelAnalysis(table=sharding_table(model(name)), trial=try_forward(model(name)))
 
 
 def program_of(name: str, layout: Layout) -> Program:
     built = model(name)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="")
-    facts = analyse_model(built, layout, ModelAnalysis(table=table_of(name)))
+    facts = analyse_model(built, layout, facts_of(name))
     return build_program(built, plan, torch.device("cpu"), facts)
 
 
@@ -123,7 +123,7 @@ def test_masters_in_host_memory_have_the_usual_bits() -> None:
     The usual way is FSDP2 on a group of one for bf16 and fp16, and the model as it is for the others.
     """
     for name in MODELS:
-        table_of(name)
+        facts_of(name)
 
     def work(rank: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         torch.set_num_threads(1)
@@ -151,7 +151,7 @@ def test_masters_in_host_memory_have_the_usual_bits() -> None:
 @pytest.mark.parametrize(("world", "texts"), [(1, ALONE), (2, SPLIT)])
 def test_bits_are_those_of_fsdp2_on_a_group_of_one(world: int, texts: list[str]) -> None:
     for name in MODELS:
-        table_of(name)
+        facts_of(name)
 
     def work(rank: int) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
         torch.set_num_threads(1)

@@ -5,7 +5,9 @@ import dataclasses
 import errno
 import hashlib
 import json
+import lzma
 import os
+import resource
 import socket
 from pathlib import Path
 
@@ -285,6 +287,12 @@ def test_bits_per_byte_stand_beside_the_compressors(tmp_path: Path) -> None:
     found = compression_baselines(made)
     assert found["bytes"] == made.validation.text_bytes
     assert 0.0 < found["xz"] < 8.0 and 0.0 < found["gzip"] < 8.0
+    # As xz -9e, whose tables for 64 MiB a small text doesn't need.
+    text = made.held_out_text(1 << 20)
+    assert found["xz"] == 8.0 * len(lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)) / len(text)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    compression_baselines(made)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults < (8 << 20) // resource.getpagesize()
     targets = len(made.validation.tokens) - 1
     loss = np.log(2.0) * 8.0 * made.validation.text_bytes / targets  # eight bits for each byte
     assert made.validation.bits_per_byte(loss) == pytest.approx(8.0)

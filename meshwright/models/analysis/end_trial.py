@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from meshwright.models.analysis.clone import Clone, duplicate_module
 from meshwright.models.analysis.objective import nothing_dropped
+from meshwright.parallel.keyed_random import seed_all
 from meshwright.spec.end_units import EndUnits
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, tree_leaves
 
@@ -101,7 +102,7 @@ def _run(clone: Clone, length: int, names: Sequence[str], frees_before_backward:
     watched |= {module.get_submodule(name): name for name in names}
     try:
         with nothing_dropped(), _watch_calls(watched, calls), _without_weights_outside(module, names) as own_weights:
-            torch.manual_seed(0)
+            seed_all(0)
             stand_ins = [item for name in names for item in module.get_submodule(name).parameters()]
             with _Uses(stand_ins) as uses:
                 output = clone.run(ROWS, module, tokens=length)

@@ -21,6 +21,7 @@ from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.head_cut import HeadCut, HeadInput
+from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.stage import copy_module
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
@@ -150,9 +151,9 @@ def _difference(clone: Clone, logit_map: LogitMap, length: int) -> str:
         return logit_map.limit * torch.tanh(scaled / logit_map.limit) if logit_map.limit else scaled, head.hidden
 
     with Float64Ops(), nothing_dropped():
-        torch.manual_seed(0)
+        seed_all(0)
         expected = model_output(module, structure, tokens, targets).logits
-        torch.manual_seed(0)
+        seed_all(0)
         logits, _ = cut.run(lambda: call_model(module, structure, tokens, targets), logits_of)
     if expected is None:
         return "its forward returns no logits"

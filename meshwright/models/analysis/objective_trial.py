@@ -46,6 +46,7 @@ from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.keyed_random import seed_all
 from meshwright.spec.end_units import EndUnits
 
 ROWS = 4
@@ -273,7 +274,7 @@ class _Trial:
         """Runs forward in float64, with nothing dropped."""
         buffers_before = {} if keep else copy_buffers(self.clone.module)
         # the same draws at each call, so that two calls differ by their arguments alone
-        torch.manual_seed(0)
+        seed_all(0)
         with Float64Ops(), nothing_dropped():
             output = author_output(self.clone.module, self.clone.structure, sample.tokens, sample.targets, labels)
         if not keep:

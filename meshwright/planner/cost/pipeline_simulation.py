@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from functools import lru_cache
 
 import numpy as np
@@ -120,20 +119,31 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
 def simulated_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
     """Returns the price of one layout, its pipeline simulated action by action where it has one.
 
+    A plan compares its best layouts several times, so their prices are kept.
+
     Args:
         job: model and batch.
         layout: any that fits the model.
         machine: the hardware.
         engine: the runtime's profile.
     """
+    # A custom schedule's file may change.
+    is_known = layout.schedule in ("", *known_schedules())
+    return (known_price if is_known else _compute_price)(job, layout, machine, engine)
+
+
+def _compute_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
     batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
     return simulated_price_of(RankTimes(LayerCosts.of(job, batch, machine, engine.for_layout(layout))))
 
 
+known_price = lru_cache(maxsize=512)(_compute_price)
+"""The last prices of layouts without a custom schedule."""
+
+
 def simulated_price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
     """Returns the price of one of N layouts, its pipeline simulated action by action where it has one."""
-    parts = {name: float(values[layout_index]) for name, values in simulated_parts(ranks).items()}
-    return dataclasses.replace(price_of(ranks, layout_index), parts=parts, step_s=sum(parts.values()))
+    return price_of(ranks, layout_index, simulated_parts(ranks))
 
 
 def simulated_steps_s(

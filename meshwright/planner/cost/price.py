@@ -45,14 +45,16 @@ def price(job: PricedJob, layout: Layout, cluster: Cluster | Machine, engine: Fr
     )
 
 
-def price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
+def price_of(ranks: PricedRanks, layout_index: int = 0, parts_s: Mapping[str, Array] | None = None) -> Price:
     """Returns the price of one of N layouts.
 
     Args:
         ranks: times and memory of the N layouts' ranks.
         layout_index: which layout.
+        parts_s: seconds by part, (N,) each, where they aren't those of the formulas (`PricedRanks.parts`).
     """
-    parts = {name: float(values[layout_index]) for name, values in ranks.parts().items()}
+    parts_s = ranks.parts() if parts_s is None else parts_s
+    parts = {name: float(values[layout_index]) for name, values in parts_s.items()}
     stages = _stage_prices(ranks, layout_index)
     fullest = max(range(len(stages)), key=lambda rank: stages[rank].peak)
     return Price(
