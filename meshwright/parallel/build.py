@@ -13,6 +13,7 @@ from meshwright.parallel.expert_load import ExpertMeter
 from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.fsdp import FsdpSync
 from meshwright.parallel.halves import Halves
+from meshwright.parallel.keyed_random import DrawnStates
 from meshwright.parallel.materialise import materialise
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_checkpointing import restore_first_run_in
@@ -137,7 +138,7 @@ def _halves(context: TransformContext, device: torch.device) -> Halves:
             "your own; nearest that works: ep_overlap=2"
         )
     cuts = (stage.cut for stage in context.stages if isinstance(stage, PipelineStageModule))
-    shared = context.dropout_rng, context.view.head_cut, context.view.inner_loss, *cuts
+    shared = DrawnStates(), context.dropout_rng, context.view.head_cut, context.view.inner_loss, *cuts
     for sync in (sync for stage in context.stages for sync in stage.gradient_syncs):
         if isinstance(sync, FsdpSync):
             sync.keep_for_pairs()

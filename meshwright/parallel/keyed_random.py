@@ -52,6 +52,25 @@ def generator_states() -> list[torch.Tensor]:
     return states
 
 
+class DrawnStates:
+    """The generators that `seed_all` seeds, as what each of two forwards keeps (`parallel.turns`)."""
+
+    OF_FORWARD = ("states",)
+    """What belongs to a forward that runs."""
+
+    @property
+    def states(self) -> list[torch.Tensor]:
+        """Their states, (bytes,) uint8 each."""
+        return generator_states()
+
+    @states.setter
+    def states(self, states: list[torch.Tensor]) -> None:
+        """Sets them, (bytes,) uint8 each."""
+        torch.default_generator.set_state(states[0])
+        for state in states[1:]:
+            torch.cuda.set_rng_state(state)
+
+
 @dataclass(frozen=True, slots=True)
 class RowBox:
     """Which elements of each row's tensor a rank has: all lines x all places."""

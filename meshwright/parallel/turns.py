@@ -82,6 +82,8 @@ class _Session:
     def give_way(self, side: int) -> None:
         """Lets the other side run until it gives way or ends."""
         if self._sides[1 - side].has_ended:
+            # Unless a signal has ended the other one, which wasn't its turn: this one would go on without it.
+            self._check()
             return
         values = [item.values() for item in self._held]
         self._end_turn(side)
@@ -141,7 +143,7 @@ class Turns:
     def __init__(self, device: torch.device, held: Sequence[Held] = ()) -> None:
         self._device, self._held = device, tuple(held)
         # One thread for all pairs: each new one would start processor threads of its own for its operators.
-        self._executor = ThreadPoolExecutor(1, "second half")
+        self._executor = ThreadPoolExecutor(1, "second half", self._choose_device)
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Returns what both functions return; their tensors' backward takes the turns in the opposite order.
@@ -172,6 +174,11 @@ class Turns:
             tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
             renumber(tensors, session.spans(side))
         return results
+
+    def _choose_device(self) -> None:
+        """Makes a thread's current device the rank's: a new one's is the first, on which it would take up memory."""
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
 
     @staticmethod
     def _take_turns(session: _Session, side: int, function: Callable[[], T]) -> T:
