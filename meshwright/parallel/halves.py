@@ -99,6 +99,7 @@ class RowCut:
             [_RowDim.of(*kinds) for kinds in zip(*tensors, strict=True)]
             for tensors in zip(whole, first, second, strict=True)
         )
+        self._is_compared = False
 
     def split(self, received: Tensors) -> tuple[Tensors, Tensors]:
         """Returns each half of what the stage received, of any shapes."""
@@ -106,5 +107,17 @@ class RowCut:
         return tuple(part[0] for part in parts), tuple(part[1] for part in parts)
 
     def join(self, first: Tensors, second: Tensors) -> Tensors:
-        """Returns what the stage hands on, from that of each half."""
+        """Returns what the stage hands on, from that of each half.
+
+        Raises:
+            PlanError: in the first call, a tensor depends on rows without having them.
+        """
+        if not self._is_compared:
+            self._is_compared = True
+            for rows, *parts in zip(self._sent, first, second, strict=True):
+                if rows.dim is None and not torch.equal(*parts):
+                    raise PlanError(
+                        f"ep_halves=true: a tensor of shape {tuple(parts[0].shape)} between two stages of pp isn't the "
+                        "same for the halves of its rows, and its shape doesn't tell what makes it up; drop ep_halves"
+                    )
         return tuple(rows.join(*parts) for rows, *parts in zip(self._sent, first, second, strict=True))

@@ -69,6 +69,8 @@ def fixed_shares_reason(config: TrainConfig, layout: Layout, unit: int = 1) -> s
         return f"{layout} has islands, which agree on nothing within a round: use replicate in their place"
     if layout.compile:
         return "compile=true would compile for each number of rows anew: drop one"
+    if layout.ep_halves:
+        return "ep_halves=true needs two rows of each micro-batch on every rank, and one may be left: use ep_overlap=2"
     if rows // unit <= readers:
         return (
             f"a micro-batch has {rows} rows, in units of {unit}, for {readers} readers, so none can be moved: use "

@@ -9,13 +9,18 @@ import time
 import pytest
 import torch
 
+from meshwright.errors import PlanError
+from meshwright.parallel.halves import RowCut
 from meshwright.parallel.keyed_random import DrawnStates, seed_all
+from meshwright.parallel.schedule_run import TensorKind
 from meshwright.parallel.turns import Held, Turns, give_way
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.train import session
+from meshwright.train.config import TrainConfig
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
+from meshwright.train.share_balance import check_rebalance
 from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
@@ -99,3 +104,18 @@ def test_the_second_half_computes_on_the_rank_s_device(monkeypatch: pytest.Monke
     for _ in range(2):
         turns.run(give_way, give_way)
     assert chosen == [("second half_0", device)]
+
+
+def test_a_sum_over_rows_between_stages_is_refused() -> None:
+    """Both halves have one, and the stage behind would be handed the first one's alone."""
+    kinds = [TensorKind(shape=(), dtype=torch.float32)], [TensorKind(shape=(), dtype=torch.float32)]
+    one, other = (torch.tensor(value) for value in (1.0, 2.0))
+    assert torch.equal(RowCut(kinds, kinds, kinds).join((one,), (one.clone(),))[0], one)
+    with pytest.raises(PlanError, match=r"of shape \(\) between two stages of pp isn't the same .* drop ep_halves"):
+        RowCut(kinds, kinds, kinds).join((one,), (other,))
+
+
+def test_no_reader_is_left_with_a_row_that_has_no_halves() -> None:
+    layout = Layout.parse("shard=2,zero=1,ep=2,ep_halves=true")
+    with pytest.raises(PlanError, match=r"ep_halves=true needs two rows .* ep_overlap=2"):
+        check_rebalance(TrainConfig(batch=8, rebalance=5), layout)
