@@ -136,13 +136,19 @@ def test_groups_that_no_router_could_choose_from_are_refused(groups: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("network", "ffn"), [("ethernet-25g", 1024), ("infiniband-xdr", 1024), ("infiniband-xdr", 32768)]
+    ("network", "ffn", "adapters"),
+    [
+        ("ethernet-25g", 1024, False),
+        ("infiniband-xdr", 1024, False),
+        ("infiniband-xdr", 32768, False),
+        ("infiniband-xdr", 32768, True),
+    ],
 )
-def test_chunks_hide_all_but_the_first_and_last(network: str, ffn: int) -> None:
+def test_chunks_hide_all_but_the_first_and_last(network: str, ffn: int, adapters: bool) -> None:
     """max(X, P + X / n), by hand: X of the exchange, P of the experts' products in chunks; nothing else differs."""
     text, cluster = "shard=32,zero=3,ep=32,precision=bf16", Cluster.parse(f"4x8xh100@{network}")
     shape = shape_from_sizes(TableSizes(name="mixture", **(SIZES | {"expert_ffn": ffn})))  # type: ignore[arg-type]
-    job = dataclasses.replace(JOB, rows=128, shape=shape)
+    job = dataclasses.replace(JOB, rows=128, shape=shape, adapters=adapters)
     # Four micro-batches send as many messages, each of as many tokens.
     apart, four = (
         price(job, Layout.parse(text + more), cluster).parts for more in (",microbatches=4", ",ep_overlap=4")
@@ -154,7 +160,8 @@ def test_chunks_hide_all_but_the_first_and_last(network: str, ffn: int) -> None:
         total = 0.0
         for product in (product for product in layer.products if product.experts):
             m, n, k = rows * 8 / 2, product.outer, product.inner  # two experts a rank
-            shapes = [(m, k, n), (k, n, m)] if backward else [(m, n, k)]
+            # frozen weights have no gradients
+            shapes = [(m, k, n), (k, n, m)] if backward and not adapters else [(m, n, k)]
             total += 2 * sum(float(matmul_s(*shape, device, "bf16", share)) for shape in shapes)
         return total
 

@@ -171,7 +171,7 @@ class PricedModel:
     def _compute_pass(self, layer: LayerShape, is_backward: bool) -> PassTime:
         """Returns compute and launch seconds of a layer's forward or backward, without traffic and recompute."""
         runtime, device = self.engine.runtime, self.machine.device
-        products = 2 if is_backward and not self.job.adapters else 1
+        products = self._product_count(is_backward)
         matmul: Values = sum(self.product_s(product, layer, products) for product in layer.products)
         moved = self.job.moved.ratio(self.engine.saved.compiled, is_backward) if self.job.moved else 1.0
         elementwise = move_s(moved * self.moved_bytes(layer, is_backward), device)
@@ -185,6 +185,10 @@ class PricedModel:
         attention = self._attention(layer, is_backward)
         host = runtime.launch_s(self.layouts, self.rows, layer, is_backward)
         return PassTime(matmul=matmul, attention=attention, elementwise=elementwise, host=host)
+
+    def _product_count(self, is_backward: bool) -> int:
+        """Returns the products of each weight in a pass: backward has that of its gradient too, where it is trained."""
+        return 2 if is_backward and not self.job.adapters else 1
 
     def moved_bytes(self, layer: LayerShape, is_backward: bool) -> Values:
         """Returns the bytes, (N,), that a layer's pass moves beside products and attention, by the closed form.
@@ -304,12 +308,12 @@ class PricedModel:
             forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
             repeated.ep = forward.ep
             if (layouts.ep_overlap > 0).any():
-                for pass_time, products in ((forward, 1), (backward, 2)):
-                    self._overlap_exchange(layer, pass_time, exchange.seconds, products)
+                for pass_time, is_backward in ((forward, False), (backward, True)):
+                    self._overlap_exchange(layer, pass_time, exchange.seconds, self._product_count(is_backward))
                 repeated.ep = forward.ep
             if (layouts.ep_halves > 0).any():
-                for pass_time, products in ((forward, 1), (backward, 2)):
-                    self._take_turns(layer, pass_time, exchange.seconds, products)
+                for pass_time, is_backward in ((forward, False), (backward, True)):
+                    self._take_turns(layer, pass_time, exchange.seconds, self._product_count(is_backward))
                 # What backward computes again it computes one half after the other.
                 repeated.ep = np.where(layouts.ep_halves > 0, exchange.seconds, repeated.ep)
             wire, backward_wire = wire + exchange, backward_wire + exchange
