@@ -51,7 +51,7 @@ def test_versions_are_compared_by_number() -> None:
 
 
 def test_objects_of_torch_have_the_attributes_that_only_they_have() -> None:
-    """On objects as a run makes them: FSDP2 after a gather, a pipeline's runtime, a module, an operator."""
+    """On objects as a run makes them: FSDP2 after a gather, a pipeline's runtime, a module, an operator, a node."""
     names = [name for name in NAMES if name.of_instances]
     (missing,) = run_ranks(1, lambda rank: _missing_attributes(names))
     assert len(names) > 10 and missing == []
@@ -69,6 +69,7 @@ def _missing_attributes(names: list[PrivateName]) -> list[str]:
     groups = fsdp2.fsdp_groups(unit)
     state: Any = unit._get_fsdp_state()
     objects = [unit, state, *groups, *fsdp2.fsdp_parameters(unit), runtime, torch.ops.aten.mul_.Tensor]
+    objects.append(torch.ones(1, requires_grad=True).mul(2).grad_fn)
     missing = []
     for name in names:
         owner, attribute = name.resolve(), name.path.rpartition(".")[2]
