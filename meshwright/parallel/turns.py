@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
+import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -132,6 +135,24 @@ def give_way() -> None:
         session.give_way(side)
 
 
+_Call = tuple[Future[Any], Callable[[], Any]]
+"""A function, and where its result goes."""
+
+
+def _serve(calls: queue.SimpleQueue[_Call | None], device: torch.device) -> None:
+    """Runs functions, until None comes; on a GPU on the rank's own, where a new thread's is the first."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    while (call := calls.get()) is not None:
+        result, function = call
+        try:
+            result.set_result(function())
+        except BaseException as error:
+            result.set_exception(error)
+        # What it computed doesn't outlive the step.
+        del call, result, function
+
+
 class Turns:
     """Runs pairs of functions.
 
@@ -143,7 +164,9 @@ class Turns:
     def __init__(self, device: torch.device, held: Sequence[Held] = ()) -> None:
         self._device, self._held = device, tuple(held)
         # One thread for all pairs: each new one would start processor threads of its own for its operators.
-        self._executor = ThreadPoolExecutor(1, "second half", self._choose_device)
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(self._calls, device), name="second half", daemon=True)
+        weakref.finalize(self, self._calls.put, None)
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Returns what both functions return; their tensors' backward takes the turns in the opposite order.
@@ -160,7 +183,10 @@ class Turns:
                     stack.enter_context(context)
                 return self._take_turns(session, 1, second)
 
-        other = self._executor.submit(contextvars.copy_context().run, run_second)
+        other: Future[T] = Future()
+        if not self._thread.is_alive():
+            self._thread.start()
+        self._calls.put((other, functools.partial(contextvars.copy_context().run, run_second)))
         try:
             mine = contextvars.copy_context().run(self._take_turns, session, 0, first)
         except OtherTurnFailed:
@@ -174,11 +200,6 @@ class Turns:
             tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
             renumber(tensors, session.spans(side))
         return results
-
-    def _choose_device(self) -> None:
-        """Makes a thread's current device the rank's: a new one's is the first, on which it would take up memory."""
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
 
     @staticmethod
     def _take_turns(session: _Session, side: int, function: Callable[[], T]) -> T:

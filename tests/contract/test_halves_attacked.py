@@ -103,7 +103,7 @@ def test_the_second_half_computes_on_the_rank_s_device(monkeypatch: pytest.Monke
     turns = Turns(device)
     for _ in range(2):
         turns.run(give_way, give_way)
-    assert chosen == [("second half_0", device)]
+    assert chosen == [("second half", device)]
 
 
 def test_a_sum_over_rows_between_stages_is_refused() -> None:

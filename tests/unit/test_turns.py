@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import cast
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from meshwright.errors import PlanError
+from meshwright.forking import fork_obstacle
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.halves import RowCut
 from meshwright.parallel.row_exchange import Leg, RowExchange
@@ -157,3 +159,14 @@ def test_rows_are_halved_in_whatever_dim_they_are() -> None:
 def test_rows_that_shapes_dont_tell_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(PlanError, match=r"ep_halves=true.*drop ep_halves"):
         RowCut(*((kinds(shape), kinds()) for shape in shapes))
+
+
+def test_a_process_with_an_idle_pair_can_fork_and_its_thread_ends_with_it() -> None:
+    turns = Turns(torch.device("cpu"))
+    turns.run(give_way, give_way)
+    assert fork_obstacle() is None
+    thread = turns._thread
+    del turns
+    gc.collect()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
