@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import functools
 import queue
 import threading
 import weakref
@@ -139,10 +138,8 @@ _Call = tuple[Future[Any], Callable[[], Any]]
 """A function, and where its result goes."""
 
 
-def _serve(calls: queue.SimpleQueue[_Call | None], device: torch.device) -> None:
-    """Runs functions, until None comes; on a GPU on the rank's own, where a new thread's is the first."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+def _serve(calls: queue.SimpleQueue[_Call | None]) -> None:
+    """Runs functions, until None comes."""
     while (call := calls.get()) is not None:
         result, function = call
         try:
@@ -162,10 +159,10 @@ class Turns:
     """
 
     def __init__(self, device: torch.device, held: Sequence[Held] = ()) -> None:
-        self._device, self._held = device, tuple(held)
+        self._device, self._held, self._has_device = device, tuple(held), False
         # One thread for all pairs: each new one would start processor threads of its own for its operators.
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_serve, args=(self._calls, device), name="second half", daemon=True)
+        self._thread = threading.Thread(target=_serve, args=(self._calls,), name="second half", daemon=True)
         weakref.finalize(self, self._calls.put, None)
 
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
@@ -177,16 +174,19 @@ class Turns:
         modes, has_grad = function_modes(), torch.is_grad_enabled()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def run_second() -> T:
+        def second_as_here() -> T:
+            self._choose_device()
             with contextlib.ExitStack() as stack:
                 for context in (*modes, torch.set_grad_enabled(has_grad), torch.cuda.stream(stream)):
                     stack.enter_context(context)
-                return self._take_turns(session, 1, second)
+                return second()
 
         other: Future[T] = Future()
         if not self._thread.is_alive():
             self._thread.start()
-        self._calls.put((other, functools.partial(contextvars.copy_context().run, run_second)))
+        # All that the thread does is within its turns: a failure anywhere ends the first function's wait.
+        context = contextvars.copy_context()
+        self._calls.put((other, lambda: context.run(self._take_turns, session, 1, second_as_here)))
         try:
             mine = contextvars.copy_context().run(self._take_turns, session, 0, first)
         except OtherTurnFailed:
@@ -200,6 +200,12 @@ class Turns:
             tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
             renumber(tensors, session.spans(side))
         return results
+
+    def _choose_device(self) -> None:
+        """Makes the rank's GPU the second thread's: a new one's is the first, on which it would take up memory."""
+        if self._device.type == "cuda" and not self._has_device:
+            torch.cuda.set_device(self._device)
+            self._has_device = True
 
     @staticmethod
     def _take_turns(session: _Session, side: int, function: Callable[[], T]) -> T:

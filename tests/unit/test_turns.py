@@ -5,10 +5,11 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from meshwright.errors import PlanError
 from meshwright.forking import fork_obstacle
@@ -159,6 +160,29 @@ def test_rows_are_halved_in_whatever_dim_they_are() -> None:
 def test_rows_that_shapes_dont_tell_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
     with pytest.raises(PlanError, match=r"ep_halves=true.*drop ep_halves"):
         RowCut(*((kinds(shape), kinds()) for shape in shapes))
+
+
+class _OfOneThread(TorchFunctionMode):
+    """A mode that no second thread may enter."""
+
+    def __enter__(self) -> Any:
+        if threading.current_thread().name == "second half":
+            raise ValueError("entered twice")
+        return super().__enter__()
+
+
+def test_a_second_half_that_cannot_begin_ends_the_first() -> None:
+    turns, failures = Turns(torch.device("cpu")), []
+
+    def run() -> None:
+        with _OfOneThread(), pytest.raises(ValueError, match="entered twice") as caught:
+            turns.run(give_way, give_way)
+        failures.append(caught.value)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout=60)
+    assert failures and not thread.is_alive()
 
 
 def test_a_process_with_an_idle_pair_can_fork_and_its_thread_ends_with_it() -> None:
