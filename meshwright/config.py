@@ -7,6 +7,7 @@ docstring under it; cross-field rules are in one ``check()``. Configs are never 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import tomllib
 import types
@@ -78,8 +79,7 @@ class Config:
         Raises:
             ConfigError: for an unknown key (naming the nearest) or a value of the wrong type.
         """
-        # `from __future__ import annotations` makes the hints strings.
-        hints = typing.get_type_hints(cls)
+        hints = _type_hints(cls)  # type: ignore[arg-type]  # classes are hashable
         names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
         fields = {name: getattr(base, name) for name in names} if base is not None else {}
         for key, value in values.items():
@@ -96,6 +96,13 @@ class Config:
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) is not None
         }
+
+
+@functools.cache
+def _type_hints(config_class: type[Config]) -> Mapping[str, Any]:
+    """Returns the type hint of each field, resolved once a class."""
+    # `from __future__ import annotations` makes the hints strings, and compiling them costs a millisecond a config.
+    return typing.get_type_hints(config_class)
 
 
 def _check_finite(value: Any, path: str) -> None:
