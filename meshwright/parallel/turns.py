@@ -3,7 +3,8 @@
 A model's forward can't be stopped half way, so that the second function runs on a thread of its own. One of both runs
 at a time, and gives way where it would wait (`give_way`). Autograd runs first what was recorded last, by numbers that
 each thread counts for itself: `Turns.run` renumbers both graphs by the order in which they were recorded, so that
-backward takes the turns in the opposite order.
+backward takes the turns in the opposite order. Or a forward runs beside a backward of other layers, which gives way
+itself, where it computes again too (`Turns.run_beside_backward`).
 """
 
 from __future__ import annotations
@@ -123,12 +124,16 @@ class _Session:
             self._condition.wait_for(lambda: self._turn == side)
 
 
-_SEAT: contextvars.ContextVar[tuple[_Session, int] | None] = contextvars.ContextVar("seat", default=None)
+_Seat = tuple[_Session, int]
+"""A pair, and one side of it."""
+_SEAT: contextvars.ContextVar[_Seat | None] = contextvars.ContextVar("seat", default=None)
+_BACKWARD_SEATS: list[_Seat] = []
+"""The backward's of a pair under way: on GPUs autograd runs it on a thread of its own, which has no context."""
 
 
 def give_way() -> None:
     """Lets the other of two functions run, where there are two; called between begin and wait of a transfer."""
-    seat = _SEAT.get()
+    seat = _SEAT.get() or (_BACKWARD_SEATS[-1] if _BACKWARD_SEATS else None)
     if seat is not None:
         session, side = seat
         session.give_way(side)
@@ -171,6 +176,22 @@ class Turns:
         The first begins. On every rank both must give way in the same places, or collectives would meet others.
         """
         session = _Session(self._held)
+        results = self._run(session, first, second)
+        for side, result in enumerate(results):
+            tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+            renumber(tensors, session.spans(side))
+        return results
+
+    def run_beside_backward(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
+        """Runs a forward, and the backward of another micro-batch through other layers, in turns."""
+        session = _Session(self._held)
+        _BACKWARD_SEATS.append((session, 1))
+        try:
+            self._run(session, forward, backward)
+        finally:
+            _BACKWARD_SEATS.pop()
+
+    def _run(self, session: _Session, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         modes, has_grad = function_modes(), torch.is_grad_enabled()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
@@ -195,11 +216,7 @@ class Turns:
         finally:
             other.exception()
             session.put_before()
-        results = mine, other.result()
-        for side, result in enumerate(results):
-            tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-            renumber(tensors, session.spans(side))
-        return results
+        return mine, other.result()
 
     def _choose_device(self) -> None:
         """Makes the rank's GPU the second thread's: a new one's is the first, on which it would take up memory."""
