@@ -68,7 +68,8 @@ class _Session:
         self._sides = (_Side(), _Side())
         self._turn, self._next_number = 0, sequence_number()
         self._condition = threading.Condition()
-        self._has_failed = False
+        self.first_failed: int | None = None
+        """The side that failed first; the other one ends for that."""
 
     def begin(self, side: int) -> None:
         """Waits for the first turn of a side; called on its thread."""
@@ -99,7 +100,8 @@ class _Session:
     def end(self, side: int, has_failed: bool) -> None:
         """Ends a side, behind its last turn."""
         self._sides[side].has_ended = True
-        self._has_failed = self._has_failed or has_failed
+        if has_failed and self.first_failed is None:
+            self.first_failed = side
         self._end_turn(side)
 
     def spans(self, side: int) -> list[Span]:
@@ -107,8 +109,8 @@ class _Session:
         return self._sides[side].spans
 
     def _check(self) -> None:
-        if self._has_failed:
-            raise OtherTurnFailed("the other half of the micro-batch has failed")
+        if self.first_failed is not None:
+            raise OtherTurnFailed("the other half of the micro-batch, or pass of a pair, has failed")
 
     def _end_turn(self, side: int) -> None:
         current, end = self._sides[side], sequence_number()
@@ -210,8 +212,10 @@ class Turns:
         self._calls.put((other, lambda: context.run(self._take_turns, session, 1, second_as_here)))
         try:
             mine = contextvars.copy_context().run(self._take_turns, session, 0, first)
-        except OtherTurnFailed:
-            other.result()
+        except BaseException:
+            # torch's pipelining raises another error than `OtherTurnFailed`.
+            if session.first_failed == 1:
+                other.result()
             raise
         finally:
             other.exception()

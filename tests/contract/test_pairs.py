@@ -100,13 +100,11 @@ def test_a_pass_travels_while_the_other_computes(schedule: str, pairs: bool) -> 
 
 
 def test_a_backward_that_fails_ends_its_pair() -> None:
-    layout, model = (
-        Layout.parse(f"pp=2,shard=2,zero=1,ep=2,microbatches=6,{V}"),
-        build_meta(config("mixtral", layers=4), vocab=VOCAB, context=TOKENS),
-    )
+    layout = Layout.parse(f"pp=2,shard=2,zero=1,ep=2,microbatches=6,{V}")
+    model = build_meta(config("mixtral", layers=4), vocab=VOCAB, context=TOKENS)
     facts = analyse_model(model, layout, None)
 
-    def work(rank: int) -> str:
+    def work(rank: int) -> list[str]:
         program = build_rank(model, layout, facts)
         (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
         first, last = layout.span(rank, ROWS)
@@ -115,16 +113,21 @@ def test_a_backward_that_fails_ends_its_pair() -> None:
 
         def end_or_fail(leg: Leg) -> list[torch.Tensor]:
             if threading.current_thread().name == "second half":
-                raise RuntimeError("no way")
+                raise ValueError("no way")
             return end(leg)
 
+        messages = []
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Leg, "end", end_or_fail)
             try:
                 program.forward_backward([MicroBatch(*pair, None) for pair in rows], 1, (0, 0))
             except RuntimeError as error:
-                return str(error)
-        return ""
+                cause: BaseException | None = error
+                while cause is not None:
+                    messages.append(str(cause))
+                    cause = cause.__cause__
+        return messages
 
-    for message in run_ranks(4, work, timeout=100):
-        assert "no way" in message
+    # What failed is told, not that the forward beside it was ended.
+    for messages in run_ranks(4, work, timeout=100):
+        assert "Failed to run stage backward" in messages[0] and messages[-1] == "no way"
