@@ -20,6 +20,7 @@ from meshwright.parallel.model_checkpointing import restore_first_run_in
 from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.partial_grads import PartialGradReducer
+from meshwright.parallel.pipeline import PipelineProgram
 from meshwright.parallel.pipeline_stages import PipelineStageModule
 from meshwright.parallel.program import Program
 from meshwright.parallel.stage_module import StageModule
@@ -127,6 +128,8 @@ def build(source: ModelSource, layout: Layout, mesh: Mesh | None, device: torch.
     program.progress_hooks = context.progress_hooks
     if layout.ep_halves:
         program.halves = _halves(context, device)
+    elif isinstance(program, PipelineProgram) and layout.degree(Mechanics.EXPERTS) > 1:
+        program.pairs = _turns(context, device)
     return program
 
 
@@ -137,13 +140,17 @@ def _halves(context: TransformContext, device: torch.device) -> Halves:
             "ep_halves=true takes the rows of a micro-batch apart, which `meshwright train` does, and this loop is "
             "your own; nearest that works: ep_overlap=2"
         )
-    cuts = (stage.cut for stage in context.stages if isinstance(stage, PipelineStageModule))
-    shared = DrawnStates(), context.dropout_rng, context.view.head_cut, context.view.inner_loss, *cuts
     for sync in (sync for stage in context.stages for sync in stage.gradient_syncs):
         if isinstance(sync, FsdpSync):
             sync.keep_for_pairs()
-    held = [Held(item, item.OF_FORWARD) for item in shared if item is not None]
-    return Halves(Turns(device, held), context.source.halve)
+    return Halves(_turns(context, device), context.source.halve)
+
+
+def _turns(context: TransformContext, device: torch.device) -> Turns:
+    """Returns what runs two passes in turns, each with its own part of what a forward keeps."""
+    cuts = (stage.cut for stage in context.stages if isinstance(stage, PipelineStageModule))
+    shared = DrawnStates(), context.dropout_rng, context.view.head_cut, context.view.inner_loss, *cuts
+    return Turns(device, [Held(item, item.OF_FORWARD) for item in shared if item is not None])
 
 
 def _error_feedback(program: Program) -> ErrorFeedback | None:

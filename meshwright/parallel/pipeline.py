@@ -22,6 +22,7 @@ from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageM
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import evaluation_mode
 from meshwright.parallel.transform import DTYPES, Transform, TransformContext, uses_axis
+from meshwright.parallel.turns import Turns
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
 from meshwright.spec.axis import Mechanics
@@ -103,6 +104,8 @@ class PipelineProgram(Program):
         self._key = (0, 0)
         self._stamp: Stamp | None = None
         self._sums: list[torch.Tensor] = []
+        self.pairs: Turns | None = None
+        """Runs a schedule's pairs of a forward and a backward, where these exchange rows with experts."""
         self._row_cuts: dict[int, RowCut] = {}
         """Where the halves of a micro-batch take turns: how each stage's tensors are halved."""
 
@@ -200,7 +203,9 @@ class PipelineProgram(Program):
                 reshard_all(stage.module)
             self._current_run = (
                 shape,
-                ScheduleRun(self.stages, self._pipeline_group, tensor_kinds, self._forward, self._before_backward),
+                ScheduleRun(
+                    self.stages, self._pipeline_group, tensor_kinds, self._forward, self._before_backward, self.pairs
+                ),
             )
         return self._current_run[1]
 

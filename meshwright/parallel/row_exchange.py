@@ -75,7 +75,7 @@ class Leg:
         return out
 
     def give_way(self) -> None:
-        """Lets the other half run before this one waits; called before autograd numbers the function that waits."""
+        """Lets the other half, or pass, run before this one waits; in forward before autograd numbers what waits."""
         if not self.is_short:
             give_way()
 
@@ -117,6 +117,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        ctx.leg.give_way()
         ctx.leg.end()
         return upstream[0], None
 

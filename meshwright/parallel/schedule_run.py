@@ -15,12 +15,14 @@ from meshwright.errors import PlanError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.fsdp import accumulate_gradients
 from meshwright.parallel.stage_module import StageModule
+from meshwright.parallel.turns import Turns
 from meshwright.schedules.action import Schedule
 from meshwright.torch_compat.pipelining import (
     actions_with_sends,
     load_actions,
     make_runtime,
     run_microbatches,
+    run_pairs,
     unsupported,
 )
 
@@ -185,6 +187,7 @@ class ScheduleRun:
         tensor_kinds: for each stage the tensors that it receives and those that it sends.
         forward: of a stage on a micro-batch.
         backward: called before each backward.
+        pairs: runs the passes of a pair in turns; None: one after the other.
     """
 
     def __init__(
@@ -194,6 +197,7 @@ class ScheduleRun:
         tensor_kinds: Sequence[tuple[Sequence[TensorKind], ...]],
         forward: Forward,
         backward: Backward,
+        pairs: Turns | None = None,
     ) -> None:
         self._stages = [
             _TorchStage(stage, pipeline_group, kinds_of_stage, forward, backward)
@@ -203,6 +207,8 @@ class ScheduleRun:
         if reason := unsupported():
             raise PlanError(f"pp: {reason}")
         self._runtime = make_runtime(self._stages, self._count, _loss_as_is)
+        if pairs is not None:
+            run_pairs(self._runtime, pairs.run_beside_backward)
         schedule = pipeline_group.schedule
         load_actions(self._runtime, {rank: list(map(str, row)) for rank, row in enumerate(schedule.actions)})
         if not pipeline_group.axis_group.on_cuda:

@@ -3,7 +3,8 @@
 A model's forward can't be stopped half way, so that the second function runs on a thread of its own. One of both runs
 at a time, and gives way where it would wait (`give_way`). Autograd runs first what was recorded last, by numbers that
 each thread counts for itself: `Turns.run` renumbers both graphs by the order in which they were recorded, so that
-backward takes the turns in the opposite order.
+backward takes the turns in the opposite order. Or a forward runs beside a backward of other layers, which gives way
+itself, where it computes again too (`Turns.run_beside_backward`).
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class _Session:
         self._sides = (_Side(), _Side())
         self._turn, self._next_number = 0, sequence_number()
         self._condition = threading.Condition()
-        self._has_failed = False
+        self.first_failed: int | None = None
+        """The side that failed first; the other one ends for that."""
 
     def begin(self, side: int) -> None:
         """Waits for the first turn of a side; called on its thread."""
@@ -98,7 +100,8 @@ class _Session:
     def end(self, side: int, has_failed: bool) -> None:
         """Ends a side, behind its last turn."""
         self._sides[side].has_ended = True
-        self._has_failed = self._has_failed or has_failed
+        if has_failed and self.first_failed is None:
+            self.first_failed = side
         self._end_turn(side)
 
     def spans(self, side: int) -> list[Span]:
@@ -106,8 +109,8 @@ class _Session:
         return self._sides[side].spans
 
     def _check(self) -> None:
-        if self._has_failed:
-            raise OtherTurnFailed("the other half of the micro-batch has failed")
+        if self.first_failed is not None:
+            raise OtherTurnFailed("the other half of the micro-batch, or pass of a pair, has failed")
 
     def _end_turn(self, side: int) -> None:
         current, end = self._sides[side], sequence_number()
@@ -123,12 +126,16 @@ class _Session:
             self._condition.wait_for(lambda: self._turn == side)
 
 
-_SEAT: contextvars.ContextVar[tuple[_Session, int] | None] = contextvars.ContextVar("seat", default=None)
+_Seat = tuple[_Session, int]
+"""A pair, and one side of it."""
+_SEAT: contextvars.ContextVar[_Seat | None] = contextvars.ContextVar("seat", default=None)
+_BACKWARD_SEATS: list[_Seat] = []
+"""The backward's of a pair under way: on GPUs autograd runs it on a thread of its own, which has no context."""
 
 
 def give_way() -> None:
     """Lets the other of two functions run, where there are two; called between begin and wait of a transfer."""
-    seat = _SEAT.get()
+    seat = _SEAT.get() or (_BACKWARD_SEATS[-1] if _BACKWARD_SEATS else None)
     if seat is not None:
         session, side = seat
         session.give_way(side)
@@ -171,6 +178,22 @@ class Turns:
         The first begins. On every rank both must give way in the same places, or collectives would meet others.
         """
         session = _Session(self._held)
+        results = self._run(session, first, second)
+        for side, result in enumerate(results):
+            tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
+            renumber(tensors, session.spans(side))
+        return results
+
+    def run_beside_backward(self, forward: Callable[[], object], backward: Callable[[], object]) -> None:
+        """Runs a forward, and the backward of another micro-batch through other layers, in turns."""
+        session = _Session(self._held)
+        _BACKWARD_SEATS.append((session, 1))
+        try:
+            self._run(session, forward, backward)
+        finally:
+            _BACKWARD_SEATS.pop()
+
+    def _run(self, session: _Session, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         modes, has_grad = function_modes(), torch.is_grad_enabled()
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
@@ -189,17 +212,15 @@ class Turns:
         self._calls.put((other, lambda: context.run(self._take_turns, session, 1, second_as_here)))
         try:
             mine = contextvars.copy_context().run(self._take_turns, session, 0, first)
-        except OtherTurnFailed:
-            other.result()
+        except BaseException:
+            # torch's pipelining raises another error than `OtherTurnFailed`.
+            if session.first_failed == 1:
+                other.result()
             raise
         finally:
             other.exception()
             session.put_before()
-        results = mine, other.result()
-        for side, result in enumerate(results):
-            tensors = [item for item in tree_leaves(result) if isinstance(item, torch.Tensor)]
-            renumber(tensors, session.spans(side))
-        return results
+        return mine, other.result()
 
     def _choose_device(self) -> None:
         """Makes the rank's GPU the second thread's: a new one's is the first, on which it would take up memory."""

@@ -115,7 +115,7 @@ def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSu
 
 SCHEDULE = ScheduleSpec(
     name="dualpipev",
-    purpose="hides the sends of mixtures of experts behind compute, where the runtime overlaps the pairs",
+    purpose="hides what experts are sent under the other pass of a pair",
     source="DeepSeek-AI, DeepSeek-V3 (2024), arXiv:2412.19437; V form by Sea AI Lab, github.com/deepseek-ai/DualPipe",
     order=order,
     least_stages=2,

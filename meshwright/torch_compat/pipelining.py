@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ __all__ = [
     "load_actions",
     "make_runtime",
     "run_microbatches",
+    "run_pairs",
     "stage_backward_input",
     "stage_backward_weight",
     "unsupported",
@@ -36,6 +38,23 @@ PRIVATE_NAMES = (
         "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._step_microbatches",
         "runs them",
     ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime.register_custom_function",
+        "runs both passes of a pair together",
+    ),
+    PrivateName("torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._assert_unsharded", "the same"),
+    PrivateName("torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._maybe_compute_loss", "the same"),
+    PrivateName("torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._maybe_get_loss", "the same"),
+    PrivateName("torch.distributed.pipelining.schedules:_wait_batch_p2p", "the same"),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._stages", "the same", of_instances=True
+    ),
+    PrivateName(
+        "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._n_microbatches",
+        "the same",
+        of_instances=True,
+    ),
+    PrivateName("torch.distributed.pipelining.schedules:OVERLAP_F_B", "the same"),
     PrivateName(
         "torch.distributed.pipelining._backward:stage_backward_input", "whether a model's backward can be halved"
     ),
@@ -98,6 +117,57 @@ def run_microbatches(runtime: Any, count: int) -> None:
     runtime._step_microbatches(
         arg_mbs=[()] * count, kwarg_mbs=[{}] * count, target_mbs=[None] * count, return_outputs=False
     )
+
+
+def run_pairs(runtime: Any, run: Callable[[Callable[[], None], Callable[[], None]], None]) -> None:
+    """Has ``run`` run the forward and the backward of each pair of different stages; torch runs one, then the other."""
+    stages = {stage.stage_index: stage for stage in runtime._stages}
+
+    def run_pair(action: Any, context: Any) -> None:
+        passes = [
+            functools.partial(_forward, runtime, stages, part, context)
+            if part.computation_type == torch_schedules.FORWARD
+            else functools.partial(_backward, runtime, stages, part)
+            for part in action.sub_actions
+        ]
+        kinds = [part.computation_type for part in action.sub_actions]
+        if kinds[0] == torch_schedules.FORWARD and len({part.stage_index for part in action.sub_actions}) == 2:
+            run(*passes)
+        else:
+            for one_pass in passes:
+                one_pass()
+
+    runtime.register_custom_function(torch_schedules.OVERLAP_F_B, run_pair)
+
+
+def _forward(runtime: Any, stages: Mapping[int, Any], action: Any, context: Any) -> None:
+    """Runs a forward as torch's runtime does, whose own function can't be called from outside."""
+    index, microbatch = action.stage_index, action.microbatch_index
+    stage = stages[index]
+    runtime._assert_unsharded(stage)
+    if not stage.is_first and index - 1 not in stages:
+        torch_schedules._wait_batch_p2p(runtime.fwd_recv_ops.pop((index, microbatch)))
+    output = stage.forward_one_chunk(
+        microbatch, context.arg_mbs[microbatch], context.kwarg_mbs[microbatch], save_forward_output=False
+    )
+    runtime._maybe_compute_loss(stage, output, context.target_mbs, microbatch)
+    if index + 1 in stages:
+        stages[index + 1].set_local_fwd_input(output, microbatch)
+
+
+def _backward(runtime: Any, stages: Mapping[int, Any], action: Any) -> None:
+    """Runs a backward likewise."""
+    index, microbatch = action.stage_index, action.microbatch_index
+    stage = stages[index]
+    runtime._assert_unsharded(stage)
+    if not stage.is_last and index + 1 not in stages:
+        torch_schedules._wait_batch_p2p(runtime.bwd_recv_ops.pop((index, microbatch)))
+    loss = runtime._maybe_get_loss(stage, microbatch)
+    runtime.backward_counter[index] += 1
+    is_last = runtime.backward_counter[index] == runtime._n_microbatches
+    stage.backward_one_chunk(microbatch, loss=loss, full_backward=True, last_backward=is_last)
+    if index - 1 in stages:
+        stages[index - 1].set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
 
 def splits_custom_functions() -> bool:
