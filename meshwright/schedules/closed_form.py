@@ -42,6 +42,8 @@ class PassSums:
 
 StepForm = Callable[[int, Array, Array, PassSums], Array]
 """Maps (ranks, stages per rank (N,), micro-batches (N,), sums) to seconds from first start to last end, (N,)."""
+PairedForm = Callable[[Array, Array], Array]
+"""Maps (ranks (N,), micro-batches (N,)) to a share of passes, (N,)."""
 HeldForm = Callable[[int, Array, Array, Array], Array]
 """Maps (ranks, stages per rank (N, 1), micro-batches (N, 1), rank (1, P)) to the most in-flight micro-batches of each
 rank, (N, P), in units of all its stages."""

@@ -113,6 +113,11 @@ def step_s(ranks: int, stages_per_rank: Array, microbatches: Array, sums: PassSu
     return np.asarray(microbatches * sums.slowest_rank + (sums.all_ranks - sums.slowest_rank) * wait_share)
 
 
+def paired_share(ranks: Array, microbatches: Array) -> Array:
+    """Returns the share of rank 0's passes that run in pairs, (N,): 2 m - 3 p + 1 of 2 m; other ranks have more."""
+    return np.maximum(0.0, (2 * microbatches - 3 * ranks + 1) / (2 * microbatches))
+
+
 SCHEDULE = ScheduleSpec(
     name="dualpipev",
     purpose="hides what experts are sent under the other pass of a pair",
@@ -128,5 +133,6 @@ SCHEDULE = ScheduleSpec(
     peak_live=lambda ranks, stages_per_rank, microbatches: 2 * ranks + 1,
     peak_text="2p + 1",
     step_s=step_s,
+    paired_share=paired_share,
     held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum((2 * ranks + 1) / 2.0, microbatches) + 0 * rank,
 )

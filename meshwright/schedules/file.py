@@ -5,8 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
+import numpy as np
+
 from meshwright.errors import PlanError
 from meshwright.schedules.action import Action, Schedule
+from meshwright.schedules.closed_form import PairedForm
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.simulate import simulate
 from meshwright.schedules.spec import ScheduleSpec, find_schedule
@@ -56,8 +59,17 @@ def _spec_of_file(choice: str, text: str) -> ScheduleSpec:
         peak_live=lambda ranks, stages_per_rank, microbatches: peak_live,
         peak_text="by its actions",
         searched=False,
+        paired_share=_paired_form(schedule),
         owners=schedule.placement,
     )
+
+
+def _paired_form(schedule: Schedule) -> PairedForm | None:
+    """Returns the share of a rank's passes that run in pairs of different stages, of the rank with the fewest."""
+    pairs = [[action.parts for action in actions if len(action.parts) == 2] for actions in schedule.actions]
+    fewest = min(sum(first.stage != second.stage for first, second in rank_pairs) for rank_pairs in pairs)
+    share = fewest / (len(schedule.rank_stages(0)) * schedule.microbatches)
+    return (lambda ranks, microbatches: np.full(len(ranks), share)) if fewest else None
 
 
 def build_schedule(choice: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:

@@ -11,7 +11,7 @@ from functools import cache
 
 from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Action, Schedule
-from meshwright.schedules.closed_form import HeldForm, StepForm
+from meshwright.schedules.closed_form import HeldForm, PairedForm, StepForm
 
 Order = Callable[[int, int, int, int], list[Action]]
 """Maps (rank, ranks, stages per rank, micro-batches) to the actions of that rank."""
@@ -73,6 +73,8 @@ class ScheduleSpec:
     """In-flight micro-batches of each rank as a formula over arrays; None simulates the actions."""
     searched: bool = True
     """Whether the planner searches it by default; False where another schedule is never worse."""
+    paired_share: PairedForm | None = None
+    """Share of a rank's forwards, or backwards, that run in a pair with one of another stage; None where none does."""
     owners: tuple[int, ...] = ()
     """The rank of each stage, where no `Placement` describes it."""
 

@@ -43,6 +43,10 @@ meshwright.parallel.turns import Turns, give_way; t = Turns(torch.device('cpu'))
 range(100)]" "t.run(f, f)"``."""
 
 
+Pieces = tuple[Values, Values]
+"""Seconds that a layer's pass computes between its journeys: all but the experts, and the experts."""
+
+
 def visit_share(layer: LayerShape, held: Values) -> Values:
     """Returns the chance that a token has an expert among those held, of the shape of ``held``.
 
@@ -137,6 +141,38 @@ def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values, ends: Values 
     """
     steady_s = np.maximum(rest_s, exchange_s / 2.0) + np.maximum(experts_s, exchange_s / 2.0)
     return np.asarray(steady_s + ends * np.minimum(exchange_s / 4.0, rest_s / 2.0))
+
+
+def paired_ep_s(
+    journey_s: Values, forward: Pieces, backward: Pieces, repeated: Pieces, repeated_share: Values, ends: Values
+) -> tuple[Values, Values, Values]:
+    """Returns the exposed seconds of a layer's exchange where a forward and a backward take turns, (N,).
+
+    One has a journey under way while the other computes up to its next one (`parallel.turns`), until the forward has
+    ended: it has two journeys a layer, and backward two of its own and two in what it computes again, between which and
+    its own it computes nothing.
+
+    Args:
+        journey_s: of a layer's tokens, there or back.
+        forward: of the one pass.
+        backward: of the other one.
+        repeated: of the forward that backward computes again.
+        repeated_share: of the layers of which it does.
+        ends: ends of a stage's pass for each layer, where the last journey, or the first piece, has nothing beside it.
+
+    Returns:
+        Of a forward; of a backward that repeats nothing; and what is more in one that repeats its forward.
+    """
+
+    def exposed_s(*pieces: Values) -> Values:
+        return sum((np.maximum(journey_s - piece_s, 0.0) for piece_s in pieces), 0.0 * journey_s)
+
+    hidden_share = 1.0 / (1.0 + repeated_share)
+    forward_s = exposed_s(*forward) + ends * np.minimum(journey_s, forward[0])
+    alone_s = hidden_share * exposed_s(*backward) + (1.0 - hidden_share) * 2.0 * journey_s
+    pieces = backward[0] + repeated[0], repeated[1], 0.0, backward[1]
+    both_s = hidden_share * exposed_s(*pieces) + (1.0 - hidden_share) * 4.0 * journey_s
+    return forward_s, alone_s, both_s - alone_s
 
 
 def fastest_nodes(job: PricedJob, machine: Machine, devices: int) -> Mapping[int, int]:

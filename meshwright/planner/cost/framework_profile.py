@@ -143,6 +143,11 @@ class RuntimeModel:
     """Share of a ring's traffic that hides under attention."""
     ep_overlap: float = 0.0
     """Share of ep's traffic that hides."""
+    pairs_in_turns: bool = False
+    """Whether the passes that a schedule pairs take turns where rows travel to experts; else one follows the other."""
+    selective_sends: bool = False
+    """Whether selective recompute sends again what a layer sends in forward; a ring of keys and values it never does,
+    as attention's output is kept."""
     dp_overlap: float = 0.8
     """Share of the last backward (or of every one, where each reduces) under which gradients can go."""
     reduce_floor: float = 0.0

@@ -19,6 +19,7 @@ from meshwright.planner.cost.expert_dispatch import (
     TURN_S,
     ExpertExchange,
     overlapped_s,
+    paired_ep_s,
     turns_s,
 )
 from meshwright.planner.cost.framework_profile import FrameworkProfile
@@ -127,6 +128,8 @@ class PricedModel:
         if layer.products:
             last_product_s = self.product_s(layer.products[-1], layer)
             repeated.matmul = runtime.repeated_matmul_s(repeated.matmul, last_product_s)
+        if layer.experts and runtime.pairs_in_turns and self.layouts.paired_share.any():
+            self._pair_passes(layer, forward, backward, repeated)
         self._add_recompute(forward, repeated, backward)
         for pass_time in (forward, backward):
             pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
@@ -353,6 +356,32 @@ class PricedModel:
         pass_time.ep = np.where(is_on, seen_s, pass_time.ep)
         pass_time.host = pass_time.host * np.where(is_on, 2.0, 1.0) + np.where(is_on, 4.0 * TURN_S, 0.0)
 
+    def _pair_passes(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> None:
+        """Hides the exchange with experts under the other pass of a pair, in the share of passes that have one."""
+        layouts, runtime = self.layouts, self.engine.runtime
+        is_on = (layouts.ep_overlap == 0) & (self.machine.device.units > 0)
+        share, again = layouts.paired_share * is_on, self._sends_again() * layouts.recompute_share
+        experts = [product for product in layer.products if product.experts]
+        keeps_products = layouts.recompute == SELECTIVE
+
+        def pieces(pass_time: PassTime, is_backward: bool, compute_share: Values = 1.0) -> tuple[Values, Values]:
+            products_s: Values = sum(self.product_s(item, layer, self._product_count(is_backward)) for item in experts)
+            rest_s = pass_time.elementwise + compute_share * (pass_time.matmul + pass_time.attention - products_s)
+            return np.maximum(rest_s + pass_time.tp + pass_time.cp, 0.0), compute_share * products_s
+
+        exchange_s, ends = forward.ep, layouts.pp * layouts.stages / self.job.shape.layers
+        kept = pieces(repeated, False, np.where(keeps_products, 0.0, 1.0))
+        exposed = paired_ep_s(exchange_s / 2.0, pieces(forward, False), pieces(backward, True), kept, again, ends)
+        for pass_time, seen_s in zip((forward, backward, repeated), exposed):
+            seen_s = seen_s + runtime.slowed_s(np.maximum(exchange_s - seen_s, 0.0))
+            pass_time.ep = share * seen_s + (1.0 - share) * pass_time.ep
+            pass_time.host = pass_time.host + share * 2.0 * TURN_S
+
+    def _sends_again(self) -> Array:
+        """Returns whether recompute sends again what a layer sends in forward, (N,) bool."""
+        recompute = self.layouts.recompute
+        return (recompute == FULL) | ((recompute == SELECTIVE) & self.engine.runtime.selective_sends)
+
     def _add_context_traffic(
         self, layer: LayerShape, forward: PassTime, backward: PassTime
     ) -> tuple[WireTime, WireTime]:
@@ -416,11 +445,14 @@ class PricedModel:
         redone_s = np.where(full, all_s, np.where(selective, selective_s, 0.0))
         redone_s = redone_s + np.where(block, self.engine.runtime.recomputed_scores_s(repeated.attention), 0.0)
         backward.recompute = redone_s * layouts.recompute_share
+        again = self._sends_again()
         for name in LAYER_TRAFFIC:
-            extra_s = np.where(full, getattr(repeated, name), 0.0) * layouts.recompute_share
+            # A ring is part of attention, which selective recompute keeps.
+            is_sent = full if name == "cp" and self.engine.runtime.context == "ring" else again
+            extra_s = np.where(is_sent, getattr(repeated, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + extra_s)
         for name in ("inside", "outside"):
-            repeated_s = np.where(full, getattr(forward, name), 0.0) * layouts.recompute_share
+            repeated_s = np.where(again, getattr(forward, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + repeated_s)
         asked = np.where(selective, self.engine.runtime.selective_host, 1.0)
         backward.host = backward.host + np.where(full | selective, asked * repeated.host, 0.0) * layouts.recompute_share

@@ -225,6 +225,22 @@ class LayoutBatch:
         return tuple(find_choice(name) for name in (*schedule_names(), *self.files))
 
     @property
+    def paired_share(self) -> Array:
+        """Share of a rank's passes that take turns with one of another stage and micro-batch, (N,).
+
+        That is where a schedule pairs them, and both exchange rows with experts (`parallel.turns`).
+        """
+        share = np.zeros(self.count)
+        takes_turns = (self.ep > 1) & (self.ep_halves == 0) & (self.pp > 1)
+        if not takes_turns.any():
+            return share
+        for code, spec in enumerate(self.schedules):
+            if spec.paired_share is not None:
+                chosen = takes_turns & (self.schedule == code)
+                share[chosen] = spec.paired_share(self.pp[chosen], self.microbatches[chosen])
+        return share
+
+    @property
     def count(self) -> int:
         """N."""
         return len(self.pp)
@@ -280,7 +296,7 @@ class LayoutBatch:
         columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
         columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.pp * self.stages]
         columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1]
-        columns += [self.rows, self.data * self.microbatches]
+        columns += [self.rows, self.data * self.microbatches, self.paired_share]
         varied = [column for column in columns if (column != column[0]).any()]
         if not varied:
             return np.zeros(1, int), np.zeros(self.count, int)
