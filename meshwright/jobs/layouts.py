@@ -366,6 +366,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
                 compress_weights=full_layout.compress_weights if layout.zero else "none",
                 ep_overlap=full_layout.ep_overlap if layout.degree(Mechanics.EXPERTS) > 1 else 0,
                 ep_halves=full_layout.ep_halves and layout.can_halve,
+                ep_keep=full_layout.ep_keep and layout.degree(Mechanics.EXPERTS) > 1,
                 ep_node=expert_node_over(full_layout.ep_node, layout.degrees),
                 secondary=secondary_over(full_layout.secondary, layout.degrees, layout.zero),
             )

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.forward_stack import Forward
+from meshwright.parallel.kept_exchange import is_kept, kept, kept_values
 from meshwright.parallel.row_copies import RowCopies
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange
 from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, Routed
@@ -52,8 +53,8 @@ class _DepartRouted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way()
-        ctx.leg.end()
+        ctx.leg.give_way(is_back=True)
+        ctx.leg.end(is_back=True)
         return upstream[0], upstream[1], None, None
 
 
@@ -98,8 +99,11 @@ class NodeDispatch(Dispatch):
 
     def _journeys(self, parts: Sequence[Routed]) -> list[Journey]:
         """Returns the journeys of chunks of tokens to their experts and back; it waits for the device once."""
-        routes = self._exchange_rows([index for _, index, _ in parts])
+        routes = kept(lambda: self._exchange_rows([index for _, index, _ in parts]))
         return [self._visit_nodes(part, route) for part, route in zip(parts, routes)]
+
+    def _route(self, tokens: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return kept_values(super()._route(tokens, index, weights))
 
     def _visit_nodes(self, part: Routed, route: _Route) -> Journey:
         """Sends tokens to their nodes, and from there to their ranks; (T, D) of ``part``."""
@@ -153,11 +157,16 @@ class NodeDispatch(Dispatch):
             at_ranks = coming
         on_host.append(at_ranks[..., 1].sum(dim=1, keepdim=True))
         widths = [part.shape[1] for part in on_host]
+        # Of what passes through, the second run of a layer needs the choices alone.
+        last = (True, True) if is_kept() else ()
+        first = (run == 1, True) if is_kept() else ()
         routes = []
         for wanted, counts in zip(wanted_by_chunk, torch.cat(on_host, dim=1).tolist()):
             parts = _split(counts, widths)
-            inside = None if self._node.inside is None else Leg(self._node.inside, parts[2], parts[3], is_short=True)
-            routes.append(_Route(wanted, Leg(self._node.across, parts[0], parts[1]), inside, parts[-1][0]))
+            across, inside = Leg(self._node.across, parts[0], parts[1], keeps=first), None
+            if self._node.inside is not None:
+                inside = Leg(self._node.inside, parts[2], parts[3], is_short=True, keeps=last)
+            routes.append(_Route(wanted, across, inside, parts[-1][0]))
         return routes
 
     def _compute_rows(self, arrived: Routed, slots: int) -> Journey:
@@ -191,7 +200,8 @@ def _travel(part: Routed, leg: Leg, wanted: torch.Tensor, then: Callable[[Routed
     del departed
     outputs = yield from then((arrived_tokens, arrived_index, arrived_weights))
     del arrived_tokens, arrived_weights, arrived_index
-    homeward = RowExchange(outputs, leg.reversed())
+    # Their sum is linear in them, so that backward doesn't need what comes back.
+    homeward = RowExchange(outputs, leg.reversed(keeps=(False,)))
     yield
     return copies.total(homeward.wait())
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.parallel.document_attention import REFERENCE_OPERATOR
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.kept_exchange import keeping_contexts
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.ring_attention import RING_OPERATOR
 from meshwright.parallel.transform import Transform, TransformContext
@@ -40,10 +41,18 @@ KEPT = tuple(
     )
 )
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
+_MARKS = (
+    torch.ops.profiler._record_function_enter_new.default,
+    torch.ops.profiler._record_function_exit._RecordFunction,
+)
+"""Marks of a profiler, as FSDP2 sets around what it gathers: they compute nothing, and needn't be in both runs."""
 
 
 def apply(
-    layers: Sequence[nn.Module], recompute: Recompute, make_repeatable: Callable[[Forward], Forward] | None
+    layers: Sequence[nn.Module],
+    recompute: Recompute,
+    make_repeatable: Callable[[Forward], Forward] | None,
+    keeps_exchange: bool = False,
 ) -> None:
     """Makes layers recompute: their forward is replaced by one that drops what the mode doesn't keep.
 
@@ -52,10 +61,14 @@ def apply(
         recompute: ``full`` or ``selective``; how many is decided by ``layers``.
         make_repeatable: for layers that change buffers: maps a forward, at each call, to one whose repeated calls start
             from the same values and change none. `parallel.model_checkpointing` restores random numbers.
+        keeps_exchange: whether what layers receive from their experts' ranks is kept (`Layout.ep_keep`).
     """
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
+        SAC_IGNORED_OPS.update(_MARKS)
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+    if keeps_exchange:
+        contexts["context_fn"] = functools.partial(keeping_contexts, contexts.get("context_fn"))
     for layer in layers:
         wrap_forward(
             layer,
@@ -100,7 +113,8 @@ def _apply(context: TransformContext) -> None:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in recomputed]:
             if layer in stage.layers:
                 moving = MovingBuffers([layer], context.source.moving, name)
-                apply([layer], recompute, moving.with_saved_values if moving else None)
+                repeatable = moving.with_saved_values if moving else None
+                apply([layer], recompute, repeatable, context.layout.ep_keep)
 
 
 TRANSFORM = Transform(

@@ -50,6 +50,37 @@ def travel_in_turns(journeys: Sequence[Journey]) -> list[torch.Tensor]:
     return [results[number] for number in range(len(journeys))]
 
 
+@dataclass(frozen=True, slots=True)
+class _Came:
+    """What came in a layer's first run, for its second."""
+
+    rows: torch.Tensor
+    """(n_received, ...); of one number where only the shape is needed."""
+    shape: torch.Size
+    version: int
+    """How often the rows had been written to."""
+
+    @classmethod
+    def of(cls, rows: torch.Tensor, keeps: bool) -> _Came:
+        """Keeps rows, or their shape alone."""
+        # Zeros are made in the first run too: selective recompute refuses operators that it didn't see there.
+        kept = rows.detach() if keeps else rows.new_zeros(())
+        return cls(kept, rows.shape, kept._version)
+
+    def again(self) -> torch.Tensor:
+        """Returns the rows, or as many zeros.
+
+        Raises:
+            RuntimeError: the experts have written into them since.
+        """
+        if self.rows._version != self.version:
+            raise RuntimeError(
+                "experts changed the rows that they were sent in place, and ep_keep=true keeps these for the forward "
+                "that recompute runs again; drop ep_keep"
+            )
+        return self.rows.detach() if self.rows.shape == self.shape else self.rows.new_zeros(self.shape)
+
+
 @dataclass(slots=True)
 class Leg:
     """A way of rows between the ranks of a group: how many go to and come from each, and what is under way."""
@@ -59,14 +90,26 @@ class Leg:
     received: list[int]
     is_short: bool = False
     """Whether it lies inside of a node: the other half of a micro-batch needn't run meanwhile (`parallel.turns`)."""
+    keeps: tuple[bool, ...] = ()
+    """Where a layer's second run receives nothing (`parallel.kept_exchange`): which of the tensors that travel together
+    it needs; it gets zeros for the others. Empty where all travel again."""
     _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _came: list[_Came] = field(default_factory=list)
+    """What came in the first run."""
+    _homeward: Leg | None = None
 
-    def reversed(self) -> Leg:
-        """Returns the way back."""
-        return Leg(self.axis_group, self.received, self.sent, self.is_short)
+    def reversed(self, keeps: tuple[bool, ...] = (True,)) -> Leg:
+        """Returns the way back; `keeps` of it, where this one keeps anything."""
+        if not self.keeps:
+            return Leg(self.axis_group, self.received, self.sent, self.is_short)
+        if self._homeward is None:
+            self._homeward = Leg(self.axis_group, self.received, self.sent, self.is_short, keeps)
+        return self._homeward
 
     def begin(self, tensor: torch.Tensor, is_back: bool = False) -> torch.Tensor:
         """Begins to send ``tensor: (n_sent, ...)`` and returns (n_received, ...), which is filled after `end`."""
+        if self._came and not is_back:
+            return tensor
         sent, received = (self.received, self.sent) if is_back else (self.sent, self.received)
         tensor = tensor.contiguous()
         out = tensor.new_empty((sum(received), *tensor.shape[1:]))
@@ -74,17 +117,22 @@ class Leg:
         self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, received, sent), tensor, out))
         return out
 
-    def give_way(self) -> None:
+    def give_way(self, is_back: bool = False) -> None:
         """Lets the other half, or pass, run before this one waits; in forward before autograd numbers what waits."""
-        if not self.is_short:
+        if not self.is_short and (is_back or not self._came):
             give_way()
 
-    def end(self) -> list[torch.Tensor]:
+    def end(self, is_back: bool = False) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
+        if self._came and not is_back:
+            return [came.again() for came in self._came]
         under_way, self._under_way = self._under_way, []
         for pending, _, _ in under_way:
             pending.wait()
-        return [out for _, _, out in under_way]
+        outs = [out for _, _, out in under_way]
+        if self.keeps and not is_back:
+            self._came = [_Came.of(out, keeps) for out, keeps in zip(outs, self.keeps)]
+        return outs
 
 
 class RowExchange:
@@ -117,8 +165,8 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way()
-        ctx.leg.end()
+        ctx.leg.give_way(is_back=True)
+        ctx.leg.end(is_back=True)
         return upstream[0], None
 
 

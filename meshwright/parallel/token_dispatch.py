@@ -18,6 +18,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
+from meshwright.parallel.kept_exchange import is_kept, kept
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange, travel_in_turns
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.tensors import is_view
@@ -177,10 +178,14 @@ class Dispatch:
 
     def _journeys(self, parts: Sequence[Routed]) -> list[Journey]:
         """Returns the journeys of chunks of tokens to their experts and back; it waits for the device once."""
-        slots = [_Slots.of(index, self._rows.experts) for _, index, _ in parts]
-        counts = torch.stack([chunk.counts for chunk in slots], dim=1)
-        legs = self._exchange_counts(counts)
-        return [self._journey(part, chunk, *leg) for part, chunk, leg in zip(parts, slots, legs)]
+        routes = kept(lambda: self._find_routes([index for _, index, _ in parts]))
+        return [self._journey(part, *route) for part, route in zip(parts, routes)]
+
+    def _find_routes(self, indices: Sequence[torch.Tensor]) -> list[tuple[_Slots, Leg, torch.Tensor]]:
+        """Returns of each chunk of ``indices: (T, k)`` its slots, their way, and the local expert of what comes."""
+        slots = [_Slots.of(index, self._rows.experts) for index in indices]
+        legs = self._exchange_counts(torch.stack([chunk.counts for chunk in slots], dim=1))
+        return [(chunk, *leg) for chunk, leg in zip(slots, legs)]
 
     def _journey(self, part: Routed, slots: _Slots, leg: Leg, local: torch.Tensor) -> Journey:
         """Sends tokens once for each of their experts, and weighs and sums what comes back.
@@ -218,7 +223,7 @@ class Dispatch:
             for experts_of_rank in self._experts_of_rank:
                 sent.append(sum(counted[offset : offset + experts_of_rank]))
                 offset += experts_of_rank
-            leg = Leg(self._axis_group, sent, counted[offset:])
+            leg = Leg(self._axis_group, sent, counted[offset:], keeps=(True,) if is_kept() else ())
             slots_of_expert = incoming[:, :, chunk].reshape(-1)
             local = torch.repeat_interleave(experts, slots_of_expert, output_size=sum(leg.received))
             legs.append((leg, local))

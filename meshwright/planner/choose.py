@@ -419,7 +419,7 @@ def intricacy(layout: Layout) -> tuple[int, int, int]:
     """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
-    further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap, layout.ep_halves
+    further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap, layout.ep_halves, layout.ep_keep
     return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
 
 
@@ -554,6 +554,8 @@ def _form_notes(layout: Layout) -> Iterator[str]:
             "ep_halves=true: tokens travel to their experts under what the other half of a micro-batch computes, which "
             "is priced and was never measured on several GPUs"
         )
+    if layout.ep_keep:
+        yield "ep_keep=true: what came from the ranks of experts is kept, so that recompute exchanges nothing again"
 
 
 def notes(question: Question, best: Candidate) -> tuple[str, ...]:

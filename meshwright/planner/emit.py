@@ -197,6 +197,7 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
             "ep_halves=true",
             "leave it out (Megatron's like is --overlap-moe-expert-parallel-comm)",
         ),
+        (layout.ep_keep, "ep_keep=true", "leave it out"),
         (bool(layout.rows), f"uneven rows ({layout.rows})", "plan for one kind of device"),
     ):
         if has:

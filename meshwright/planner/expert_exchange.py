@@ -1,4 +1,4 @@
-"""How tokens travel to their experts (`Layout.ep_node`, `ep_overlap`): forms beside the searched one, for finalists."""
+"""How tokens travel to their experts (`Layout.ep_node`, `ep_keep`, ...): forms of the searched one, for finalists."""
 
 from __future__ import annotations
 
@@ -49,6 +49,13 @@ def halved_forms(layout: Layout, rows: int) -> Iterator[Layout]:
             yield dataclasses.replace(form, ep_halves=True)
 
 
+def keeping_forms(layouts: Iterable[Layout]) -> Iterator[Layout]:
+    """Yields forms of layouts that keep what recompute would exchange again (`Layout.ep_keep`)."""
+    for layout in layouts:
+        if layout.recompute and layout.degree(Mechanics.EXPERTS) > 1 and not layout.ep_keep:
+            yield dataclasses.replace(layout, ep_keep=True)
+
+
 def consider_exchange(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
     """Returns the choice, with finalists' forms of another exchange with experts beside them where these are faster.
 
@@ -72,6 +79,7 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
         if str(layout) not in promising:
             return ()
         halved = halved_forms(layout, question.job.rows) if chunks else ()
-        return itertools.chain(exchange_forms(layout, devices, chunks), halved)
+        others = (*exchange_forms(layout, devices, chunks), *halved)
+        return itertools.chain(others, keeping_forms((layout, *others)))
 
     return consider_forms(question, choice, price, "another exchange", forms)

@@ -35,6 +35,8 @@ class LayerCollective:
     """Whether no tensor that backward reads follows it, so that recompute stops before it."""
     kept_by_selective: bool = False
     """Whether ``selective`` recompute keeps the result of the operator that it is part of."""
+    kept_by_ep_keep: bool = False
+    """Whether `Layout.ep_keep` keeps what it brings."""
 
 
 class LayerTraffic:
@@ -96,6 +98,8 @@ class LayerTraffic:
     def _is_repeated(self, sent: LayerCollective) -> bool:
         """Whether recompute runs a collective of forward again."""
         if sent.kept_by_selective and self._layout.recompute.mode == "selective":
+            return False
+        if sent.kept_by_ep_keep and self._layout.ep_keep:
             return False
         return not sent.is_backward and not sent.skipped_by_recompute
 
@@ -296,7 +300,8 @@ class LayerTraffic:
             yield from self._node_dispatch(rows, layer, tokens)
             return
         remote_share = (rows.experts - experts_by_rank[self._ep_index]) / rows.experts
-        yield LayerCollective(self._ep, "all_to_all", INDEX * (rows.experts - experts_by_rank[self._ep_index]))
+        counts_bytes = INDEX * (rows.experts - experts_by_rank[self._ep_index])
+        yield LayerCollective(self._ep, "all_to_all", counts_bytes, kept_by_ep_keep=True)
         routed_bytes = tokens * active * self._width * compute
         dispatch_bytes, combine_bytes = (
             routed_bytes * remote_share,
@@ -308,7 +313,7 @@ class LayerTraffic:
             (combine_bytes, True),
             (dispatch_bytes, True),
         ):
-            yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward)
+            yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward, kept_by_ep_keep=True)
 
     def _node_dispatch(self, rows: ExpertRows, layer: int, tokens: float) -> Iterator[LayerCollective]:
         """Yields the dispatch that sends a token once to each node and rank of its experts, for balanced routing.
@@ -332,15 +337,15 @@ class LayerTraffic:
             tokens_of_places = tokens * nodes
             sent = tokens_of_places * (sum(by_rank[node * run : (node + 1) * run]) - by_rank[own])
             legs.append((inside, sent, tokens_of_places * by_rank[own] * (run - 1)))
-        yield LayerCollective(across, "all_to_all", INDEX * (1 + 2 * run) * (nodes - 1))
-        yield LayerCollective(inside, "all_to_all", INDEX * 2 * (run - 1))
+        yield LayerCollective(across, "all_to_all", INDEX * (1 + 2 * run) * (nodes - 1), kept_by_ep_keep=True)
+        yield LayerCollective(inside, "all_to_all", INDEX * 2 * (run - 1), kept_by_ep_keep=True)
         row_bytes = self._width * self._bytes.compute
         weight_bytes = self._routing_elements(layer) * self._bytes.compute
         # Experts travel in integers as wide as their weights, and of 4 bytes at least.
         choice_bytes = 2 * active * max(4, weight_bytes // active)
         for group, sent, returned in legs:
-            yield LayerCollective(group, "all_to_all", sent * (row_bytes + choice_bytes))
-            yield LayerCollective(group, "all_to_all", returned * row_bytes)
+            yield LayerCollective(group, "all_to_all", sent * (row_bytes + choice_bytes), kept_by_ep_keep=True)
+            yield LayerCollective(group, "all_to_all", returned * row_bytes, kept_by_ep_keep=True)
             yield LayerCollective(group, "all_to_all", sent * row_bytes, is_backward=True)
             yield LayerCollective(group, "all_to_all", returned * (row_bytes + weight_bytes), is_backward=True)
 

@@ -167,8 +167,8 @@ class MeasuredTimes:
         forward, backward = cost.forward, cost.backward
         tp, cp = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)
         mode, recomputed_share = layout.recompute.mode, layout.recompute.share(self._layers)
-        # A full recompute sends again what its forward sends.
-        repeats = recomputed_share if mode == "full" else 0.0
+        # Recompute sends again what its forward sends; a ring is part of attention, which selective recompute keeps.
+        repeats = recomputed_share if mode in ("full", "selective") else 0.0
         if self._links_are_known(tp):
             pass_s = self._layer_collectives_s() / 2
             forward.tp = pass_s * _ratio(closed_cost.forward.tp, plain_cost.forward.tp)
@@ -177,7 +177,8 @@ class MeasuredTimes:
             forward.cp = self._cp_pass_s(block)
             # A ring sends gradients beside keys and values in backward.
             factor = 2.0 if layout.attention == "ring" else 1.0
-            backward.cp = (factor + repeats) * forward.cp
+            keeps_ring = mode == "selective" and layout.attention == "ring"
+            backward.cp = (factor + (0.0 if keeps_ring else repeats)) * forward.cp
             if layout.attention == "ring" and not self._serial:
                 # It travels while attention computes with the block before.
                 for pass_time in (forward, backward):

@@ -74,6 +74,7 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "ep_node": Mechanics.EXPERTS,
     "ep_overlap": Mechanics.EXPERTS,
     "ep_halves": Mechanics.EXPERTS,
+    "ep_keep": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
 
@@ -123,6 +124,8 @@ class Layout:
     ep_halves: bool = False
     """Run a micro-batch's rows as two halves that go through the layers in turns: what one has sent to its experts, or
     back, travels while the other computes."""
+    ep_keep: bool = False
+    """Under ``recompute`` keep what came from the ranks of ``ep``, and compute again without another exchange."""
     rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
     """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
     evenly. Losses and gradients are weighted by tokens, so the training is the same."""
@@ -232,6 +235,11 @@ class Layout:
             raise PlanError(
                 "ep_halves=true: while one half is in a layer the other leaves it, which at zero=3 frees the layer's "
                 "weights, but in a pipeline; nearest that works: zero=2"
+            )
+        if self.ep_keep and not self.recompute:
+            raise PlanError(
+                "ep_keep=true keeps what recompute would exchange again, and recompute=none keeps it anyway; drop it, "
+                "or write recompute=full"
             )
         degree = self.degree(Mechanics.EXPERTS)
         if not self.ep_node or degree == 1 or fits_expert_node(self.ep_node, degree):

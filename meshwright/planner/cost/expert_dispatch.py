@@ -97,6 +97,17 @@ class ExpertExchange:
         wire = self._by_node(layer, row_bytes, chunks).where(is_by_node, wire) if is_by_node.any() else wire
         return wire.scaled(chunks)
 
+    def kept_bytes(self, layer: LayerShape) -> Array:
+        """Returns the bytes that a pass of a layer keeps of it for recompute (`Layout.ep_keep`), (N,).
+
+        What came for this rank's experts; and what came back, which by expert the gradients of weights need, and of
+        which by node the sum by token is kept.
+        """
+        row_bytes, ep = layer.width * self.element, self.layouts.ep
+        by_node_rows = ep * visit_share(layer, layer.experts / ep) + 1.0
+        rows = np.where(self.layouts.ep_node > 0, by_node_rows, 2.0 * layer.active_experts)
+        return np.asarray(np.where(self.layouts.ep_keep > 0, self.tokens * rows * row_bytes, 0.0))
+
     def _by_node(self, layer: LayerShape, row_bytes: float, chunks: Array) -> WireTime:
         """Returns the exchanges of a chunk where a token travels once to each node, and inside it once to each rank."""
         ep, run = self.layouts.ep, np.maximum(1.0, self.layouts.ep_node)
@@ -144,7 +155,13 @@ def turns_s(exchange_s: Values, rest_s: Values, experts_s: Values, ends: Values 
 
 
 def paired_ep_s(
-    journey_s: Values, forward: Pieces, backward: Pieces, repeated: Pieces, repeated_share: Values, ends: Values
+    journey_s: Values,
+    forward: Pieces,
+    backward: Pieces,
+    repeated: Pieces,
+    repeated_share: Values,
+    keeps: Values,
+    ends: Values,
 ) -> tuple[Values, Values, Values]:
     """Returns the exposed seconds of a layer's exchange where a forward and a backward take turns, (N,).
 
@@ -158,6 +175,7 @@ def paired_ep_s(
         backward: of the other one.
         repeated: of the forward that backward computes again.
         repeated_share: of the layers of which it does.
+        keeps: whether that exchanges nothing (`Layout.ep_keep`).
         ends: ends of a stage's pass for each layer, where the last journey, or the first piece, has nothing beside it.
 
     Returns:
@@ -167,11 +185,13 @@ def paired_ep_s(
     def exposed_s(*pieces: Values) -> Values:
         return sum((np.maximum(journey_s - piece_s, 0.0) for piece_s in pieces), 0.0 * journey_s)
 
-    hidden_share = 1.0 / (1.0 + repeated_share)
+    hidden_share = 1.0 / (1.0 + repeated_share * (1.0 - keeps))
     forward_s = exposed_s(*forward) + ends * np.minimum(journey_s, forward[0])
     alone_s = hidden_share * exposed_s(*backward) + (1.0 - hidden_share) * 2.0 * journey_s
     pieces = backward[0] + repeated[0], repeated[1], 0.0, backward[1]
     both_s = hidden_share * exposed_s(*pieces) + (1.0 - hidden_share) * 4.0 * journey_s
+    kept_s = exposed_s(backward[0] + repeated[0], backward[1] + repeated[1])
+    both_s = np.where(keeps, kept_s, both_s)
     return forward_s, alone_s, both_s - alone_s
 
 

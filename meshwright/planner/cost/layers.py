@@ -66,6 +66,12 @@ class PricedModel:
         """Shards of the tokens outside tp's linears, (N,): tp with sequence parallelism, else 1."""
         return np.where(self.layouts.sequence > 0, self.layouts.tp, 1.0)
 
+    @property
+    def _exchange(self) -> ExpertExchange:
+        """The exchange of a micro-batch's tokens with experts; with ``ep`` ranks of tp send a part each."""
+        tokens = self.tokens / self.layouts.tp
+        return ExpertExchange(self.layouts, self.groups, self.machine.device, tokens, self.element)
+
     def token_copies_s(self, collectives: Values) -> Values:
         """Returns seconds, (N,) or 0, in which tokens of several rows are put in order for tp's collectives of them.
 
@@ -305,26 +311,33 @@ class PricedModel:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
+        repeated_wire = wire
         if layer.experts:
-            routed = self.tokens / layouts.tp
-            exchange = ExpertExchange(layouts, groups, self.machine.device, routed, self.element).wire(layer)
-            forward.ep = backward.ep = exchange.seconds * (1.0 - runtime.ep_overlap)
-            repeated.ep = forward.ep
-            if (layouts.ep_overlap > 0).any():
-                for pass_time, is_backward in ((forward, False), (backward, True)):
-                    self._overlap_exchange(layer, pass_time, exchange.seconds, self._product_count(is_backward))
-                repeated.ep = forward.ep
-            if (layouts.ep_halves > 0).any():
-                for pass_time, is_backward in ((forward, False), (backward, True)):
-                    self._take_turns(layer, pass_time, exchange.seconds, self._product_count(is_backward))
-                # What backward computes again it computes one half after the other.
-                repeated.ep = np.where(layouts.ep_halves > 0, exchange.seconds, repeated.ep)
+            exchange = self._add_exchange(layer, forward, backward, repeated)
+            repeated_wire = wire + exchange.scaled(1.0 - layouts.ep_keep)
             wire, backward_wire = wire + exchange, backward_wire + exchange
         repeated.tp, repeated.cp = forward.tp, forward.cp
+        repeated.inside, repeated.outside = repeated_wire.inside, repeated_wire.outside
         for pass_time, carried in ((forward, wire), (backward, backward_wire)):
             pass_time.inside, pass_time.outside = carried.inside, carried.outside
             # What hides under products and attention takes as long as its links all the same.
             pass_time.tp = pass_time.tp + np.maximum(np.maximum(carried.inside, carried.outside) - pass_time.busy, 0.0)
+
+    def _add_exchange(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> WireTime:
+        """Adds the exposed seconds of ep to the passes of a layer with experts; returns what a pass sends."""
+        layouts, exchange = self.layouts, self._exchange.wire(layer)
+        forward.ep = backward.ep = exchange.seconds * (1.0 - self.engine.runtime.ep_overlap)
+        if (layouts.ep_overlap > 0).any():
+            for pass_time, is_backward in ((forward, False), (backward, True)):
+                self._overlap_exchange(layer, pass_time, exchange.seconds, self._product_count(is_backward))
+        repeated.ep = forward.ep
+        if (layouts.ep_halves > 0).any():
+            for pass_time, is_backward in ((forward, False), (backward, True)):
+                self._take_turns(layer, pass_time, exchange.seconds, self._product_count(is_backward))
+            # What backward computes again it computes one half after the other.
+            repeated.ep = np.where(layouts.ep_halves > 0, exchange.seconds, repeated.ep)
+        repeated.ep = repeated.ep * (1.0 - layouts.ep_keep)
+        return exchange
 
     def _overlap_exchange(self, layer: LayerShape, pass_time: PassTime, exchange_s: Values, products: int) -> None:
         """Hides the exchange with experts under their products, chunk by chunk, in layouts that do (`ep_overlap`)."""
@@ -359,10 +372,8 @@ class PricedModel:
     def _pair_passes(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> None:
         """Hides the exchange with experts under the other pass of a pair, in the share of passes that have one."""
         layouts, runtime = self.layouts, self.engine.runtime
-        is_on = (layouts.ep_overlap == 0) & (self.machine.device.units > 0)
-        share, again = layouts.paired_share * is_on, self._sends_again() * layouts.recompute_share
+        share = layouts.paired_share * ((layouts.ep_overlap == 0) & (self.machine.device.units > 0))
         experts = [product for product in layer.products if product.experts]
-        keeps_products = layouts.recompute == SELECTIVE
 
         def pieces(pass_time: PassTime, is_backward: bool, compute_share: Values = 1.0) -> tuple[Values, Values]:
             products_s: Values = sum(self.product_s(item, layer, self._product_count(is_backward)) for item in experts)
@@ -370,10 +381,14 @@ class PricedModel:
             return np.maximum(rest_s + pass_time.tp + pass_time.cp, 0.0), compute_share * products_s
 
         exchange_s, ends = forward.ep, layouts.pp * layouts.stages / self.job.shape.layers
-        kept = pieces(repeated, False, np.where(keeps_products, 0.0, 1.0))
-        exposed = paired_ep_s(exchange_s / 2.0, pieces(forward, False), pieces(backward, True), kept, again, ends)
-        for pass_time, seen_s in zip((forward, backward, repeated), exposed):
-            seen_s = seen_s + runtime.slowed_s(np.maximum(exchange_s - seen_s, 0.0))
+        # Selective recompute has the products already.
+        again = pieces(repeated, False, np.where(layouts.recompute == SELECTIVE, 0.0, 1.0))
+        again_share = self._sends_again() * layouts.recompute_share
+        own = pieces(forward, False), pieces(backward, True)
+        exposed = paired_ep_s(exchange_s / 2.0, *own, again, again_share, layouts.ep_keep, ends)
+        exchanged = exchange_s, exchange_s, exchange_s * (1.0 - layouts.ep_keep)
+        for pass_time, seen_s, sent_s in zip((forward, backward, repeated), exposed, exchanged):
+            seen_s = seen_s + runtime.slowed_s(np.maximum(sent_s - seen_s, 0.0))
             pass_time.ep = share * seen_s + (1.0 - share) * pass_time.ep
             pass_time.host = pass_time.host + share * 2.0 * TURN_S
 
@@ -452,7 +467,7 @@ class PricedModel:
             extra_s = np.where(is_sent, getattr(repeated, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + extra_s)
         for name in ("inside", "outside"):
-            repeated_s = np.where(again, getattr(forward, name), 0.0) * layouts.recompute_share
+            repeated_s = np.where(again, getattr(repeated, name), 0.0) * layouts.recompute_share
             setattr(backward, name, getattr(backward, name) + repeated_s)
         asked = np.where(selective, self.engine.runtime.selective_host, 1.0)
         backward.host = backward.host + np.where(full | selective, asked * repeated.host, 0.0) * layouts.recompute_share
@@ -488,6 +503,8 @@ class PricedModel:
         bytes_by_mode = [input_bytes, np.minimum(product_bytes + input_bytes, all_bytes), without_scores]
         is_mode = [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)]
         recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
+        if layer.experts and layouts.ep_keep.any():
+            recompute_bytes = np.minimum(recompute_bytes + self._exchange.kept_bytes(layer), all_bytes)
         cost.spared = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0)
         cost.saved, cost.working = all_bytes, cost.spared
         ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) / layouts.tp

@@ -188,6 +188,8 @@ class LayoutBatch:
     """Chunks of tokens, of which one travels while experts compute another; 0 where nothing does."""
     ep_halves: Array
     """1 where a micro-batch's rows are two halves that take turns."""
+    ep_keep: Array
+    """1 where recompute keeps what came from the ranks of experts."""
     stages: Array
     """Stages of each rank of pp."""
     schedule: Array
@@ -294,8 +296,8 @@ class LayoutBatch:
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
         columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
-        columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.pp * self.stages]
-        columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1]
+        columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.ep_keep]
+        columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1, self.pp * self.stages]
         columns += [self.rows, self.data * self.microbatches, self.paired_share]
         varied = [column for column in columns if (column != column[0]).any()]
         if not varied:
@@ -330,7 +332,7 @@ class LayoutBatch:
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
         zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap", "ep_node", "ep_overlap"}
-        zeros |= {"ep_halves"}
+        zeros |= {"ep_halves", "ep_keep"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -379,6 +381,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "ep_node": layout.ep_node,
         "ep_overlap": layout.ep_overlap,
         "ep_halves": layout.ep_halves,
+        "ep_keep": layout.ep_keep,
         "offload": OFFLOADS.index(layout.offload),
         "stages": layout.stages_per_rank,
         "compress": COMPRESSIONS.index(layout.compress.name),
