@@ -23,6 +23,7 @@ from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import Candidate, Question, price_possible
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.expert_exchange import keeping_forms
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import price_layout
 from meshwright.planner.presets import presets
@@ -100,7 +101,8 @@ def forms(run: PublishedRun) -> Iterator[Layout]:
         for mode in ("selective", "full"):
             for share in RECOMPUTED:
                 count = round(share * layers)
-                yield dataclasses.replace(option, recompute=Recompute(mode, count if count < layers else 0))
+                recomputing = dataclasses.replace(option, recompute=Recompute(mode, count if count < layers else 0))
+                yield from (recomputing, *keeping_forms([recomputing]))
 
 
 def _interleaved(layout: Layout, layers: int) -> list[Layout]:

@@ -22,7 +22,7 @@ ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(slots=True)
-class _Call:
+class _LayerCall:
     """One call of a layer."""
 
     made: list[object] = field(default_factory=list)
@@ -30,27 +30,27 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Run:
+class _LayerRun:
     """A run of a call's forward."""
 
-    call: _Call
+    call: _LayerCall
     is_second: bool
     taken: int = 0
     """What it has taken of the first run."""
 
 
-_RUN: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
+_RUN: contextvars.ContextVar[_LayerRun | None] = contextvars.ContextVar("run", default=None)
 
 
 class _RunContext(AbstractContextManager[None]):
     """Runs a call's forward for the first or the second time, and may be entered again and again."""
 
-    def __init__(self, call: _Call, is_second: bool, inner: AbstractContextManager[Any]) -> None:
+    def __init__(self, call: _LayerCall, is_second: bool, inner: AbstractContextManager[Any]) -> None:
         self._call, self._is_second, self._inner = call, is_second, inner
-        self._tokens: list[contextvars.Token[_Run | None]] = []
+        self._tokens: list[contextvars.Token[_LayerRun | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_RUN.set(_Run(self._call, self._is_second)))
+        self._tokens.append(_RUN.set(_LayerRun(self._call, self._is_second)))
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -64,7 +64,7 @@ def keeping_contexts(inner: Callable[[], ContextPair] | None) -> ContextPair:
     Args:
         inner: makes contexts that hold inside of these.
     """
-    call = _Call()
+    call = _LayerCall()
     first, second = inner() if inner is not None else (contextlib.nullcontext(), contextlib.nullcontext())
     return _RunContext(call, False, first), _RunContext(call, True, second)
 
