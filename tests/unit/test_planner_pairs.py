@@ -82,30 +82,32 @@ def forward_steps(layers: int, rest_s: float, experts_s: float) -> Steps:
     yield 0.0, False
 
 
-def backward_steps(layers: int, own: tuple[float, float], repeated: tuple[float, float] | None) -> Steps:
+def backward_steps(layers: int, own: tuple[float, float], repeated: tuple[float, float], mode: str) -> Steps:
     rest_s, experts_s = own
     before_s = 0.0
     for _ in range(layers):
-        if repeated is not None:
+        if mode == "sends":
             yield before_s + repeated[0], True
             yield repeated[1], True
             before_s = 0.0
-        yield before_s, True
-        yield experts_s, True
+        kept = repeated if mode == "keeps" else (0.0, 0.0)
+        # Only what stands between two journeys counts, in whatever order.
+        yield before_s + kept[0], True
+        yield kept[1] + experts_s, True
         before_s = rest_s
     yield before_s, False
 
 
 @pytest.mark.parametrize("journey_s", [0.0, 0.4, 1.2, 3.0])
 @pytest.mark.parametrize("pieces", [(1.0, 1.0), (2.0, 0.5), (0.3, 2.0)])
-@pytest.mark.parametrize("repeats", [False, True])
-def test_pairs_take_what_a_simulated_wire_takes(journey_s: float, pieces: tuple[float, float], repeats: bool) -> None:
-    own, repeated = (2.0 * pieces[0], 2.0 * pieces[1]), pieces if repeats else None
+@pytest.mark.parametrize("mode", ["none", "sends", "keeps"])
+def test_pairs_take_what_a_simulated_wire_takes(journey_s: float, pieces: tuple[float, float], mode: str) -> None:
+    own, repeats = (2.0 * pieces[0], 2.0 * pieces[1]), mode != "none"
     for layers in (2, 60):
-        busy_s = layers * (sum(pieces) + sum(own) + (sum(pieces) if repeats else 0.0))
-        exposed = paired_ep_s(journey_s, pieces, own, pieces, float(repeats), 1.0 / layers)
-        wanted_s = busy_s + layers * (exposed[0] + exposed[1] + (exposed[2] if repeats else 0.0))
-        taken_s = simulated_s(journey_s, forward_steps(layers, *pieces), backward_steps(layers, own, repeated))
+        busy_s = layers * (sum(pieces) + sum(own) + repeats * sum(pieces))
+        exposed = paired_ep_s(journey_s, pieces, own, pieces, float(repeats), mode == "keeps", 1.0 / layers)
+        wanted_s = busy_s + layers * (exposed[0] + exposed[1] + repeats * exposed[2])
+        taken_s = simulated_s(journey_s, forward_steps(layers, *pieces), backward_steps(layers, own, pieces, mode))
         # Of few layers the ends count: what stands beside what isn't steady there.
         assert taken_s == pytest.approx(float(wanted_s), abs=2.0 * (journey_s + max(own)))
         if layers == 60:
