@@ -102,6 +102,8 @@ class Trainer:
                 self._event(**notice)
             self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
             self._report_islands(saved_islands(checkpoint.manifest.tensors))
+            if reason := self._rates.nothing_left(self.step):
+                self._event("nothing_left", step=self.step, reason=reason)
         self._skip_anomalous_rows()
         return self.step
 
