@@ -52,7 +52,7 @@ class _DepartRouted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way()
+        ctx.leg.give_way_in_backward()
         ctx.leg.end()
         return upstream[0], upstream[1], None, None
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.progress_hooks import layer_report
 from meshwright.parallel.turns import give_way
 
 Journey = Generator[None, None, torch.Tensor]
@@ -59,6 +60,8 @@ class Leg:
     received: list[int]
     is_short: bool = False
     """Whether it lies inside of a node: the other half of a micro-batch needn't run meanwhile (`parallel.turns`)."""
+    report: Callable[[], None] | None = field(default_factory=layer_report)
+    """Reports the layer that it belongs to."""
     _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def reversed(self) -> Leg:
@@ -78,6 +81,12 @@ class Leg:
         """Lets the other half, or pass, run before this one waits; in forward before autograd numbers what waits."""
         if not self.is_short:
             give_way()
+
+    def give_way_in_backward(self) -> None:
+        """Does likewise in backward, where the layer may be another than that of the nodes before."""
+        self.give_way()
+        if self.report is not None:
+            self.report()
 
     def end(self) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
@@ -117,7 +126,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way()
+        ctx.leg.give_way_in_backward()
         ctx.leg.end()
         return upstream[0], None
 

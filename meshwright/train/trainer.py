@@ -69,9 +69,7 @@ class Trainer:
         self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
         self._launcher = StepLauncher(deps, self._noise, self._rates, self._position, self._stamp)
         self._recorder = StepRecorder(deps, self._noise, self._rates)
-        deps.program.progress_hooks.listener = self._position.enter
-        if deps.program.mesh is not None:
-            deps.program.mesh.log.on_wait = self._position.waits
+        self._position.attach(deps.program)
 
     def resume(self) -> int:
         """Restores the state that the previous ranks left in memory, else the newest complete checkpoint, if any.
