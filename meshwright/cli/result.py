@@ -14,6 +14,8 @@ def show_result(result: TrainResult) -> None:
     lines = [""]
     if not result.finished:
         lines.append(f"interrupted after step {result.step}; the same command goes on from there")
+    if result.nothing_left:
+        lines.append(result.nothing_left)
     if result.validation_loss is not None and result.accuracy is not None:
         lines.append(
             f"validation loss {result.validation_loss:.4f} nats a token, next token right in "

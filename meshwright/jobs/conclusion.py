@@ -73,10 +73,17 @@ def conclude(
     energy = token_energy(read_health(run_dir), read_run(run_dir).plan).to_json()
     if config.checkpoint.mirror:
         result = dataclasses.replace(result, not_mirrored=_copy_failure(run_dir))
+    result = dataclasses.replace(result, nothing_left=_nothing_left(run_dir, result))
     result = dataclasses.replace(result, state=_state_bytes(run_dir), time=_step_times(run_dir), energy=energy)
     if result.finished and result.time:
         _record_history(plan, run_dir, result.time, machines.for_ranks(plan.ranks))
     return result
+
+
+def _nothing_left(run_dir: Path, result: TrainResult) -> str | None:
+    """Returns why the command had no step to train; None where it did some."""
+    told = read_run(run_dir).of_kind("nothing_left")
+    return told[-1]["reason"] if result.loss is None and told and told[-1].get("step") == result.step else None
 
 
 def _copy_failure(run_dir: Path) -> str | None:

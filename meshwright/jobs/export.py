@@ -26,7 +26,7 @@ class ExportResult:
     run: Path
     """The run's directory."""
     to: Path
-    """The directory that was made: ``model.safetensors``, ``config.json``, the tokenizer."""
+    """The directory that was made: ``model.safetensors``, ``config.json``, the tokenizer; adapters of a peft model."""
 
     def to_json(self) -> dict[str, object]:
         """Returns plain values under the names of the fields."""

@@ -21,6 +21,7 @@ from meshwright.jobs.run_directory import PLAN, claim_directory
 from meshwright.jobs.train import train
 from meshwright.monitor.rundir import RunFiles, read_run
 from meshwright.records import parse_json
+from meshwright.train.rate import nothing_left
 from meshwright.train.run_config import RunConfig
 from meshwright.units import format_count
 
@@ -101,7 +102,9 @@ def run_recipe(
     earlier = read_run(run_dir)
     was_trained, terminated = is_finished(earlier, config), False
     if was_trained:
-        say(f"train: {run_dir} is at its last step already")
+        final = earlier.final()
+        reason = nothing_left(int(final.get("step", 0)), config.train.steps, final.get("scaled_steps"))
+        say(f"train: {run_dir}: {reason}")
     else:
         result = train(config, nodes=nodes, say=say)
         if result is None or not result.leads:  # a rank of torchrun other than the first, or a node that doesn't lead

@@ -11,7 +11,7 @@ from meshwright.train.run_config import RunConfig
 
 FREE_TO_CHANGE = {
     *("layout", "trials", "model.sharding", "devices", "run", "launch", "slurm", "kubernetes", "ray", "monitor"),
-    *("checkpoint", "evaluation", "recovery", "train.prove", "train.prove_s"),
+    *("checkpoint", "evaluation", "recovery", "train.prove", "train.prove_s", "train.sample", "train.sample_tokens"),
     *("outer.meet", "outer.key_file", "outer.wait_s", "outer.quorum", "outer.grace_s"),
 }
 """Settings that a resumed run may change, since the loss curve doesn't depend on them; ``train.steps`` too."""

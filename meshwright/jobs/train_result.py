@@ -39,6 +39,8 @@ class TrainResult:
     """What the sample goes on from."""
     sample: str | None = None
     """Text of the trained model; None when none was asked for."""
+    nothing_left: str | None = None
+    """Why this command had no step to train, and what trains on; None where it trained."""
     report: str | None = None
     """Path of ``report.html``; None when none was asked for."""
     not_mirrored: str | None = None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.control_groups import available_bytes
 from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.models.attention import VARLEN
 from meshwright.models.config import ModelConfig
@@ -29,11 +30,12 @@ from meshwright.models.deferred import (
 )
 from meshwright.models.family import check_kernels, directory_config, family_config
 from meshwright.models.hugging_face import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
-from meshwright.models.recorder import record
+from meshwright.models.recorder import Recording, record
 from meshwright.models.replay import Replay
 from meshwright.models.structure import ModelStructure, read_structure
-from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor
+from meshwright.models.weight_checks import SPARSE, check_weights, makes_sparse_tensor, reads_values
 from meshwright.models.weights import SafetensorsSource
+from meshwright.units import format_bytes
 
 GENERATION = "generation_config.json"
 """File in which transformers keeps how a model generates."""
@@ -60,6 +62,12 @@ class BuiltModel:
     def hf_config(self) -> Any | None:
         """The transformers config, None for a module of another kind."""
         return getattr(self.module, "config", None) if is_transformers(self.module) else None
+
+    @property
+    def has_adapters(self) -> bool:
+        """Whether it is a model of peft, which saves its adapters apart from the model that they are in."""
+        module = self.module
+        return bool(getattr(module, "peft_config", None)) and callable(getattr(module, "get_base_model", None))
 
     def save_config(self, folder: Path) -> None:
         """Writes the transformers config as it was before `without_cache`, to build the same architecture from.
@@ -132,24 +140,7 @@ def build_meta(
     config.check()
     prepare = _function_factory if config.kind == "function" else _transformers_factory
     build = prepare(config, vocab, context)
-    # nothing is computed: the recording replays the construction later, box by box
-    with record(config.seed) as recording:
-        recording.replayed = lambda tensor: Replay(recording).full_tensor(tensor, config.seed)
-        try:
-            module = build()
-        except MeshwrightError:
-            raise
-        except Exception as error:
-            # The text of a KeyError is its key alone.
-            named = f"KeyError: {error}" if isinstance(error, KeyError) else error
-            reason = SPARSE if makes_sparse_tensor(error) else named
-            raise ConfigError(f"model '{config.name}' can't be built on the meta device: {reason}") from error
-        if not isinstance(module, nn.Module):
-            raise ConfigError(f"model '{config.name}' returned a {type(module).__name__}; it must return an nn.Module")
-        check_weights(module, config.name)
-        if is_transformers(module) and not getattr(module, "_is_hf_initialized", False):
-            module.initialize_weights()
-            module.tie_weights()
+    module, recording = _record_model(build, config)
     recipe = recipe_of(module, recording)
     check_complete(module, recipe)
     structure = read_structure(module)
@@ -157,6 +148,72 @@ def build_meta(
     loads = weights and config.kind == "directory" and not config.fresh
     source = SafetensorsSource(Path(config.name), module) if loads else None
     return BuiltModel(config, module, recipe, structure, source, without_cache(module))
+
+
+def _record_model(build: Callable[[], nn.Module], config: ModelConfig) -> tuple[nn.Module, Recording]:
+    """Returns a model on the meta device and how it was made; of one whose code reads values, its real weights.
+
+    Raises:
+        ConfigError: it can be built neither way.
+    """
+    # nothing is computed: the recording replays the construction later, box by box
+    with record(config.seed) as recording:
+        recording.replayed = lambda tensor: Replay(recording).full_tensor(tensor, config.seed)
+        try:
+            return _checked_model(build(), config), recording
+        except MeshwrightError:
+            raise
+        except Exception as error:
+            # The text of a KeyError is its key alone.
+            named = f"KeyError: {error}" if isinstance(error, KeyError) else error
+            reason = SPARSE if makes_sparse_tensor(error) else named
+            refusal = ConfigError(f"model '{config.name}' can't be built on the meta device: {reason}")
+            if config.kind != "function" or not reads_values(error):
+                raise refusal from error
+            cause = error
+    # At most, up to where it failed: what was freed meanwhile counts too.
+    needed = sum(size * dtype.itemsize for size, dtype in recording.sizes.values())
+    if needed > (available := available_bytes()):
+        raise ConfigError(
+            f"{refusal}; its code reads the values of weights, so that all of it must be made in memory, which takes "
+            f"up to {format_bytes(needed)} of {format_bytes(available)}; nearest that works: make it once, save it "
+            "with save_pretrained, and load that in the function"
+        ) from cause
+    try:
+        return _build_real(build, config), Recording()
+    except MeshwrightError:
+        raise
+    except Exception:
+        # What failed first: the function may have changed what it finds now.
+        raise refusal from cause
+
+
+def _build_real(build: Callable[[], nn.Module], config: ModelConfig) -> nn.Module:
+    """Returns a model with all its weights in memory, drawn from the seed; the caller's random numbers stay."""
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    # A decomposition's last bits depend on how many compute it, and ranks are forked from a process without threads.
+    torch.set_num_threads(1)
+    torch.default_generator.manual_seed(config.seed)
+    try:
+        return _checked_model(build(), config)
+    finally:
+        torch.random.set_rng_state(state)
+        torch.set_num_threads(threads)
+
+
+def _checked_model(module: object, config: ModelConfig) -> nn.Module:
+    """Returns what a model's function returned, initialised.
+
+    Raises:
+        ConfigError: it is no model, or has weights that can't be trained.
+    """
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"model '{config.name}' returned a {type(module).__name__}; it must return an nn.Module")
+    check_weights(module, config.name)
+    if is_transformers(module) and not getattr(module, "_is_hf_initialized", False):
+        module.initialize_weights()
+        module.tie_weights()
+    return module
 
 
 def copy_generation_config(source: Path, folder: Path) -> None:

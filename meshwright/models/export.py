@@ -28,7 +28,8 @@ def export_hf(
 
     A transformers model goes through its own ``save_pretrained``, which undoes the conversions of loading, so that
     ``AutoModelForCausalLM.from_pretrained`` returns the same logits. Another module becomes ``model.safetensors`` and
-    ``meshwright.json``. Everything is written beside the target and renamed.
+    ``meshwright.json``; beside these peft saves the adapters of its own models, with their configuration. Everything is
+    written beside the target and renamed.
 
     Args:
         built: from `build_meta`; its module becomes real here.
@@ -55,6 +56,8 @@ def export_hf(
             _save_transformers(built, values, temporary_folder, dtype)
         else:
             _save_plain(built, values, temporary_folder, dtype)
+            if built.has_adapters:
+                _save_adapters(built, values, temporary_folder, dtype)
         for file in sorted(tokenizer.iterdir()) if tokenizer else ():
             if _is_tokenizer(file.name) and not (temporary_folder / file.name).exists():
                 shutil.copy(file, temporary_folder / file.name)
@@ -111,6 +114,18 @@ def _save_transformers(
 ) -> None:
     """Fills the module with the values and saves it by transformers."""
     module = built.module
+    module.config.dtype = _fill(built, values, dtype)
+    # as the config was before training turned the cache off
+    for config in built.caching:
+        config.use_cache = True
+    module.save_pretrained(folder)
+    if built.config.kind == "directory" and not built.config.fresh:
+        copy_generation_config(Path(built.config.name), folder)
+
+
+def _fill(built: BuiltModel, values: dict[str, torch.Tensor], dtype: torch.dtype | None) -> torch.dtype:
+    """Makes the module real, with the values; returns the type of its weights."""
+    module = built.module
     saved_dtype = dtype or next((value.dtype for value in values.values() if value.is_floating_point()), torch.float32)
     module.to(saved_dtype)
     module.to_empty(device="cpu")
@@ -122,13 +137,16 @@ def _save_transformers(
         for name, buffer in module.named_buffers():
             if name in values:
                 buffer.copy_(values[name])
-    module.config.dtype = saved_dtype
-    # as the config was before training turned the cache off
-    for config in built.caching:
-        config.use_cache = True
-    module.save_pretrained(folder)
-    if built.config.kind == "directory" and not built.config.fresh:
-        copy_generation_config(Path(built.config.name), folder)
+    return saved_dtype
+
+
+def _save_adapters(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:
+    """Saves a peft model's adapters by peft: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    ``PeftModel.from_pretrained`` puts them into the base model that the function began from.
+    """
+    _fill(built, values, dtype)
+    built.module.save_pretrained(folder)
 
 
 def _save_plain(built: BuiltModel, values: dict[str, torch.Tensor], folder: Path, dtype: torch.dtype | None) -> None:

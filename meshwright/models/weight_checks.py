@@ -22,6 +22,11 @@ def makes_sparse_tensor(error: Exception) -> bool:
     return re.search(r"aten::\w*sparse|Sparse\w*TensorImpl", str(error)) is not None
 
 
+def reads_values(error: Exception) -> bool:
+    """Whether code failed on the meta device as it read values, or put them beside real ones of a loaded model."""
+    return re.search(r"meta tensor|(on|device) meta|meta device|incompatible tensor type", str(error)) is not None
+
+
 def check_weights(module: nn.Module, model: str) -> None:
     """Refuses what neither the optimizer nor a shard can hold.
 
@@ -38,6 +43,15 @@ def check_weights(module: nn.Module, model: str) -> None:
 
 def _refusals(module: nn.Module) -> Iterator[str]:
     """Yields why weights can't be trained."""
+    # Source: peft 0.21, peft_model.py, PeftModelForCausalLM.forward.
+    for config in (getattr(module, "peft_config", None) or {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            kind = getattr(config.peft_type, "value", config.peft_type)
+            yield (
+                f"peft's {kind} puts num_virtual_tokens = {config.num_virtual_tokens} learned positions into each row, "
+                "so that its logits, or its keys, aren't of the row's tokens; nearest that works: adapters of the "
+                "model's own layers, such as LoraConfig or IA3Config"
+            )
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
         for key, value in vars(child).items():

@@ -53,7 +53,7 @@ class _DepartRouted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way(is_back=True)
+        ctx.leg.give_way_in_backward()
         ctx.leg.end(is_back=True)
         return upstream[0], upstream[1], None, None
 

@@ -22,7 +22,7 @@ from meshwright.parallel.stage_module import Compute, LossView, RowBatch, StageM
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import evaluation_mode
 from meshwright.parallel.transform import DTYPES, Transform, TransformContext, uses_axis
-from meshwright.parallel.turns import Turns
+from meshwright.parallel.turns import Held, Turns
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axes.pp import AXIS
 from meshwright.spec.axis import Mechanics
@@ -114,6 +114,12 @@ class PipelineProgram(Program):
         """Number of ranks that report the same loss sums: the last stage's alone report any."""
         assert self.mesh is not None
         return super().reporters // self.mesh.layout.degree(Mechanics.STAGES)
+
+    def hold(self, item: Held) -> None:
+        """Has each half of a micro-batch, or pass of a pair, that runs in turns with another keep its own."""
+        super().hold(item)
+        if self.pairs is not None:
+            self.pairs.hold(item)
 
     def forward_backward(
         self, batches: Sequence[RowBatch], scale: float, key: tuple[int, int], stamp: Stamp | None = None

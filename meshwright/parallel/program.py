@@ -23,6 +23,7 @@ from meshwright.parallel.stage_module import Compute, ExpertCounts, LossView, Ro
 from meshwright.parallel.state_meter import StateMeter
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import evaluation_mode
+from meshwright.parallel.turns import Held
 from meshwright.parallel.weights import Weight, named_weights, refresh_compute
 from meshwright.spec.axis import Mechanics
 
@@ -120,6 +121,11 @@ class Program:
                     is_saved = name not in child._non_persistent_buffers_set or full_name in self.moving_buffers.names
                     if buffer is not None and is_saved:
                         yield full_name, buffer
+
+    def hold(self, item: Held) -> None:
+        """Has each half of a micro-batch, or pass of a pair, that runs in turns with another keep its own."""
+        if self.halves is not None:
+            self.halves.turns.hold(item)
 
     def change_reader_shares(self, shares: Sequence[int]) -> None:
         """Takes other shares of the rows, from the next step on; every rank calls it after the same step."""

@@ -2,11 +2,13 @@
 
 A layer's forward is wrapped: it reports first, and puts a gradient hook on its output, which reports when backward
 reaches the layer. While nobody listens this costs a comparison; the wrapper lies outside of compiled and of recomputed
-code, and never sees a value.
+code, and never sees a value. Backward of two halves of a micro-batch goes to and fro between layers in their midst:
+what begins a turn there reports its layer too (`layer_report`).
 """
 
 from __future__ import annotations
 
+import contextvars
 import functools
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +20,15 @@ from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forwar
 
 OUTSIDE = -1
 """Reported when a rank's last layer ends; backward has no such moment but its own end (`outside`)."""
+
+
+_REPORT: contextvars.ContextVar[Callable[[], None] | None] = contextvars.ContextVar("report", default=None)
+"""Reports the layer whose forward runs; None outside of any, and while nobody listens."""
+
+
+def layer_report() -> Callable[[], None] | None:
+    """Returns what reports the layer whose forward runs now, to be called in its backward; None where none does."""
+    return _REPORT.get()
 
 
 class LayerProgressHooks:
@@ -45,16 +56,23 @@ class LayerProgressHooks:
             self.listener(OUTSIDE)
 
     def _reporting(self, number: int, is_last: bool, plain: Forward) -> Forward:
-        def report_backward(_: torch.Tensor) -> None:
+        def report() -> None:
             if self.listener is not None:
                 self.listener(number)
+
+        def report_backward(_: torch.Tensor) -> None:
+            report()
 
         @functools.wraps(plain)
         def forward(*args: object, **kwargs: object) -> object:
             if self.listener is None:
                 return plain(*args, **kwargs)
             self.listener(number)
-            out = plain(*args, **kwargs)
+            token = _REPORT.set(report)
+            try:
+                out = plain(*args, **kwargs)
+            finally:
+                _REPORT.reset(token)
             hidden = out if isinstance(out, torch.Tensor) else _hidden(out)
             if hidden is not None and hidden.requires_grad:
                 hidden.register_hook(report_backward)

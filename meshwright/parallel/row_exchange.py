@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
+from meshwright.parallel.progress_hooks import layer_report
 from meshwright.parallel.turns import give_way
 
 Journey = Generator[None, None, torch.Tensor]
@@ -93,6 +94,8 @@ class Leg:
     keeps: tuple[bool, ...] = ()
     """Where a layer's second run receives nothing (`parallel.kept_exchange`): which of the tensors that travel together
     it needs; it gets zeros for the others. Empty where all travel again."""
+    report: Callable[[], None] | None = field(default_factory=layer_report)
+    """Reports the layer that it belongs to."""
     _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
     _came: list[_Came] = field(default_factory=list)
     """What came in the first run."""
@@ -103,7 +106,7 @@ class Leg:
         if not self.keeps:
             return Leg(self.axis_group, self.received, self.sent, self.is_short)
         if self._homeward is None:
-            self._homeward = Leg(self.axis_group, self.received, self.sent, self.is_short, keeps)
+            self._homeward = Leg(self.axis_group, self.received, self.sent, self.is_short, keeps=keeps)
         return self._homeward
 
     def begin(self, tensor: torch.Tensor, is_back: bool = False) -> torch.Tensor:
@@ -117,10 +120,17 @@ class Leg:
         self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, received, sent), tensor, out))
         return out
 
-    def give_way(self, is_back: bool = False) -> None:
+    def give_way(self) -> None:
         """Lets the other half, or pass, run before this one waits; in forward before autograd numbers what waits."""
-        if not self.is_short and (is_back or not self._came):
+        if not self.is_short and not self._came:
             give_way()
+
+    def give_way_in_backward(self) -> None:
+        """Does likewise in backward, where the layer may be another than that of the nodes before."""
+        if not self.is_short:
+            give_way()
+        if self.report is not None:
+            self.report()
 
     def end(self, is_back: bool = False) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
@@ -165,7 +175,7 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ctx.leg.give_way(is_back=True)
+        ctx.leg.give_way_in_backward()
         ctx.leg.end(is_back=True)
         return upstream[0], None
 

@@ -172,6 +172,10 @@ class Turns:
         self._thread = threading.Thread(target=_serve, args=(self._calls,), name="second half", daemon=True)
         weakref.finalize(self, self._calls.put, None)
 
+    def hold(self, item: Held) -> None:
+        """Has each function keep something more of its own, from the next pair on."""
+        self._held = (*self._held, item)
+
     def run(self, first: Callable[[], T], second: Callable[[], T]) -> tuple[T, T]:
         """Returns what both functions return; their tensors' backward takes the turns in the opposite order.
 

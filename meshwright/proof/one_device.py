@@ -106,7 +106,17 @@ def _reference(
     torch.set_num_threads(1)  # as every rank has: how threads share a sum is part of its rounding
     device = _OneDevice(case, trial, [span for spans in islands for span in spans], torch.device(context.device))
     module = device.start(wide=True)
-    if reason := _random_numbers_reason(module, device.forward, device.batches[0][0], case.training):
+    try:
+        reason = _random_numbers_reason(module, device.forward, device.batches[0][0], case.training)
+    except RuntimeError as error:
+        if "same dtype" not in str(error):
+            raise
+        reason = (
+            f"one device alone can't run it in float64, so that there is nothing to compare with: {error}; a buffer, "
+            "which keeps its type, is multiplied with weights; nearest that works: forward converts it to the type of "
+            "its input, as buffer.to(x.dtype)"
+        )
+    if reason:
         return reason
     calls = [len(spans) for spans in islands]
     truths = device.train_islands(module, calls) if len(calls) > 1 else [device.train(module)]

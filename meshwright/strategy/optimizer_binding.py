@@ -18,6 +18,7 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.sharded_gradient import plain_gradient, wrap_gradient
+from meshwright.strategy.start_states import StartStates
 from meshwright.strategy.zero import TorchZeroOptimizer
 
 STALE = (
@@ -50,8 +51,8 @@ class OptimizerBinding:
         self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
         self._published: dict[Weight, torch.Tensor] = {}
         self._stale: dict[int, weakref.ref[nn.Parameter]] = {}
-        self.starting = False
-        """Whether a step is run only to create the optimizer's state."""
+        self.starts = StartStates()
+        """Creates the state of optimizers before their first step."""
         self.split = any(weight.data_shards > 1 or not weight.shard.is_unsharded for weight in program.weights)
         self._shared = program.mesh is not None and program.mesh.world.size > 1
         self._elementwise: set[type] = set()
@@ -151,7 +152,7 @@ class OptimizerBinding:
             if stale is not None and stale() is item:
                 raise ConfigError(STALE)
             is_bound = is_bound or id(item) in self._by_id
-        if not is_bound or self.starting:
+        if not is_bound or self.starts.is_creating:
             return
         self._refuse_unsupported(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
         if self._sync is not None:
@@ -167,15 +168,17 @@ class OptimizerBinding:
             ):
                 gradient = weight.gradient
                 local_parameter.grad = None if gradient is None else plain_gradient(gradient)
+        self.starts.before_step(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Clears the shards' gradients and wraps the weights' again after a step."""
-        if self.starting:
+        if self.starts.is_creating:
             return
         weights = self._bound_weights_of(optimizer)
         members = (item for group in optimizer.param_groups for item in group["params"])
         if weights is None and not any(id(item) in self._by_id for item in members):
             return
+        self.starts.after_step(optimizer)
         for weight in weights or ():
             self._local_parameters[weight].grad = None
             self._published.pop(weight, None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,7 +18,6 @@ from meshwright.strategy.comm_hooks import offer_comm_hook
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.state import SavedShards
-from meshwright.torch_compat.optimizers import create_initial_state
 from meshwright.torch_compat.tensors import foreach_mul_, without_tensor_subclasses
 from meshwright.train.step import local_norm_squared
 
@@ -142,7 +140,7 @@ class ShardedModel:
         if optimizer is None:
             return state
         # loading in place needs tensors to load into
-        self._create_state(optimizer)
+        self.optimizers.starts.create(optimizer)
         moments: dict[str, dict[str, Any]] = {}
         for weight, local_parameter in zip(program.weights, self._local_parameters):
             for key, value in optimizer.state.get(local_parameter, {}).items():
@@ -151,53 +149,6 @@ class ShardedModel:
                     saved = _saved_tensor(weight.checkpoint_boxes(value), weight) if is_shard_shaped else value
                     moments.setdefault(key, {})[weight.name] = saved
         return state | {"optimizer": moments}
-
-    @torch.no_grad()
-    def _create_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Creates the state of weights that no step has changed yet, by a step that changes no weight.
-
-        What torch's optimizers make themselves starts where they start it (``mu_product`` of NAdam at 1); all else,
-        such as the momentum of SGD, at zero.
-        """
-        groups = optimizer.param_groups
-        every = [parameter for group in groups for parameter in group["params"]]
-        members = [parameter for parameter in every if not optimizer.state.get(parameter)]
-        if not members:
-            return
-        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        gradients = [parameter.grad for parameter in every]
-        saved_values = [parameter.detach().clone() for parameter in members]
-        # an optimizer leaves weights without a gradient alone, and their state
-        for parameter in every:
-            parameter.grad = None
-        for parameter in members:
-            parameter.grad = torch.zeros_like(parameter)
-        # before the rates change: ASGD and Rprop start from them
-        create_initial_state(optimizer)
-        start_values = {parameter: copy.deepcopy(optimizer.state.get(parameter, {})) for parameter in members}
-        for group in groups:
-            # at rate 0 the step creates state; weight decay is scaled by the rate too
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
-        self.optimizers.starting = True
-        try:
-            optimizer.step()
-        finally:
-            self.optimizers.starting = False
-            # the rates, and what some optimizers count there
-            for group, before in zip(groups, options):
-                group.update(before)
-            for parameter, value in zip(members, saved_values):
-                parameter.copy_(value)
-            for parameter, gradient in zip(every, gradients):
-                parameter.grad = gradient
-        for parameter in members:
-            state = optimizer.state[parameter]
-            for key, value in state.items():
-                start = start_values[parameter].get(key)
-                if isinstance(value, torch.Tensor):
-                    value.zero_() if start is None else value.copy_(start)
-                elif isinstance(value, (int, float)):
-                    state[key] = type(value)(0) if start is None else start
 
 
 def _saved_tensor(saved: Any, weight: Weight) -> torch.Tensor:

@@ -27,3 +27,14 @@ def create_initial_state(optimizer: torch.optim.Optimizer) -> None:
     lists = len(inspect.signature(init_group).parameters) - 1
     for group in optimizer.param_groups:
         init_group(group, *([] for _ in range(lists)))
+
+
+def starts_as_from_zeros(optimizer: torch.optim.Optimizer) -> bool:
+    """Tests whether a first step is the same from no state and from what `create_initial_state` makes, zeros else.
+
+    Of torch's optimizers all but SGD with ``dampening``, whose momentum begins at the first gradient, not damped. Of
+    others nothing is known: False.
+    """
+    return type(optimizer).__module__.startswith("torch.optim.") and not any(
+        group.get("dampening") for group in optimizer.param_groups
+    )

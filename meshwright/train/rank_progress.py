@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from meshwright.monitor.progress import NO_LAYER, ProgressWriter
 from meshwright.monitor.timeline import TimelineWriter
+from meshwright.parallel.program import Program
+from meshwright.parallel.turns import Held
 from meshwright.train.faults import Faults
 
 AFTERWARDS = ("restore", "record", "compare", "evaluate", "checkpoint", "snapshot", "sample", "export", "done")
@@ -22,6 +24,9 @@ class RankProgress:
         timeline: records the phases and waits of some steps, if they are wanted.
     """
 
+    OF_FORWARD = ("place",)
+    """What belongs to a forward, or backward, that runs."""
+
     def __init__(
         self,
         progress: ProgressWriter,
@@ -32,6 +37,13 @@ class RankProgress:
         self._progress, self._faults, self._steps_done = progress, faults, steps_done
         self._timeline = timeline
         self._phase, self._micro, self._layer, self._number = "start", 0, NO_LAYER, 0
+
+    def attach(self, program: Program) -> None:
+        """Has a program report its layers and waits; of two functions that run in turns each has its own place."""
+        program.progress_hooks.listener = self.enter
+        program.hold(Held(self, self.OF_FORWARD))
+        if program.mesh is not None:
+            program.mesh.log.on_wait = self.waits
 
     def begin_step(self) -> None:
         """Starts a step."""
@@ -48,6 +60,17 @@ class RankProgress:
         self._progress.stamp(phase, self._step, micro, "", self._number)
         if self._timeline is not None:
             self._timeline.phase(phase, micro)
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """Phase, micro-batch and layer."""
+        return self._phase, self._micro, self._layer
+
+    @place.setter
+    def place(self, place: tuple[str, int, int]) -> None:
+        """Goes on at a place, and stamps it."""
+        self._phase, self._micro, self._layer = place
+        self._progress.stamp(self._phase, self._step, self._micro, "", self._number, self._layer)
 
     def inject(self) -> None:
         """Injects the faults at the beginning of the phase."""

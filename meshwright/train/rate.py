@@ -67,6 +67,22 @@ def scale_gain(signal: float, variance: float, rows: int, scaled_rows: int) -> f
     return (variance / rows + signal) / (variance / scaled_rows + signal)
 
 
+def nothing_left(step: int, steps: int, scaled_steps: float | None = None) -> str:
+    """Returns a sentence about a run that has no step left to train, and what trains on.
+
+    Args:
+        step: steps done.
+        steps: `TrainConfig.steps`.
+        scaled_steps: that the steps done were worth, where they count by their gain.
+    """
+    worth = "" if scaled_steps is None else f", worth {scaled_steps:.1f}"
+    above = step if scaled_steps is None else math.floor(scaled_steps)
+    return (
+        f"{step} steps are done{worth}, and train.steps = {steps} asks for no more, so that none was left to train; to "
+        f"train on, set train.steps above {above}"
+    )
+
+
 class RateSchedule:
     """The learning rate of each step of a run, and its last step.
 
@@ -105,6 +121,12 @@ class RateSchedule:
     def is_over(self, step: int) -> bool:
         """Returns whether the run ends after ``step`` steps."""
         return self.progress(step) >= self._steps
+
+    def nothing_left(self, step: int) -> str:
+        """Returns why no step is left to train after ``step`` steps; empty where some are."""
+        if not self.is_over(step):
+            return ""
+        return nothing_left(step, self._steps, self.progress(step) if self.follows_noise else None)
 
     def take_measurement(self, step: int, means: tuple[float, float] | None) -> dict[str, float]:
         """Has the steps from the next one on count by the gain of a measurement; returns the scalars to record.

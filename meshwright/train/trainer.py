@@ -69,9 +69,7 @@ class Trainer:
         self._noise = NoiseScale(deps.config.train.noise_scale, deps.config.train.batch)
         self._launcher = StepLauncher(deps, self._noise, self._rates, self._position, self._stamp)
         self._recorder = StepRecorder(deps, self._noise, self._rates)
-        deps.program.progress_hooks.listener = self._position.enter
-        if deps.program.mesh is not None:
-            deps.program.mesh.log.on_wait = self._position.waits
+        self._position.attach(deps.program)
 
     def resume(self) -> int:
         """Restores the state that the previous ranks left in memory, else the newest complete checkpoint, if any.
@@ -102,6 +100,8 @@ class Trainer:
                 self._event(**notice)
             self._event("resumed", step=checkpoint.step, path=str(checkpoint.path), seconds=checkpoint.seconds)
             self._report_islands(saved_islands(checkpoint.manifest.tensors))
+            if reason := self._rates.nothing_left(self.step):
+                self._event("nothing_left", step=self.step, reason=reason)
         self._skip_anomalous_rows()
         return self.step
 

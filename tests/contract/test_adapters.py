@@ -100,6 +100,25 @@ def in_place(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
     return model
 
 
+class Projected(nn.Module):
+    """Scales a frozen product with a buffer, as VeRA does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer, self.scale = base, nn.Parameter(torch.ones(base.out_features))
+        self.register_buffer("table", torch.randn(base.out_features, base.in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.scale * nn.functional.linear(x, self.table)
+
+
+def projected(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
+    model = Model(vocab, dropout)
+    for block in model.blocks:
+        block.up = Projected(nn.Linear(WIDTH, 24))
+    return model
+
+
 def build(dropout: float, name: str = "adapted") -> BuiltModel:
     return build_meta(ModelConfig(name=f"{__name__}:{name}", dropout=dropout), vocab=VOCAB, context=CONTEXT)
 
@@ -124,6 +143,16 @@ def test_adapters_train_as_on_one_device(dropout: float) -> None:
     texts = ("tp=2", "tp=2,sequence=true,recompute=full", "cp=2,attention=heads", "shard=2,tp=2,zero=3")
     layouts = [dataclasses.replace(Layout.parse(text), precision="float64") for text in texts]
     assert [(v.layout, v.refused, v.worst) for v in verify(case, layouts) if not v.passed] == []
+
+
+def test_a_product_with_a_buffer_is_not_proven_and_says_why() -> None:
+    batches = random_batches(1, 4, CONTEXT, VOCAB, documents=False)
+    case = Case(build=partial(build, 0.0, "projected"), batches=batches, recipe=OptimizerRecipe(), timeout_s=100)
+    (verdict,) = verify(case, [dataclasses.replace(Layout.parse("replicate=2"), precision="float64")])
+    assert verdict.refused.startswith("one device alone can't run it in float64")
+    assert verdict.refused.endswith(
+        "nearest that works: forward converts it to the type of its input, as buffer.to(x.dtype)"
+    )
 
 
 @pytest.mark.slow

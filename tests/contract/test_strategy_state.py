@@ -16,6 +16,25 @@ from meshwright.strategy import HybridParallelStrategy, PipelineEngine
 from tests.own_models import Batch, equal, gpt2, mean_loss, output, plain_model, rows, world
 from tests.ranks.group import run_ranks
 
+
+class FirstGradient(torch.optim.Optimizer):
+    """An optimizer of the user's, whose momentum begins at the first gradient."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for item in group["params"]:
+                state = self.state[item]
+                if "momentum" in state:
+                    state["momentum"].mul_(0.9).add_(item.grad, alpha=0.1)
+                else:
+                    state["momentum"] = item.grad.clone()
+                item.sub_(state["momentum"], alpha=group["lr"])
+
+
 Optimizers = dict[str, Callable[..., torch.optim.Optimizer]]
 OPTIMIZERS: Optimizers = {
     "nadam": functools.partial(torch.optim.NAdam, lr=1e-2),
@@ -23,6 +42,8 @@ OPTIMIZERS: Optimizers = {
     "rprop": functools.partial(torch.optim.Rprop, lr=1e-2),
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "dampened": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
+    "own": FirstGradient,
     "averaged": functools.partial(torch.optim.RMSprop, lr=1e-2, centered=True),
 }
 
@@ -88,6 +109,50 @@ def test_a_state_that_is_asked_for_before_the_first_step_changes_no_training(nam
         optimizer.zero_grad()
         wanted.append(loss.item())
     equal(run_ranks(2, losses_after_early_state, name, True), wanted)
+
+
+def dampened_losses(_rank: int, text: str, batches: list[Batch], load: str, save: str) -> list[float]:
+    if "pp" in text:
+        engine = PipelineEngine(gpt2(), text, mean_loss, OPTIMIZERS["dampened"])
+        dcp.load(engine.state_dict(), checkpoint_id=load) if load else engine.state_dict()
+        losses = [engine.step(*batch) for batch in batches]
+        dcp.save(engine.state_dict(), checkpoint_id=save)
+        return losses
+    strategy = HybridParallelStrategy(text)
+    model = strategy.shard(gpt2())
+    optimizer = strategy.optimizer(OPTIMIZERS["dampened"])
+    early = strategy.state_dict(optimizer)
+    if load:
+        dcp.load(early, checkpoint_id=load)
+    losses, (index, count) = [], strategy.reader
+    for x, y in batches:
+        loss = mean_loss(output(model, x.chunk(count)[index]), y.chunk(count)[index])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(strategy.mean(loss))
+    # what a loop may have asked for once, before its first step
+    dcp.save(early, checkpoint_id=save)
+    return losses
+
+
+@pytest.mark.parametrize("text", ["shard=2", "pp=2,microbatches=2"])
+def test_momentum_that_was_loaded_is_damped_and_a_state_asked_for_early_is_the_optimizers(
+    text: str, tmp_path: Path
+) -> None:
+    batches = rows() * 2
+    model = gpt2()
+    optimizer = OPTIMIZERS["dampened"](model.parameters())
+    wanted = []
+    for x, y in batches:
+        loss = mean_loss(output(model, x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    equal(run_ranks(2, dampened_losses, text, batches[:2], "", first), wanted[:2])
+    equal(run_ranks(2, dampened_losses, text, batches[2:], first, second), wanted[2:])
 
 
 class CountingDecay(torch.optim.Optimizer):

@@ -67,6 +67,23 @@ def _wait_after(step: int) -> None:
     Trainer._one_step = waiting  # type: ignore[method-assign]
 
 
+def test_a_run_with_no_step_left_to_train_says_so(root: Path) -> None:
+    said = "6 steps are done, and train.steps = {} asks for no more, so that none was left to train; to train on, set"
+
+    def lines_of(steps: int, *more: str) -> tuple[str, list[dict]]:
+        status, text = call(words(root, "short", "--train.steps", str(steps), *more), root / "short.log")
+        assert status == 0, text
+        return text, events(root / "short", "nothing_left")
+
+    assert "left to train" not in lines_of(6)[0]
+    for times, steps in enumerate((4, 6), 1):
+        text, told = lines_of(steps, "--train.sample-tokens", "3")
+        assert said.format(steps) + " train.steps above 6\n" in text
+        assert len(told) == times and told[-1]["reason"].startswith(said.format(steps))
+    text, told = lines_of(7)
+    assert "left to train" not in text and len(told) == 2 and last_step(root / "short") == 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", cases(LAYOUTS, (1,)))
 def test_kill_at_random_moments_and_go_on_to_the_bit(name: str, root: Path, whole: dict) -> None:

@@ -68,6 +68,7 @@ def test_stages_are_done_once(folder: Path) -> None:
     status, second, errors = run(folder)
     assert status == 0, errors
     assert all(stage["was_done"] for stage in second["stages"])
+    assert "3 steps are done, and train.steps = 3 asks for no more" in errors
     assert second["validation_loss"] == first["validation_loss"]
     assert (weights.stat().st_mtime_ns, metrics.read_text()) == (written, lines)
     status, third, errors = run(folder, "--train.steps", "5")

@@ -99,6 +99,17 @@ def test_the_last_step_is_told_ahead() -> None:
     assert last == 10 + math.ceil(30 / 4.5) and schedule.is_over(last) and not schedule.is_over(last - 1)
 
 
+def test_nothing_is_left_where_steps_are_worth_as_many() -> None:
+    schedule, plain = RateSchedule(config_of()), RateSchedule(config_of("sqrt"))
+    assert plain.nothing_left(STEPS - 1) == "" and f"set train.steps above {STEPS}" in plain.nothing_left(STEPS)
+    schedule.take_measurement(10, (1.0, 16.0))
+    last = schedule.last_step(10)
+    assert schedule.nothing_left(last - 1) == ""
+    worth = 10 + 4.5 * (last - 10)
+    assert f"{last} steps are done, worth {worth:.1f}, and" in schedule.nothing_left(last)
+    assert schedule.nothing_left(last).endswith(f"set train.steps above {math.floor(worth)}")
+
+
 def test_a_run_has_at_least_the_steps_of_the_largest_gain() -> None:
     assert config_of().least_steps == STEPS / (BATCH / BASE) and config_of("linear").least_steps == STEPS
     assert config_of(batch=3).least_steps == 27
