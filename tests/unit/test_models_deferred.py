@@ -279,3 +279,24 @@ def test_a_recording_holds_nothing_of_an_import(family: str) -> None:
     words = [sys.executable, "-c", IMPORTED_MEANWHILE, family]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["recorded"]
+
+
+def test_normal_numbers_are_recorded_with_their_mean_and_spread_and_what_torch_refuses_is_refused():
+    with record(0) as recording:
+        module = nn.Module()
+        for name, options in (("named", {"mean": 3.0, "std": 0.5}), ("plain", {}), ("still", {"std": 0.0})):
+            weight = nn.Parameter(torch.empty(300, 40))
+            with torch.no_grad():
+                assert weight.normal_(**options) is weight
+            setattr(module, name, weight)
+        module.placed = nn.Parameter(torch.empty(300, 40))
+        nn.init.normal_(module.placed[:, :20], -2.0, 0.1)
+        nn.init.zeros_(module.placed[:, 20:])
+    made = materialise(module, recipe_of(module, recording), 0)
+    for name, mean, std in (("named", 3.0, 0.5), ("plain", 0.0, 1.0), ("still", 0.0, 0.0)):
+        weight = getattr(made, name)
+        assert weight.mean().item() == pytest.approx(mean, abs=0.05) and weight.std().item() == pytest.approx(std, 0.05)
+    assert made.placed[:, :20].mean().item() == pytest.approx(-2.0, abs=0.01) and not made.placed[:, 20:].any()
+    for options in ({"std": -1.0}, {"mean": 0.0, "std": -1.0}):
+        with pytest.raises(RuntimeError, match="std"), record(0), torch.no_grad():
+            torch.empty(4).normal_(**options)
