@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 from meshwright.cli.main import main as run_command
 
 
 def main() -> int:
-    """Runs the command line and returns its exit status."""
-    return run_command(sys.argv[1:])
+    """Runs the command line and returns its exit status; the process ends with it."""
+    try:
+        return run_command(sys.argv[1:])
+    finally:
+        # The interpreter's shutdown would go through all objects of all libraries several times, a second of a core.
+        gc.freeze()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -76,6 +77,9 @@ class Running:
         sys.stderr.flush()
         warm()
         release_threads()
+        # The command collects before it starts ranks: half a second, of what this process has imported.
+        gc.collect()
+        gc.freeze()
         there, begun = os.pipe()
         with warnings.catch_warnings():
             # Python 3.12 warns of any thread, and those of pytest-xdist are no harm.

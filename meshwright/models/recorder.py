@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -146,7 +146,7 @@ class Recording(TorchDispatchMode):
             # torch would write nothing into the real tensor, or refuse to.
             args, kwargs = tree_map_only(torch.Tensor, self._computed, (args, kwargs))
         written = [tensor for tensor in written if tensor.is_meta]
-        out = func(*args, **kwargs)
+        out = args[0] if _draws_normal_numbers(func, args, kwargs) else func(*args, **kwargs)
         outputs = list(out) if isinstance(out, (tuple, list)) else [out]
         # an output with a known storage is a view, which needs no operation in the replay
         new = [isinstance(tensor, torch.Tensor) and tensor.is_meta and not self.knows(tensor) for tensor in outputs]
@@ -155,6 +155,17 @@ class Recording(TorchDispatchMode):
             fresh = [self.ref(item) if is_new else None for item, is_new in zip(outputs, new)]
             self.add(func, args, kwargs, writes, fresh)
         return out
+
+
+def _draws_normal_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether an operation fills a meta tensor with normal numbers, which changes nothing there.
+
+    torch works its result's shape out in Python, a fifth of the time of reading a model. What it refuses isn't such a
+    draw.
+    """
+    if func is not torch.ops.aten.normal_.default or not args[0].is_meta:
+        return False
+    return bool((args[2] if len(args) > 2 else kwargs.get("std", 1.0)) >= 0.0)
 
 
 def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
@@ -262,38 +273,39 @@ def _plain_imports(recording: Recording) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _stand_ins(recording: Recording) -> Iterator[None]:
-    """Replaces the `SILENT_ON_META` functions in every module that imported them, and restores them."""
-    originals = {name: getattr(nn.init, name) for name in SILENT_ON_META}
-    stand_ins = {name: _stand_in(recording, original) for name, original in originals.items()}
-    _replace_everywhere(originals, stand_ins)
+    """Has the `SILENT_ON_META` functions record while it is entered.
+
+    Their code is exchanged, and no reference to them: whoever imported one, under any name, calls the function itself.
+    """
+    functions: list[FunctionType] = [getattr(nn.init, name) for name in SILENT_ON_META]
+    originals = [(function.__code__, function.__defaults__, function.__kwdefaults__) for function in functions]
     try:
+        for function in functions:
+            handler = _stand_in(recording, function)
+            function.__defaults__, function.__kwdefaults__ = None, {"handler": handler}
+            function.__code__ = _handed_on.__code__
         yield
     finally:
-        # Also where a module took one that was imported meanwhile: it would write into this recording for ever.
-        _replace_everywhere(stand_ins, originals)
+        for function, (code, defaults, named_defaults) in zip(functions, originals):
+            function.__code__, function.__defaults__, function.__kwdefaults__ = code, defaults, named_defaults
 
 
-def _replace_everywhere(old: Mapping[str, Callable[..., Any]], new: Mapping[str, Callable[..., Any]]) -> None:
-    """Replaces functions, by name, in every module that has them, and in transformers' table of them."""
-    # modules that imported a function by name have their own reference to it
-    for module in list(sys.modules.values()):
-        space = getattr(module, "__dict__", {})
-        table = space.get("TORCH_INIT_FUNCTIONS")
-        for target in (space, table) if isinstance(table, dict) else (space,):
-            for name in old.keys() & target.keys():
-                if target[name] is old[name]:
-                    target[name] = new[name]
+def _handed_on(*args: Any, handler: Callable[..., Any], **kwargs: Any) -> Any:
+    """Calls what is the default of ``handler``; the code of a function that is replaced, which has no closure."""
+    return handler(*args, **kwargs)
 
 
-def _stand_in(recording: Recording, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that records an initialisation on meta and runs the original on a real tensor."""
+def _stand_in(recording: Recording, function: FunctionType) -> Callable[..., Any]:
+    """Returns a function that records an initialisation on meta and runs the original code on a real tensor."""
+    original = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+    original.__kwdefaults__ = function.__kwdefaults__
 
     def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not tensor.is_meta:
             return original(tensor, *args, **kwargs)
         # an empty tensor has nothing to initialise
         if tensor.numel():
-            recording.add(original, (tensor, *args), kwargs, [recording.ref(tensor)], [])
+            recording.add(function, (tensor, *args), kwargs, [recording.ref(tensor)], [])
         return tensor
 
     return initialise

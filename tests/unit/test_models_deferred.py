@@ -1,5 +1,6 @@
 """Initial weights: the family's own distribution, and the same numbers whichever part is asked for."""
 
+import functools
 import importlib
 import itertools
 import subprocess
@@ -14,7 +15,7 @@ from meshwright.models import deferred, random_init, replay
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise, materialise_tensor, recipe_of, retie
-from meshwright.models.recorder import record
+from meshwright.models.recorder import SILENT_ON_META, record
 from tests.house.source import ROOT
 
 torch.set_num_threads(1)
@@ -73,6 +74,33 @@ def test_what_is_imported_while_recording_is_recorded_the_next_time_too(tmp_path
     assert torch.equal(made[0], made[1])
     assert torch.allclose(made[1] @ made[1].T, torch.eye(6), atol=1e-6)
     monkeypatch.delitem(sys.modules, "late_initialiser")
+
+
+@pytest.mark.parametrize("held", ["a partial", "a list", "a closure", "another name"])
+def test_an_initialiser_is_recorded_however_a_module_holds_it(held, monkeypatch):
+    initialise = {
+        "a partial": functools.partial(nn.init.orthogonal_, gain=2.0),
+        "a list": [nn.init.orthogonal_][0],
+        "a closure": lambda weight, start=nn.init.orthogonal_: start(weight),
+        "another name": nn.init.orthogonal_,
+    }[held]
+    monkeypatch.setattr(sys.modules[__name__], "start_square", nn.init.orthogonal_, raising=False)
+    with record(0) as recording:
+        module = nn.Linear(8, 8, bias=False)
+        (start_square if held == "another name" else initialise)(module.weight)  # noqa: F821 - set above
+    weight = materialise(module, recipe_of(module, recording), 0).weight
+    gain = 4.0 if held == "a partial" else 1.0
+    assert torch.allclose(weight @ weight.T, gain * torch.eye(8), atol=1e-5)
+
+
+def test_initialisers_are_torchs_own_again_after_a_recording_that_failed():
+    functions = [getattr(nn.init, name) for name in SILENT_ON_META]
+    before = [(item.__code__, item.__defaults__, item.__kwdefaults__) for item in functions]
+    with pytest.raises(ValueError, match="of the model"), record(0):
+        assert all(item.__code__ is not code for item, (code, *_) in zip(functions, before))
+        raise ValueError("of the model")
+    assert [(item.__code__, item.__defaults__, item.__kwdefaults__) for item in functions] == before
+    assert nn.init.trunc_normal_(torch.empty(9), std=0.5, a=-0.1, b=0.1).abs().max() <= 0.1
 
 
 def test_values_do_not_depend_on_the_number_of_threads():
@@ -251,3 +279,24 @@ def test_a_recording_holds_nothing_of_an_import(family: str) -> None:
     words = [sys.executable, "-c", IMPORTED_MEANWHILE, family]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.split() == ["recorded"]
+
+
+def test_normal_numbers_are_recorded_with_their_mean_and_spread_and_what_torch_refuses_is_refused():
+    with record(0) as recording:
+        module = nn.Module()
+        for name, options in (("named", {"mean": 3.0, "std": 0.5}), ("plain", {}), ("still", {"std": 0.0})):
+            weight = nn.Parameter(torch.empty(300, 40))
+            with torch.no_grad():
+                assert weight.normal_(**options) is weight
+            setattr(module, name, weight)
+        module.placed = nn.Parameter(torch.empty(300, 40))
+        nn.init.normal_(module.placed[:, :20], -2.0, 0.1)
+        nn.init.zeros_(module.placed[:, 20:])
+    made = materialise(module, recipe_of(module, recording), 0)
+    for name, mean, std in (("named", 3.0, 0.5), ("plain", 0.0, 1.0), ("still", 0.0, 0.0)):
+        weight = getattr(made, name)
+        assert weight.mean().item() == pytest.approx(mean, abs=0.05) and weight.std().item() == pytest.approx(std, 0.05)
+    assert made.placed[:, :20].mean().item() == pytest.approx(-2.0, abs=0.01) and not made.placed[:, 20:].any()
+    for options in ({"std": -1.0}, {"mean": 0.0, "std": -1.0}):
+        with pytest.raises(RuntimeError, match="std"), record(0), torch.no_grad():
+            torch.empty(4).normal_(**options)

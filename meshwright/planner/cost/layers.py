@@ -7,6 +7,7 @@ Every formula broadcasts degrees (N,) with the sizes of a layer, which are scala
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import cached_property
 
 import numpy as np
@@ -117,6 +118,17 @@ class PricedModel:
         m = m / self.token_shards if not product.split else m
         return self._products_s(m, n, k, products)
 
+    def _all_products_s(self, layer: LayerShape, products: int) -> Values:
+        """Returns seconds of all products of a layer, (N,) or 0; equal ones, as of keys and values, are priced once."""
+        seconds_by_sizes: dict[tuple[int, int, str, bool], Array] = {}
+        total_s: Values = 0.0
+        for product in layer.products:
+            sizes = (product.inner, product.outer, product.split, product.experts)
+            if sizes not in seconds_by_sizes:
+                seconds_by_sizes[sizes] = self.product_s(product, layer, products)
+            total_s = total_s + seconds_by_sizes[sizes]
+        return total_s
+
     def _products_s(self, m: Values, n: Values, k: Values, products: int) -> Array:
         """Returns seconds of (m, k) x (k, n), or of backward's two products: input and weight gradients."""
         device, dtype, share = self.machine.device, self.job.dtype, self.engine.runtime.matmul
@@ -127,8 +139,8 @@ class PricedModel:
 
     def price_layer(self, layer: LayerShape) -> LayerCost:
         """Returns the cost of a layer: time, traffic and bytes."""
-        forward, repeated = self._compute_pass(layer, False), self._compute_pass(layer, False)
-        backward = self._compute_pass(layer, True)
+        forward, backward = self._compute_pass(layer, False), self._compute_pass(layer, True)
+        repeated = dataclasses.replace(forward)
         self._add_traffic(layer, forward, backward, repeated)
         runtime = self.engine.runtime
         if layer.products:
@@ -181,7 +193,7 @@ class PricedModel:
         """Returns compute and launch seconds of a layer's forward or backward, without traffic and recompute."""
         runtime, device = self.engine.runtime, self.machine.device
         products = self._product_count(is_backward)
-        matmul: Values = sum(self.product_s(product, layer, products) for product in layer.products)
+        matmul = self._all_products_s(layer, products)
         moved = self.job.moved.ratio(self.engine.saved.compiled, is_backward) if self.job.moved else 1.0
         elementwise = move_s(moved * self.moved_bytes(layer, is_backward), device)
         # A gather before and a scatter after each block, in backward the other way round.
