@@ -59,12 +59,12 @@ def places(text: str, folder: Path, layers: int) -> list[list[tuple[Place, Place
                 legs.append((leg, entered[threading.current_thread().name]))
             return plain_begin(leg, tensor, is_back)
 
-        def end(leg: Leg) -> Any:
+        def end(leg: Leg, is_back: bool = False) -> Any:
             (layer,) = {layer for other, layer in legs if other is leg}
             # A recomputed layer waits in backward for what its forward sends.
             in_backward = torch._C._current_graph_task_id() != -1
             awaited.append(("backward" if in_backward else "forward", layer))
-            result = plain_end(leg)
+            result = plain_end(leg, is_back)
             awaited.pop()
             return result
 
