@@ -30,7 +30,7 @@ class _Call:
 
 
 @dataclass(slots=True)
-class _Run:
+class _LayerRun:
     """A run of a call's forward."""
 
     call: _Call
@@ -39,7 +39,7 @@ class _Run:
     """What it has taken of the first run."""
 
 
-_RUN: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("run", default=None)
+_RUN: contextvars.ContextVar[_LayerRun | None] = contextvars.ContextVar("run", default=None)
 
 
 class _RunContext(AbstractContextManager[None]):
@@ -47,10 +47,10 @@ class _RunContext(AbstractContextManager[None]):
 
     def __init__(self, call: _Call, is_second: bool, inner: AbstractContextManager[Any]) -> None:
         self._call, self._is_second, self._inner = call, is_second, inner
-        self._tokens: list[contextvars.Token[_Run | None]] = []
+        self._tokens: list[contextvars.Token[_LayerRun | None]] = []
 
     def __enter__(self) -> None:
-        self._tokens.append(_RUN.set(_Run(self._call, self._is_second)))
+        self._tokens.append(_RUN.set(_LayerRun(self._call, self._is_second)))
         self._inner.__enter__()
 
     def __exit__(self, *error: Any) -> None:

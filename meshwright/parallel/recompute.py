@@ -22,7 +22,7 @@ from meshwright.parallel.ring_attention import RING_OPERATOR
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
-from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION, GROUPED_PRODUCT
+from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION, GROUPED_PRODUCT, PROFILER_MARKS
 from meshwright.torch_compat.varlen import VARLEN_OPERATOR
 
 KEPT = tuple(
@@ -41,11 +41,6 @@ KEPT = tuple(
     )
 )
 """Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
-_MARKS = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-)
-"""Marks of a profiler, as FSDP2 sets around what it gathers: they compute nothing, and needn't be in both runs."""
 
 
 def apply(
@@ -65,7 +60,7 @@ def apply(
     """
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
-        SAC_IGNORED_OPS.update(_MARKS)
+        SAC_IGNORED_OPS.update(PROFILER_MARKS)
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
     if keeps_exchange:
         contexts["context_fn"] = functools.partial(keeping_contexts, contexts.get("context_fn"))
