@@ -182,7 +182,14 @@ def test_a_token_visits_a_node_once(run: int) -> None:
         assert sent == sum(counts) * row_bytes + 4 * counted, axis
 
 
-@pytest.mark.parametrize("text", ["shard=4,zero=1,ep=4,ep_node=1", "shard=4,zero=1,ep=4,ep_node=2"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "shard=4,zero=1,ep=4,ep_node=1",
+        "shard=4,zero=1,ep=4,ep_node=2",
+        "tp=2,sequence=true,shard=2,zero=1,ep=4,ep_overlap=2,recompute=selective,ep_keep=true",
+    ],
+)
 def test_the_plan_has_the_bytes_of_even_routers(text: str) -> None:
     found, layout = traffic_of(text, every_pair=True), Layout.parse(text)
     job = PricedJob(shape=measure_shape(model()), sequence=TOKENS, rows=ROWS, precision=layout.precision)
