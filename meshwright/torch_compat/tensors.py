@@ -173,7 +173,7 @@ PRIVATE_NAMES = (
     PrivateName("torch:ops.aten._scaled_mm", "the operator of products in float8, whose outputs recompute keeps"),
     PrivateName(
         "torch:ops.profiler._record_function_enter_new.default",
-        "a mark that FSDP2 sets in one of two runs of a layer around what it gathers, which selective recompute refuses",
+        "a mark of FSDP2 around what it gathers, in one of a layer's two runs; selective recompute would refuse it",
     ),
     PrivateName("torch:ops.profiler._record_function_exit._RecordFunction", "the end of what the mark begins"),
     PrivateName("torch:ops.aten._grouped_mm", "the operator of experts' products, whose outputs recompute keeps"),
