@@ -43,7 +43,7 @@ class _DepartRouted(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, tokens: torch.Tensor, weights: torch.Tensor, index: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.leg = leg
+        ctx.leg = leg.of_gradients()
         # In integers as wide as a weight's numbers.
         wide = weights if weights.element_size() >= 4 else weights.float()
         integers = torch.int64 if wide.element_size() == 8 else torch.int32
@@ -54,7 +54,7 @@ class _DepartRouted(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.leg.give_way_in_backward()
-        ctx.leg.end(is_back=True)
+        ctx.leg.end()
         return upstream[0], upstream[1], None, None
 
 
@@ -65,7 +65,7 @@ class _ArriveRouted(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, _: torch.Tensor, weights: torch.Tensor, leg: Leg
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        ctx.leg = leg
+        ctx.leg = leg.of_gradients()
         tokens, choices = leg.end()
         numbers, experts = choices.tensor_split(2, dim=1)
         wide = torch.float64 if choices.element_size() == 8 else torch.float32
@@ -75,7 +75,7 @@ class _ArriveRouted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        tokens_grad, weights_grad = (ctx.leg.begin(grad, is_back=True) for grad in upstream[:2])
+        tokens_grad, weights_grad = (ctx.leg.begin(grad) for grad in upstream[:2])
         return tokens_grad, weights_grad, None
 
 

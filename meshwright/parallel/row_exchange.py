@@ -100,6 +100,7 @@ class Leg:
     _came: list[_Came] = field(default_factory=list)
     """What came in the first run."""
     _homeward: Leg | None = None
+    _gradients: Leg | None = None
 
     def reversed(self, keeps: tuple[bool, ...] = (True,)) -> Leg:
         """Returns the way back; `keeps` of it, where this one keeps anything."""
@@ -109,15 +110,23 @@ class Leg:
             self._homeward = Leg(self.axis_group, self.received, self.sent, self.is_short, keeps=keeps)
         return self._homeward
 
-    def begin(self, tensor: torch.Tensor, is_back: bool = False) -> torch.Tensor:
+    def of_gradients(self) -> Leg:
+        """Returns the way of the gradients, back.
+
+        It is all that autograd's nodes keep, which last until the whole backward has ended: what came goes before.
+        """
+        if self._gradients is None:
+            self._gradients = Leg(self.axis_group, self.received, self.sent, self.is_short)
+        return self._gradients
+
+    def begin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begins to send ``tensor: (n_sent, ...)`` and returns (n_received, ...), which is filled after `end`."""
-        if self._came and not is_back:
+        if self._came:
             return tensor
-        sent, received = (self.received, self.sent) if is_back else (self.sent, self.received)
         tensor = tensor.contiguous()
-        out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        out = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
         # What is sent stays in memory until it has gone.
-        self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, received, sent), tensor, out))
+        self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, self.received, self.sent), tensor, out))
         return out
 
     def give_way(self) -> None:
@@ -132,15 +141,15 @@ class Leg:
         if self.report is not None:
             self.report()
 
-    def end(self, is_back: bool = False) -> list[torch.Tensor]:
+    def end(self) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
-        if self._came and not is_back:
+        if self._came:
             return [came.again() for came in self._came]
         under_way, self._under_way = self._under_way, []
         for pending, _, _ in under_way:
             pending.wait()
         outs = [out for _, _, out in under_way]
-        if self.keeps and not is_back:
+        if self.keeps:
             self._came = [_Came.of(out, keeps) for out, keeps in zip(outs, self.keeps)]
         return outs
 
@@ -169,14 +178,14 @@ class _Depart(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, rows: torch.Tensor, leg: Leg) -> torch.Tensor:
-        ctx.leg = leg
+        ctx.leg = leg.of_gradients()
         leg.begin(rows)
         return rows.view_as(rows)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.leg.give_way_in_backward()
-        ctx.leg.end(is_back=True)
+        ctx.leg.end()
         return upstream[0], None
 
 
@@ -185,9 +194,9 @@ class _Arrive(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, _: torch.Tensor, leg: Leg) -> torch.Tensor:
-        ctx.leg = leg
+        ctx.leg = leg.of_gradients()
         return leg.end()[0]
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return ctx.leg.begin(upstream[0], is_back=True), None
+        return ctx.leg.begin(upstream[0]), None

@@ -49,10 +49,17 @@ def halved_forms(layout: Layout, rows: int) -> Iterator[Layout]:
             yield dataclasses.replace(form, ep_halves=True)
 
 
-def keeping_forms(layouts: Iterable[Layout]) -> Iterator[Layout]:
-    """Yields forms of layouts that keep what recompute would exchange again (`Layout.ep_keep`)."""
+def keeping_forms(layouts: Iterable[Layout], experts: Sequence[int]) -> Iterator[Layout]:
+    """Yields forms of layouts that keep what recompute would exchange again (`Layout.ep_keep`).
+
+    Args:
+        layouts: any.
+        experts: of each layer; where none that recomputes has any, there is nothing to keep.
+    """
     for layout in layouts:
-        if layout.recompute and layout.degree(Mechanics.EXPERTS) > 1 and not layout.ep_keep:
+        if layout.degree(Mechanics.EXPERTS) == 1 or layout.ep_keep:
+            continue
+        if any(experts[layer] for layer in layout.recompute.layers(len(experts))):
             yield dataclasses.replace(layout, ep_keep=True)
 
 
@@ -67,6 +74,7 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
     if question.engine is not None:
         return choice
     devices, chunks = question.machine.fabric.devices, CHUNKS if question.machine.device.units else ()
+    experts = [block.experts for block in question.job.shape.blocks]
     fastest_s = min(option.price.step_s for option in choice.best)
     # Of others not even an exchange without a second, and none in what is recomputed, would make the plan.
     promising = {
@@ -80,6 +88,6 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
             return ()
         halved = halved_forms(layout, question.job.rows) if chunks else ()
         others = (*exchange_forms(layout, devices, chunks), *halved)
-        return itertools.chain(others, keeping_forms((layout, *others)))
+        return itertools.chain(others, keeping_forms((layout, *others), experts))
 
     return consider_forms(question, choice, price, "another exchange", forms)

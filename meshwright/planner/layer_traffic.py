@@ -300,7 +300,7 @@ class LayerTraffic:
             yield from self._node_dispatch(rows, layer, tokens)
             return
         remote_share = (rows.experts - experts_by_rank[self._ep_index]) / rows.experts
-        counts_bytes = INDEX * (rows.experts - experts_by_rank[self._ep_index])
+        counts_bytes = INDEX * self._chunks * (rows.experts - experts_by_rank[self._ep_index])
         yield LayerCollective(self._ep, "all_to_all", counts_bytes, kept_by_ep_keep=True)
         routed_bytes = tokens * active * self._width * compute
         dispatch_bytes, combine_bytes = (
@@ -331,14 +331,15 @@ class LayerTraffic:
         held = [stop - start for start, stop in (rows.span(index, len(ranks)) for index in range(len(ranks)))]
         by_rank = [float(visit_share(shape, count)) for count in held]
         by_node = [float(visit_share(shape, sum(held[first : first + run]))) for first in range(0, len(ranks), run)]
+        counted = INDEX * self._chunks
         # What leaves this rank, and what it returns of others' tokens.
         legs = [(across, tokens * (sum(by_node) - by_node[node]), tokens * by_node[node] * (nodes - 1))]
         if run > 1:
             tokens_of_places = tokens * nodes
             sent = tokens_of_places * (sum(by_rank[node * run : (node + 1) * run]) - by_rank[own])
             legs.append((inside, sent, tokens_of_places * by_rank[own] * (run - 1)))
-        yield LayerCollective(across, "all_to_all", INDEX * (1 + 2 * run) * (nodes - 1), kept_by_ep_keep=True)
-        yield LayerCollective(inside, "all_to_all", INDEX * 2 * (run - 1), kept_by_ep_keep=True)
+        yield LayerCollective(across, "all_to_all", counted * (1 + 2 * run) * (nodes - 1), kept_by_ep_keep=True)
+        yield LayerCollective(inside, "all_to_all", counted * 2 * (run - 1), kept_by_ep_keep=True)
         row_bytes = self._width * self._bytes.compute
         weight_bytes = self._routing_elements(layer) * self._bytes.compute
         # Experts travel in integers as wide as their weights, and of 4 bytes at least.
@@ -350,6 +351,11 @@ class LayerTraffic:
             yield LayerCollective(group, "all_to_all", returned * (row_bytes + weight_bytes), is_backward=True)
 
     # -------------------------------------------------------- sizes
+
+    @property
+    def _chunks(self) -> int:
+        """Chunks of a micro-batch's tokens whose counts are exchanged."""
+        return max(1, self._layout.ep_overlap) * (2 if self._layout.ep_halves else 1)
 
     def _active_experts(self, layer: int) -> int:
         """Returns the experts that a token visits in a layer."""

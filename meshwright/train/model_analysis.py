@@ -265,6 +265,8 @@ def analyse_model(
         layer_graph = layer_graph or read_layer_graph(model, trial.objective)
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree(Mechanics.EXPERTS))
+    if layout.ep_keep:
+        _check_kept_exchange(model, layout, experts)
     tensor_stages.check(table, layout)
     tensor_stages.check_overlap(model.module, table, layout)
     if layout.sequence and table is not None:
@@ -289,6 +291,17 @@ def analyse_model(
         heads_refused=context.heads_refused,
         trial=trial,
     )
+
+
+def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows]) -> None:
+    """Refuses to keep what came from experts in layers that have none."""
+    names, recompute = model.structure.layers, layout.recompute
+    recomputed = [names[number] for number in sorted(recompute.layers(len(names)))]
+    if not any(rows.module.startswith(f"{name}.") for rows in experts for name in recomputed):
+        raise PlanError(
+            f"ep_keep=true has no effect with recompute={recompute}: no mixture of experts is in the layers that "
+            f"recompute, {', '.join(recomputed)}; nearest that works: recompute={recompute.mode}, or drop ep_keep"
+        )
 
 
 def _check_stages(model: BuiltModel, layer_graph: LayerGraph, layout: Layout) -> None:

@@ -131,7 +131,7 @@ def _unsent_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of what was sent doesn't come back."""
 
     def nothing(ctx: Any, *upstream: Any) -> Any:
-        return ctx.leg.begin(torch.zeros_like(upstream[0]), is_back=True), None
+        return ctx.leg.begin(torch.zeros_like(upstream[0])), None
 
     monkeypatch.setattr(row_exchange._Arrive, "backward", staticmethod(nothing))
 

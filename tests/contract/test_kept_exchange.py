@@ -14,6 +14,7 @@ import torch
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.jobs.layouts import _similar_layouts
+from meshwright.models.build import build_meta
 from meshwright.parallel import kept_exchange, row_exchange, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -25,6 +26,7 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.expert_exchange import keeping_forms
 from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
+from meshwright.spec.layout_choices import Recompute
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
 from tests.contract.test_expert_parallel import case, config, prove
@@ -48,7 +50,8 @@ def test_every_form_of_the_exchange() -> None:
         f"shard=2,zero=3,ep=2,microbatches=2{KEEP}",
         f"shard=4,zero=3,ep=4,ep_node=1{SELECTIVE}",
         f"shard=4,zero=1,ep=4,ep_node=2,ep_overlap=2{KEEP}",
-        f"tp=2,ep=2,ep_overlap=2{SELECTIVE}",
+        # Seven tokens, which ranks of tp share with one that is padded.
+        f"tp=2,ep=2,ep_overlap=2,microbatches=8{SELECTIVE}",
         "shard=2,zero=1,ep=2,recompute=full:1,ep_keep=true",
     )
 
@@ -81,26 +84,39 @@ def test_no_row_travels_twice(more: str, mode: str) -> None:
     assert [sent for _, sent in kept] == [sent for _, sent in none]
 
 
-def kept_of(text: str) -> list[tuple[int, int, int]]:
-    """Returns of each rank the bytes of rows kept in a step's forwards, of results kept, and tensors left behind."""
+def kept_of(text: str) -> list[tuple[int, int, list[float]]]:
+    """Returns of each rank the bytes of rows kept in a step's forwards, of results kept, and when they go.
+
+    That is the share of their tensors which there still are in the first layer that backward computes again, in the
+    last one, and behind the step, without a garbage collection.
+    """
     layout = Layout.parse(text)
     facts = analyse_model(model(), layout, None)
 
-    def work(rank: int) -> tuple[int, int, int]:
+    def work(rank: int) -> tuple[int, int, list[float]]:
+        gc.disable()
         torch.set_num_threads(1)
         program = build_rank(model(), layout, facts)
         (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
         first, last = layout.span(rank, ROWS)
         rows_bytes, values_bytes = 0, 0
-        left: list[weakref.ref[torch.Tensor]] = []
-        came_of, kept = row_exchange._Came.of, kept_exchange.kept
+        tensors: list[weakref.ref[torch.Tensor]] = []
+        shares: list[float] = []
+        came_of, came_again, kept = row_exchange._Came.of, row_exchange._Came.again, kept_exchange.kept
+
+        def note_share() -> None:
+            shares.append(sum(reference() is not None for reference in tensors) / len(tensors))
+
+        def again_noted(came: Any) -> torch.Tensor:
+            note_share()
+            return came_again(came)
 
         def of_noted(rows: torch.Tensor, keeps: bool) -> Any:
             nonlocal rows_bytes
             came = came_of(rows, keeps)
             if came.rows.is_floating_point() and came.rows.dim():
                 rows_bytes += came.rows.nbytes
-                left.append(weakref.ref(came.rows))
+                tensors.append(weakref.ref(came.rows))
             return came
 
         def kept_noted(make: Any) -> Any:
@@ -109,25 +125,27 @@ def kept_of(text: str) -> list[tuple[int, int, int]]:
             run = kept_exchange._RUN.get()
             if isinstance(made, torch.Tensor) and run is not None and not run.is_second:
                 values_bytes += made.nbytes
-                left.append(weakref.ref(made))
+                tensors.append(weakref.ref(made))
             return made
 
         with pytest.MonkeyPatch.context() as patch, routed([], True):
             patch.setattr(row_exchange._Came, "of", staticmethod(of_noted))
+            patch.setattr(row_exchange._Came, "again", again_noted)
             patch.setattr(kept_exchange, "kept", kept_noted)
             program.forward_backward([MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1, (0, 0))
-        gc.collect()
-        return rows_bytes, values_bytes, sum(reference() is not None for reference in left)
+        note_share()
+        return rows_bytes, values_bytes, [shares[0], *shares[-2:]]
 
     return run_ranks(4, work, timeout=250)
 
 
 @pytest.mark.parametrize("node", [0, 1, 2])
-def test_what_is_kept_is_what_is_planned_and_ends_with_the_step(node: int) -> None:
+def test_what_is_kept_is_what_is_planned_and_ends_with_its_layer(node: int) -> None:
     """Under a router that chooses every pair of experts as often, as the price takes it."""
     layout = Layout.parse(f"shard=4,zero=1,ep=4,ep_node={node}{KEEP}")
     found = kept_of(str(layout))
-    assert all(left == 0 for *_, left in found)
+    # Of two layers.
+    assert all(shares == [1.0, 0.5, 0.0] for *_, shares in found)
     small = model()
     sizes = TableSizes(
         name="small", layers=small.config.layers, width=small.config.width, heads=4, vocab=VOCAB,
@@ -194,6 +212,23 @@ def test_backward_may_run_twice() -> None:
     assert torch.equal(plain, gradients[0])
 
 
+def test_values_are_those_of_the_first_run() -> None:
+    """Where a second run sums zeros, as by node, and what comes after it is no sum."""
+    runs: list[int] = []
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        runs.append(1)
+        total = kept_exchange.kept_values(x * (1.0 if len(runs) == 1 else 0.0))
+        return total * total
+
+    x = torch.randn(3, 4, requires_grad=True)
+    square = torch.utils.checkpoint.checkpoint(
+        forward, x, use_reentrant=False, context_fn=lambda: kept_exchange.keeping_contexts(None)
+    )
+    square.sum().backward()
+    assert len(runs) == 2 and torch.equal(x.grad, 2 * x)
+
+
 def test_layouts() -> None:
     with pytest.raises(PlanError, match="recompute=none keeps it anyway"):
         Layout.parse("shard=2,zero=1,ep=2,ep_keep=true")
@@ -202,7 +237,19 @@ def test_layouts() -> None:
     layout = Layout.parse(f"shard=4,zero=1,ep=4{KEEP}")
     assert layout.with_degrees({"shard": 2, "ep": 2}).ep_keep and not layout.with_degrees({"shard": 2}).ep_keep
     assert all(not similar.ep_keep or "ep" in similar.degrees for similar in _similar_layouts(layout, 2, 8))
-    assert [form.ep_keep for form in keeping_forms([layout, dataclasses.replace(layout, ep_keep=False)])] == [True]
+    again = dataclasses.replace(layout, ep_keep=False)
+    assert [form.ep_keep for form in keeping_forms([layout, again], [0, 6])] == [True]
+    first = dataclasses.replace(again, recompute=Recompute("full", 1))
+    assert list(keeping_forms([first], [0, 6])) == [] and len(list(keeping_forms([first], [6, 0]))) == 1
+
+
+def test_layers_without_experts_have_nothing_to_keep() -> None:
+    """DeepSeek-V3 begins with layers that are no mixtures, and of one that recomputes it is the first."""
+    begins_dense = dataclasses.replace(config("deepseek_v3"), overrides={"first_k_dense_replace": 1})
+    mixture = build_meta(begins_dense, vocab=VOCAB, context=TOKENS)
+    analyse_model(mixture, Layout.parse("shard=2,zero=1,ep=2,recompute=full:2,ep_keep=true"), None)
+    with pytest.raises(PlanError, match=r"no effect with recompute=full:1: .* recompute, model.layers.0; .*=full, or"):
+        analyse_model(mixture, Layout.parse("shard=2,zero=1,ep=2,recompute=full:1,ep_keep=true"), None)
 
 
 def test_the_price_is_without_a_third_exchange() -> None:

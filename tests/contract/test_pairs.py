@@ -64,9 +64,9 @@ def journeys_of(text: str) -> list[list[tuple[str, int, str]]]:
             events.append(("begin", id(leg), threading.current_thread().name))
             return begin(leg, *args, **kwargs)
 
-        def end_noted(leg: Leg, *args: Any, **kwargs: Any) -> Any:
+        def end_noted(leg: Leg) -> Any:
             events.append(("end", id(leg), threading.current_thread().name))
-            return end(leg, *args, **kwargs)
+            return end(leg)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Leg, "begin", begin_noted)
@@ -111,10 +111,10 @@ def test_a_backward_that_fails_ends_its_pair() -> None:
         rows = zip(batch.tokens[first:last].split(1), batch.targets[first:last].split(1))
         end = Leg.end
 
-        def end_or_fail(leg: Leg, *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        def end_or_fail(leg: Leg) -> list[torch.Tensor]:
             if threading.current_thread().name == "second half":
                 raise ValueError("no way")
-            return end(leg, *args, **kwargs)
+            return end(leg)
 
         messages = []
         with pytest.MonkeyPatch.context() as patch:

@@ -54,17 +54,17 @@ def places(text: str, folder: Path, layers: int) -> list[list[tuple[Place, Place
             entered[threading.current_thread().name] = layer
             standing.enter(layer)
 
-        def begin(leg: Leg, tensor: Any, is_back: bool = False) -> Any:
-            if not is_back:
-                legs.append((leg, entered[threading.current_thread().name]))
-            return plain_begin(leg, tensor, is_back)
+        def begin(leg: Leg, tensor: Any) -> Any:
+            if all(leg is not other for other, _ in legs):
+                legs.extend((way, entered[threading.current_thread().name]) for way in (leg, leg.of_gradients()))
+            return plain_begin(leg, tensor)
 
-        def end(leg: Leg, is_back: bool = False) -> Any:
+        def end(leg: Leg) -> Any:
             (layer,) = {layer for other, layer in legs if other is leg}
             # A recomputed layer waits in backward for what its forward sends.
             in_backward = torch._C._current_graph_task_id() != -1
             awaited.append(("backward" if in_backward else "forward", layer))
-            result = plain_end(leg, is_back)
+            result = plain_end(leg)
             awaited.pop()
             return result
 

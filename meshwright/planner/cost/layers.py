@@ -398,11 +398,12 @@ class PricedModel:
         again_share = self._sends_again() * layouts.recompute_share
         own = pieces(forward, False), pieces(backward, True)
         exposed = paired_ep_s(exchange_s / 2.0, *own, again, again_share, layouts.ep_keep, ends)
-        exchanged = exchange_s, exchange_s, exchange_s * (1.0 - layouts.ep_keep)
-        for pass_time, seen_s, sent_s in zip((forward, backward, repeated), exposed, exchanged):
-            seen_s = seen_s + runtime.slowed_s(np.maximum(sent_s - seen_s, 0.0))
+        for pass_time, seen_s, travels in zip(
+            (forward, backward, repeated), exposed, (1.0, 1.0, 1.0 - layouts.ep_keep)
+        ):
+            seen_s = seen_s + runtime.slowed_s(np.maximum(travels * exchange_s - seen_s, 0.0))
             pass_time.ep = share * seen_s + (1.0 - share) * pass_time.ep
-            pass_time.host = pass_time.host + share * 2.0 * TURN_S
+            pass_time.host = pass_time.host + travels * share * 2.0 * TURN_S
 
     def _sends_again(self) -> Array:
         """Returns whether recompute sends again what a layer sends in forward, (N,) bool."""
