@@ -398,9 +398,9 @@ class PricedModel:
         again_share = self._sends_again() * layouts.recompute_share
         own = pieces(forward, False), pieces(backward, True)
         exposed = paired_ep_s(exchange_s / 2.0, *own, again, again_share, layouts.ep_keep, ends)
-        for pass_time, seen_s, travels in zip(
-            (forward, backward, repeated), exposed, (1.0, 1.0, 1.0 - layouts.ep_keep)
-        ):
+        always = np.ones(layouts.count)
+        travel_shares = always, always, 1.0 - layouts.ep_keep
+        for pass_time, seen_s, travels in zip((forward, backward, repeated), exposed, travel_shares):
             seen_s = seen_s + runtime.slowed_s(np.maximum(travels * exchange_s - seen_s, 0.0))
             pass_time.ep = share * seen_s + (1.0 - share) * pass_time.ep
             pass_time.host = pass_time.host + travels * share * 2.0 * TURN_S
