@@ -67,6 +67,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("mixtral", 2, "tp=2"),
     ("mixtral", 4, "ep=4,shard=4,zero=1,ep_node=2,ep_overlap=2"),
     ("mixtral", 2, "ep=2,shard=2,zero=1,ep_halves=true"),
+    ("mixtral", 4, "ep=4,shard=4,zero=1,ep_node=2,recompute=full,ep_keep=true"),
 )
 
 SOON = (2, 4, 12, 13, 15, 17, 18, 22, 25, 31, 36, 39)
@@ -92,7 +93,8 @@ def waits_allowed(model: str, layout: str) -> float:
 
     Never, but for its outcome, which goes to pinned memory and is read late (`test_waits`); once a layer of experts,
     whose token counts size an all-to-all, for each half of the rows; and once in float64. Without ``ep`` transformers
-    loops over experts on the host; what is offloaded goes to the host by nature: no limit.
+    loops over experts on the host; what is offloaded goes to the host by nature: no limit. With ``ep_keep`` recompute
+    counts nothing again.
     """
     if "offload" in layout or (model == "mixtral" and "ep=" not in layout):
         return math.inf
