@@ -87,7 +87,8 @@ def _read_run(table: Mapping[str, Any]) -> PublishedRun:
 
 def forms(run: PublishedRun) -> Iterator[Layout]:
     """Yields the forms of the published layout: what its source leaves open takes every value."""
-    layers = len(run.question.job.shape.blocks)
+    experts = [block.experts for block in run.question.job.shape.blocks]
+    layers = len(experts)
     layout = dataclasses.replace(Layout.parse(run.layout), precision=run.question.base.precision)
     if layout.degree(Mechanics.MATRICES) > 1:
         layout = dataclasses.replace(layout, sequence=True)
@@ -102,7 +103,7 @@ def forms(run: PublishedRun) -> Iterator[Layout]:
             for share in RECOMPUTED:
                 count = round(share * layers)
                 recomputing = dataclasses.replace(option, recompute=Recompute(mode, count if count < layers else 0))
-                yield from (recomputing, *keeping_forms([recomputing]))
+                yield from (recomputing, *keeping_forms([recomputing], experts))
 
 
 def _interleaved(layout: Layout, layers: int) -> list[Layout]:
