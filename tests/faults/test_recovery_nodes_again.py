@@ -22,7 +22,9 @@ def test_a_courier_that_dies_is_replaced_and_one_within_a_sending_costs_a_snapsh
     nodes: Callable[..., Nodes], whole: dict
 ) -> None:
     """First a courier is killed while it sends; then a node dies while its courier does: half a copy is none."""
-    faults = f"kill:rank={COURIER},step=6,phase=send;stop:rank={COURIER - 1},step=12,phase=send"
+    # A courier sends the newest snapshot alone: ranks give it time for those of steps 6 and 11, and wait behind 12's.
+    held = "slow:rank=0,step=6,seconds=1,generation=0;hang:rank=0,step=13,phase=forward,generation=0"
+    faults = f"kill:rank={COURIER},step=6,phase=send;stop:rank={COURIER - 1},step=12,phase=send;{held}"
     run = nodes("courier", 2, TWO, "--checkpoint.every", "0", "--recovery.faults", faults).start()
     wait_until(lambda: list(run.run.glob("chaos/stop-*")))
     run.lose(1)
@@ -31,8 +33,10 @@ def test_a_courier_that_dies_is_replaced_and_one_within_a_sending_costs_a_snapsh
     assert [row["node"] for row in run.told("node_lost")] == [1] and not run.told("rank_lost")
     (restored,) = run.told("restored")
     assert restored["tier"] == "peer" and restored["step"] == 11
-    held = rows(run.run)[-1]["memory"]
-    assert restored["bytes"] < 1.1 * (held["parameters"] + held["optimizer"]), "each part is copied once, not each copy"
+    state = rows(run.run)[-1]["memory"]
+    assert restored["bytes"] < 1.1 * (state["parameters"] + state["optimizer"]), (
+        "each part is copied once, not each copy"
+    )
     close(curve(run.run), whole)
 
 
