@@ -81,10 +81,6 @@ PRIVATE_NAMES = (
         "torch._C:DisableTorchFunctionSubclass",
         "reading a gradient of ours without our own operators",
     ),
-    *(
-        PrivateName(f"torch.ops:profiler.{name}", "torch's selective checkpoint takes it for an operator of a layer")
-        for name in ("_record_function_enter_new.default", "_record_function_exit._RecordFunction")
-    ),
     PrivateName(
         "torch.autograd:Variable._execution_engine.queue_callback", "a hook at the end of backward, as DDP has"
     ),
@@ -211,11 +207,6 @@ FLOAT8_PRODUCT: TorchFunction = torch.ops.aten._scaled_mm
 """Operator of a product of two float8 matrices with scales."""
 GROUPED_PRODUCT: TorchFunction = torch.ops.aten._grouped_mm
 """Operator of a product of each expert's tokens with its matrix."""
-PROFILER_MARKS = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-)
-"""Operators that begin and end a name in a profiler's trace."""
 LOG_SOFTMAX: TorchFunction = torch.ops.aten._log_softmax
 """Operator of the logarithm of a softmax."""
 TYPE_COPY: TorchFunction = torch.ops.aten._to_copy
