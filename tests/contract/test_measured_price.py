@@ -281,12 +281,24 @@ def in_bf16(rows: tuple[tuple[Any, ...], ...], column: int) -> tuple[tuple[Any, 
     return tuple((*row[:column], dtype, *row[column + 1 :]) for row in rows for dtype in ("float32", "bf16"))
 
 
-@pytest.mark.parametrize("attention", ["heads", "gather"])
-def test_a_forward_sends_as_much_over_cp_as_a_backward(attention: str) -> None:
-    plain, recomputed = (
-        priced(f"cp=2,attention={attention}{mode}", operator_forward=1e-6) for mode in ("", ",recompute=full")
+@pytest.mark.parametrize(
+    ("attention", "full", "selective"),
+    # Backward of a ring sends twice, and selective recompute keeps what attention returned.
+    [("heads", 1.5, 1.5), ("gather", 1.5, 1.5), ("ring", 4 / 3, 1.0)],
+)
+def test_recompute_sends_over_cp_again_what_a_forward_sends(attention: str, full: float, selective: float) -> None:
+    plain, *recomputed = (
+        priced(f"cp=2,attention={attention}{mode}", operator_forward=1e-6).parts["cp"]
+        for mode in ("", ",recompute=full", ",recompute=selective")
     )
-    assert recomputed.parts["cp"] == pytest.approx(1.5 * plain.parts["cp"])
+    assert recomputed == pytest.approx([full * plain, selective * plain])
+
+
+def test_recompute_sends_over_tp_again_what_layers_send() -> None:
+    modes = ("", ",recompute=full", ",recompute=selective")
+    plain, full, selective = (priced(f"tp=2{mode}").parts["tp"] for mode in modes)
+    # But not what the vocabulary sends.
+    assert full == pytest.approx(selective) and 1.4 * plain < selective < 1.5 * plain
 
 
 def test_a_layer_is_the_mean_of_all_kinds() -> None:
