@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,8 @@ from tests.own_models import Batch, equal, gpt2, mean_loss, output, plain_model,
 from tests.ranks.group import run_ranks
 
 
-class FirstGradient(torch.optim.Optimizer):
-    """An optimizer of the user's, whose momentum begins at the first gradient."""
+class OwnOptimizer(torch.optim.Optimizer):
+    """An optimizer of the user's, which knows nothing of this project."""
 
     def __init__(self, params: list[nn.Parameter], lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -27,12 +28,15 @@ class FirstGradient(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for item in group["params"]:
-                state = self.state[item]
-                if "momentum" in state:
-                    state["momentum"].mul_(0.9).add_(item.grad, alpha=0.1)
-                else:
-                    state["momentum"] = item.grad.clone()
-                item.sub_(state["momentum"], alpha=group["lr"])
+                item.sub_(self.direction(self.state[item], item.grad), alpha=group["lr"])
+
+    def direction(self, state: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+        """Returns where a weight goes; the first gradient begins the momentum."""
+        if "momentum" in state:
+            state["momentum"].mul_(0.9).add_(gradient, alpha=0.1)
+        else:
+            state["momentum"] = gradient.clone()
+        return state["momentum"]
 
 
 Optimizers = dict[str, Callable[..., torch.optim.Optimizer]]
@@ -43,7 +47,7 @@ OPTIMIZERS: Optimizers = {
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, amsgrad=True),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "dampened": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    "own": FirstGradient,
+    "own": OwnOptimizer,
     "averaged": functools.partial(torch.optim.RMSprop, lr=1e-2, centered=True),
 }
 
@@ -155,19 +159,13 @@ def test_momentum_that_was_loaded_is_damped_and_a_state_asked_for_early_is_the_o
     equal(run_ranks(2, dampened_losses, text, batches[2:], first, second), wanted[2:])
 
 
-class CountingDecay(torch.optim.Optimizer):
-    """An optimizer of the user's, whose state is a number that it counts up."""
+class CountingDecay(OwnOptimizer):
+    """Its state is a number that it counts up."""
 
-    def __init__(self, params: list[nn.Parameter], lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for item in group["params"]:
-                state = self.state[item]
-                state["step"] = state.get("step", 0) + 1
-                item.sub_(item.grad, alpha=group["lr"] / state["step"])
+    def direction(self, state: dict[str, Any], gradient: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient over the number of the step."""
+        state["step"] = state.get("step", 0) + 1
+        return gradient / state["step"]
 
 
 def steps_counted(_rank: int) -> set[int]:
