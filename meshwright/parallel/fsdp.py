@@ -31,6 +31,7 @@ from meshwright.parallel.layer_names import REST, format_layers
 from meshwright.parallel.scalar_parameters import hold_as_rows
 from meshwright.parallel.secondary_shards import SecondaryAllGather, SecondaryShards
 from meshwright.spec.end_units import EndUnits
+from meshwright.torch_compat.dtensors import known_detach
 from meshwright.torch_compat.fsdp2 import (
     accumulate_unsharded_gradients,
     clear_unsharded_gradients,
@@ -277,6 +278,7 @@ def wrap(
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
 
 
+@known_detach()
 def _shard_units(
     module: nn.Module,
     layers: Sequence[nn.Module],

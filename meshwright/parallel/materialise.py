@@ -11,6 +11,7 @@ from meshwright.parallel.model_source import Fill
 from meshwright.parallel.scalar_parameters import unsharded_shape
 from meshwright.parallel.weights import Weight, as_dtensor_like, parameter_holders, view_box
 from meshwright.spec.placement import LocalShard, element_count
+from meshwright.torch_compat.dtensors import known_detach
 
 
 def materialise(
@@ -25,7 +26,7 @@ def materialise(
         dtype: of the master weights (floating-point ones; others keep theirs).
         fill: values by name and box.
     """
-    with torch.no_grad():
+    with torch.no_grad(), known_detach():
         for name, parameter, holders in list(parameter_holders(module)):
             shard = shards.get(name) or LocalShard.unsharded(name, unsharded_shape(*holders[0], parameter), 1)
             local_parameter = _allocate_local(Weight(parameter, shard), device, dtype, fill)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.torch_compat import PrivateName
@@ -20,6 +25,14 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.tensor._dtensor_spec:TensorMeta",
         "part of a DTensorSpec",
+    ),
+    PrivateName(
+        "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
+        "what each new shape of a DTensor costs before it becomes a parameter: its detach is tried on fake tensors",
+    ),
+    PrivateName(
+        "torch.distributed.tensor._op_schema:OpSchema",
+        "the call that the same is of",
     ),
 )
 
@@ -46,3 +59,25 @@ def dtensor_like(full: DTensor, local: torch.Tensor) -> DTensor:
     meta = TensorMeta(full.shape, full.stride(), local.dtype)
     spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
+
+
+@contextmanager
+def known_detach() -> Iterator[None]:
+    """Has `detach` of DTensors keep shape, stride and dtype without trying it on fake tensors.
+
+    Each DTensor that becomes a parameter is detached, and torch finds what that gives by a trial for each shape and
+    placement of a process: a sixth of the start of a rank of a small model.
+    """
+    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate_known(self: ShardingPropagator, op_schema: OpSchema) -> object:
+        (first, *_) = op_schema.args_schema or (None,)
+        if op_schema.op == torch.ops.aten.detach.default and isinstance(first, DTensorSpec):
+            return first.tensor_meta
+        return propagate(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_known  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ import os
 import pkgutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,17 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint as torch_checkpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.overrides import TorchFunctionMode
 from torch.utils import _triton as triton_support
 from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import torch_compat
-from meshwright.torch_compat import PrivateName, fsdp2, pipelining, tensors, torchao_import
+from meshwright.torch_compat import PrivateName, dtensors, fsdp2, pipelining, tensors, torchao_import
 from tests.ranks.group import run_ranks
 
 MODULES = [
@@ -251,3 +254,35 @@ def test_torchao_is_imported_without_a_look_at_gpus(monkeypatch: pytest.MonkeyPa
     torchao_import.import_torchao("torchao.anything")
     assert asked == [(False, False)]
     assert torch.cuda.is_available() and triton_support.has_triton.cache_info().currsize == 0
+
+
+def test_detach_of_dtensors_is_what_torch_finds_by_trial() -> None:
+    """Of every kind of placement and stride, in processes that haven't found it yet; no fake tensor is made."""
+    (known, *more), (tried, *others) = (run_ranks(2, _detach_dtensors, is_known) for is_known in (True, False))
+    assert known.pop() == 0 < tried.pop()
+    assert [known] == [tried] and [item[:-1] for item in more] == [item[:-1] for item in others]
+
+
+def _detach_dtensors(rank: int, is_known: bool) -> list[Any]:
+    """Returns the spec and strides of parameters made of DTensors; last, how many fake modes torch made for them."""
+    mesh, modes, make = init_device_mesh("cpu", (2,)), [], FakeTensorMode.__init__
+    shards = (torch.ones(3, 2), torch.ones(2, 3).t(), torch.ones(0, 2), torch.ones(rank, 2, dtype=torch.bfloat16))
+    tensors_of_mesh = [
+        DTensor.from_local(shard, mesh, [placement], run_check=False, shape=torch.Size((6, 4)), stride=stride)
+        for shard in shards
+        for stride in ((4, 1), (1, 6))
+        for placement in (Shard(0), Shard(1), Replicate(), Partial())
+    ]
+
+    def count(mode: FakeTensorMode, *args: Any, **more: Any) -> None:
+        modes.append(mode)
+        make(mode, *args, **more)
+
+    with pytest.MonkeyPatch.context() as patch, dtensors.known_detach() if is_known else nullcontext():
+        patch.setattr(FakeTensorMode, "__init__", count)
+        parameters: list[Any] = [nn.Parameter(tensor, requires_grad=False) for tensor in tensors_of_mesh]
+    facts = [
+        (str(item._spec), str(item._spec.tensor_meta), item.stride(), item._local_tensor.stride())
+        for item in parameters
+    ]
+    return [*facts, len(modes)]
