@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
@@ -47,6 +47,8 @@ from meshwright.train.session import build_program
 from meshwright.train.step import Stepper
 
 GROUP_S = 60.0
+Expected = Mapping[str, Any]
+"""What a reference wrote: losses, norms, gradients and weights, of each island where there are several."""
 NARROW = 4
 """Elements of a head of the clone from which a proof's sharding table grows."""
 
@@ -77,6 +79,7 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
     with tempfile.TemporaryDirectory(prefix="meshwright-verify-") as folder:
         references: dict[str, References] = {}
         analyses: dict[Hashable, ModelAnalysis] = {}
+        read_path, reference = Path(), dict[str, Any]()
         for layout in layouts:
             if layout.precision not in references:
                 references[layout.precision] = References(case, Path(folder), layout.precision, trial)
@@ -84,10 +87,13 @@ def verify(case: Case, layouts: Sequence[Layout], on_verdict: Callable[[Verdict]
             analyses.setdefault(
                 (layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)), ModelAnalysis(trial=trial)
             )
+            if not refusal and path != read_path:
+                # Read here, once: ranks are forked with it. On the CPU: where CUDA is initialised none can be forked.
+                read_path, reference = path, torch.load(path, map_location="cpu", weights_only=True)
             verdicts.append(
                 Verdict.unproven(str(layout), refused=refusal)
                 if refusal
-                else _prove_layout(case, built, layout, path, analyses)
+                else _prove_layout(case, built, layout, reference, analyses)
             )
             if on_verdict:
                 on_verdict(verdicts[-1])
@@ -110,7 +116,7 @@ def _launcher(ranks: int, layout: Layout | None, kind: Literal["cpu", "cuda"] | 
 
 
 def _prove_layout(
-    case: Case, built: BuiltModel, layout: Layout, path: Path, analyses: dict[Hashable, ModelAnalysis]
+    case: Case, built: BuiltModel, layout: Layout, reference: Expected, analyses: dict[Hashable, ModelAnalysis]
 ) -> Verdict:
     """Returns the verdict on one layout; whatever goes wrong under it is its own, and ends no other proof."""
     try:
@@ -133,9 +139,7 @@ def _prove_layout(
     scope = read_scope(built, layout, analysis, case.lengths, case.rescaled)
     try:
         launcher = _launcher(layout.world, layout, case.device)
-        ranks = launcher.run(_train_under_layout, case, built, layout, path, analysis, timeout_s=case.timeout_s)
-        # On the CPU: a launcher in which CUDA is initialised can fork no more ranks.
-        reference = torch.load(path, map_location="cpu", weights_only=True)
+        ranks = launcher.run(_train_under_layout, case, built, layout, reference, analysis, timeout_s=case.timeout_s)
         used_experts, idle_experts = expert_use(built, list(reference["gradients"].values()))
         shares_by_axis = split_shares(ranks, layout)
         scope = dataclasses.replace(scope, split=shares_by_axis, experts_used=used_experts, experts_idle=idle_experts)
@@ -147,7 +151,7 @@ def _prove_layout(
 
 
 def _train_under_layout(
-    context: RankContext, case: Case, built: BuiltModel, layout: Layout, path: Path, facts: ModelAnalysis
+    context: RankContext, case: Case, built: BuiltModel, layout: Layout, reference: Expected, facts: ModelAnalysis
 ) -> dict[str, object]:
     """Trains under the layout on this rank and compares its parts with the reference."""
     torch.set_num_threads(1)
@@ -156,7 +160,6 @@ def _train_under_layout(
         # The proof's few steps see the method too, all but the first of them.
         compress = dataclasses.replace(layout.compress, exact_steps=min(1, len(case.batches) - 1))
         layout = dataclasses.replace(layout, compress=compress)
-    reference = torch.load(path, map_location="cpu", weights_only=True)
     device = torch.device(context.device)
     plan = Plan(layout=layout, prediction=Prediction(memory={}), ranks=layout.world, reason="to be proven")
     wire = WireOptions(timeout_s=case.timeout_s)
@@ -185,7 +188,7 @@ def _train_under_layout(
     outer: OuterOptimizer | None = None
     if layout.islands > 1:
         # Each island has losses and gradients of its own; the weights after the last join are those of all.
-        reference |= reference["islands"][layout.island(context.rank)]
+        reference = {**reference, **reference["islands"][layout.island(context.rank)]}
         rounds = OuterConfig(**dataclasses.asdict(case.outer))
         stepper.outer = outer = OuterOptimizer(program, rounds, optimizer.weights_changed)
     held_elements = {weight.name: (math.prod(weight.shape), weight.sharded_on) for weight in program.weights}

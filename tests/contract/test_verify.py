@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,21 @@ def test_layouts_of_several_precisions_are_each_held_against_their_own_reference
     assert [verdict.passed for verdict in verdicts] == [True, True, True], [verdict.refused for verdict in verdicts]
     all_pass(verdicts[::2])
     assert verdicts[1].bounds and verdicts[1].grad_error > 1e-6
+
+
+def test_a_reference_is_read_once_for_all_layouts_and_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    readers, load = [], torch.load
+
+    def load_here(*args: Any, **more: Any) -> Any:
+        readers.append(os.getpid())
+        assert os.getpid() == process, "a rank reads what it was forked with"
+        return load(*args, **more)
+
+    process = os.getpid()
+    monkeypatch.setattr(torch, "load", load_here)
+    layouts = [Layout.parse(f"{degrees},precision=float64") for degrees in ("replicate=2", "shard=2,zero=1", "tp=2")]
+    all_pass(verify(case("gpt2", rows=4, count=1), layouts))
+    assert readers == [process]
 
 
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
