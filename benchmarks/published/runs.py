@@ -175,7 +175,7 @@ def compare(run: PublishedRun) -> Compared:
     question = run.question
     choice = choose_finalists(question, 10, None).best[0]
     chances = candidate_chances(question, choice)
-    priced = price_possible(forms(run), lambda layout: price_layout(question, layout, None))
+    priced = price_possible(question, forms(run), lambda layout: price_layout(question, layout, None))
     if not priced:
         raise PlanError(f"{run.name}: {run.layout} can't be priced")
     fitting = [candidate for candidate in priced if candidate.price.peak <= question.usable_bytes]

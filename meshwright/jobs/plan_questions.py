@@ -243,7 +243,7 @@ def plan_emit(config: PlanConfig, model: PlannableModel, cluster: Cluster | None
         choice = choose_finalists(narrowed, config.show, measure, config.allow)
         others = [*choice.best, *choice.more]
         whole = recomputed_whole([candidate.layout for candidate in others])
-        others += price_possible(whole, lambda layout: price_layout(narrowed, layout, measure))
+        others += price_possible(narrowed, whole, lambda layout: price_layout(narrowed, layout, measure))
         others = [candidate for candidate in others if candidate.price.peak <= question.usable_bytes]
         candidates += sorted(others, key=lambda candidate: candidate.price.step_s)
     return emit_plan(config.emit, question, candidates)

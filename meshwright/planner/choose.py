@@ -21,7 +21,7 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import CORE_DRAW_BYTES, CORE_DRAW_S, MESHWRIGHT
 from meshwright.planner.cost.pipeline_floor import MAX_SIMULATED_ACTIONS, simulated_actions
-from meshwright.planner.cost.pipeline_simulation import simulated_price, simulated_steps_s
+from meshwright.planner.cost.pipeline_simulation import simulated_prices, simulated_steps_s
 from meshwright.planner.cost.prices import Price, Prices
 from meshwright.planner.cost.rounding import CORE_BYTE
 from meshwright.planner.device_limits import check_host, job_for, with_host_memory
@@ -327,14 +327,16 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
     """
     batch, prices, left_out_s = simulate_kept(question, result)
     kept = batch, prices
-    candidates = [price_candidate(question, layout) for layout in _best_by_kind(question, *kept, max(show, FINALISTS))]
+    layouts, front_layouts = _best_by_kind(question, *kept, max(show, FINALISTS)), _pareto_layouts(question, *kept)
+    priced = price_candidates(question, [*layouts, *front_layouts])
+    candidates, front = priced[: len(layouts)], priced[len(layouts) :]
     best, ties = sort_candidates(candidates[:FINALISTS], question.same)
     return Choice(
         best=best,
         ties=ties,
         more=tuple(candidates[FINALISTS:]),
         show=show,
-        front=pareto_front([price_candidate(question, layout) for layout in _pareto_layouts(question, *kept)]),
+        front=pareto_front(front),
         considered=result.considered,
         priced=result.priced,
         too_large=result.too_large,
@@ -429,21 +431,54 @@ def price_candidate(question: Question, layout: Layout) -> Candidate:
     Raises:
         PlanError: for state in host memory without room for it; for a precision that devices have no rate for.
     """
-    job, cluster = job_for(question.job, layout, question.cluster), question.cluster
-    question = dataclasses.replace(question, job=job)
-    check_host(job, layout, cluster, question.runtime)
-    return priced_candidate(question, layout, simulated_price(job, layout, question.machine, question.runtime))
+    return price_candidates(question, [layout])[0]
 
 
-def price_possible(layouts: Iterable[Layout], price_one: Callable[[Layout], Candidate]) -> list[Candidate]:
+def price_candidates(question: Question, layouts: Sequence[Layout]) -> list[Candidate]:
+    """Prices layouts in full, many at once.
+
+    Raises:
+        PlanError: for state in host memory without room for it; for a precision that devices have no rate for.
+    """
+    cluster, layouts_of_job = question.cluster, dict[PricedJob, dict[Layout, None]]()
+    for layout in layouts:
+        job = job_for(question.job, layout, cluster)
+        check_host(job, layout, cluster, question.runtime)
+        layouts_of_job.setdefault(job, {})[layout] = None
+    candidates: dict[Layout, Candidate] = {}
+    for job, priced in layouts_of_job.items():
+        prices = simulated_prices(job, list(priced), question.machine, question.runtime)
+        asked = dataclasses.replace(question, job=job)
+        candidates |= {layout: priced_candidate(asked, layout, price) for layout, price in zip(priced, prices)}
+    return [candidates[layout] for layout in layouts]
+
+
+def price_ahead(question: Question, layouts: Iterable[Layout]) -> None:
+    """Prices at once, as finalists are, layouts that are then priced one by one; what can't be is left to that."""
+    job = question.job
+    # Islands, and compiled layers that are still to be measured, make another question of it.
+    alike = [
+        layout
+        for layout in layouts
+        if layout.islands == 1 and not (layout.compile and job.activations and job.compiled_activations is None)
+    ]
+    with contextlib.suppress(PlanError):
+        price_candidates(question, alike)
+
+
+def price_possible(
+    question: Question, layouts: Iterable[Layout], price_one: Callable[[Layout], Candidate]
+) -> list[Candidate]:
     """Returns the prices of variants that can run; one that a host, say, has no room for is left out.
 
     Args:
+        question: what is planned.
         layouts: variants that are tried, not asked for.
         price_one: prices one, or raises `PlanError` where it can't run.
     """
-    candidates = []
-    for layout in layouts:
+    variants, candidates = list(layouts), []
+    price_ahead(question, variants)
+    for layout in variants:
         with contextlib.suppress(PlanError):
             candidates.append(price_one(layout))
     return candidates

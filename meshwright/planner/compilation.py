@@ -44,7 +44,7 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
     )
     options = [
         option
-        for option in price_possible(_compiled(option.layout for option in choice.best), price)
+        for option in price_possible(question, _compiled(option.layout for option in choice.best), price)
         if option.price.peak <= question.usable_bytes and without.price.step_s - option.price.step_s > least_saved_s
     ]
     if not options:
@@ -55,7 +55,7 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
         seconds = format_seconds(without.price.step_s)
         sentences = (*notes(question, best[0]), f"{reason}; the fastest without, {without.layout}, takes {seconds}")
     eager = [Layout.parse(text) for _, _, text in choice.front]
-    front = pareto_front([*best, *price_possible((*eager, *_compiled(eager)), price)])
+    front = pareto_front([*best, *price_possible(question, (*eager, *_compiled(eager)), price)])
     return dataclasses.replace(choice, best=best, ties=ties, notes=sentences, front=front)
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable
 
-from meshwright.planner.choose import Candidate, Choice, Question, notes, price_possible, sort_candidates
+from meshwright.planner.choose import Candidate, Choice, Question, notes, price_ahead, price_possible, sort_candidates
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
@@ -29,8 +30,10 @@ def consider_forms(
         forms: yields a finalist's forms.
     """
     options: dict[str, Candidate] = {}
-    for option in choice.best:
-        candidates = price_possible(forms(option.layout), price)
+    forms_of = [list(forms(option.layout)) for option in choice.best]
+    price_ahead(question, itertools.chain(*forms_of))
+    for option, variants in zip(choice.best, forms_of):
+        candidates = price_possible(question, variants, price)
         fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
         fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
         if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:

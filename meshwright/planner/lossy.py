@@ -99,7 +99,7 @@ def no_lossy_note(subject: str) -> str:
 
 def _fastest_variant(layout: Layout, question: Question, price: Callable[[Layout], Candidate]) -> Candidate | None:
     """Returns the fastest way to round what a layout sends; None where it sends nothing that can be."""
-    variants = price_possible(lossy_variants(layout, question.machine.fabric.devices), price)
+    variants = price_possible(question, lossy_variants(layout, question.machine.fabric.devices), price)
     fitting = [variant for variant in variants if variant.price.peak <= question.usable_bytes]
     return min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,8 @@ import pytest
 from meshwright import schedules as folder
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner import choose as choose_module
+from meshwright.planner.choose import Question, choose, price_candidate, price_candidates
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost import pipeline_simulation
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
@@ -188,6 +190,52 @@ def test_prices_are_kept_but_of_a_file_that_may_change(tmp_path: Path, monkeypat
     path.write_text(known_schedules()["gpipe"].build(4, 1, 8).to_csv())
     assert priced(f"file:{path}", 8) == prices[0] != prices[1]
     assert len(computed) == 5
+
+
+def test_layouts_are_priced_at_once_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By pipeline length and the runtime's profile; whatever else differs, schedules and forms of exchange too."""
+    texts = (
+        "shard=8,zero=1", "replicate=2,shard=4,zero=3,recompute=full", "shard=8,zero=2,compile=true",
+        "tp=2,shard=4,zero=1",
+        "pp=2,shard=4,zero=1,microbatches=4", "pp=2,tp=2,shard=2,zero=1,microbatches=8,schedule=zbv",
+        "pp=4,shard=2,zero=1,microbatches=8,recompute=selective",
+        "pp=4,replicate=2,microbatches=4,schedule=gpipe,compress=int8",
+    )  # fmt: skip
+    layouts = [Layout.parse(f"{text},precision=bf16") for text in texts]
+    runs: list[int] = []
+    plain = RankTimes.__init__
+
+    def record(ranks: RankTimes, *args: Any, **more: Any) -> None:
+        plain(ranks, *args, **more)
+        runs.append(ranks.count)
+
+    monkeypatch.setattr(RankTimes, "__init__", record)
+    pipeline_simulation.known_price.cache_clear()
+    together = price_candidates(question(8), [*layouts, layouts[0]])
+    assert sorted(runs) == [1, 2, 2, 3]
+    assert price_candidates(question(8), layouts) == together[:-1] and len(runs) == 4
+    pipeline_simulation.known_price.cache_clear()
+    for layout, candidate in zip(layouts, together):
+        alone = price_candidate(question(8), layout)
+        assert candidate.layout == layout and candidate.price.parts == pytest.approx(alone.price.parts, rel=1e-12)
+        assert [stage.memory for stage in candidate.price.stages] == [
+            pytest.approx(stage.memory, rel=1e-12) for stage in alone.price.stages
+        ]
+
+
+def test_a_plan_prices_its_finalists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each batch of layouts once: finalists, the front of time and memory, and forms of the finalists."""
+    asked: list[int] = []
+    prices = choose_module.simulated_prices
+    monkeypatch.setattr(
+        choose_module,
+        "simulated_prices",
+        lambda job, layouts, *rest: asked.append(len(layouts)) or prices(job, layouts, *rest),
+    )
+    answer = choose(question(8))
+    assert asked == [
+        len({*(option.layout for option in answer.best), *(Layout.parse(text) for _, _, text in answer.front)})
+    ]
 
 
 def test_stages_of_a_file_may_stand_on_any_rank(tmp_path: Path) -> None:

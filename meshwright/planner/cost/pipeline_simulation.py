@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -18,6 +19,7 @@ from meshwright.planner.cost.unequal_ranks import PricedRanks
 from meshwright.schedules.array_makespan import ArraySchedule, StageSeconds
 from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import known_schedules
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 AFTER_SUMS = ("offload", "optimizer", "step", "stragglers")
@@ -116,10 +118,14 @@ def simulated_parts(ranks: PricedRanks, with_sends: bool = True) -> dict[str, Ar
     return parts | {"stragglers": ranks.straggler_share() * others_s}
 
 
+@lru_cache(maxsize=512)
+def known_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> list[Price]:
+    """Returns the list that holds a layout's price from when it is first computed, and is empty before."""
+    return []
+
+
 def simulated_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
     """Returns the price of one layout, its pipeline simulated action by action where it has one.
-
-    A plan compares its best layouts several times, so their prices are kept.
 
     Args:
         job: model and batch.
@@ -127,18 +133,39 @@ def simulated_price(job: PricedJob, layout: Layout, machine: Machine, engine: Fr
         machine: the hardware.
         engine: the runtime's profile.
     """
+    return simulated_prices(job, [layout], machine, engine)[0]
+
+
+def simulated_prices(
+    job: PricedJob, layouts: Sequence[Layout], machine: Machine, engine: FrameworkProfile
+) -> list[Price]:
+    """Returns the price of each layout; those with equally many pipeline ranks are priced at once.
+
+    A plan compares its best layouts several times, so their prices are kept.
+
+    Args:
+        job: model and batch.
+        layouts: any that fit the model.
+        machine: the hardware.
+        engine: the runtime's profile.
+    """
     # A custom schedule's file may change.
-    is_known = layout.schedule in ("", *known_schedules())
-    return (known_price if is_known else _compute_price)(job, layout, machine, engine)
-
-
-def _compute_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
-    batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
-    return simulated_price_of(RankTimes(LayerCosts.of(job, batch, machine, engine.for_layout(layout))))
-
-
-known_price = lru_cache(maxsize=512)(_compute_price)
-"""The last prices of layouts without a custom schedule."""
+    known = [
+        known_price(job, layout, machine, engine) if layout.schedule in ("", *known_schedules()) else []
+        for layout in layouts
+    ]
+    runs: dict[tuple[FrameworkProfile, int], list[int]] = {}
+    for index, (layout, prices) in enumerate(zip(layouts, known)):
+        if not prices:
+            key = engine.for_layout(layout), layout.degree(Mechanics.STAGES)
+            runs.setdefault(key, []).append(index)
+    for (profile, _), indices in runs.items():
+        batch = LayoutBatch.from_layouts([layouts[index] for index in indices], len(job.shape.blocks))
+        ranks = RankTimes(LayerCosts.of(job, batch, machine, profile))
+        parts_s = simulated_parts(ranks)
+        for place, index in enumerate(indices):
+            known[index][:] = [price_of(ranks, place, parts_s)]
+    return [prices[0] for prices in known]
 
 
 def simulated_price_of(ranks: PricedRanks, layout_index: int = 0) -> Price:
