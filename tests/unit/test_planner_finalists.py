@@ -33,6 +33,7 @@ from meshwright.train.config import OptimizerConfig, OuterConfig, TrainConfig
 from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.run_config import RunConfig
+from tests.runs import warm_compiler
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
 SLOW = PlanConfig(sizes=SIZES, cluster="4x8xa100-80@ethernet-10g", batch=256, sequence=1024)
@@ -179,6 +180,7 @@ class Models:
 
 @pytest.fixture(scope="module")
 def models() -> Models:
+    warm_compiler()
     return Models()
 
 
