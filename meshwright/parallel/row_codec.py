@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from meshwright.parallel.block_codec import cast, rounded_to_format
+from meshwright.parallel.block_codec import cast, rounded_to_format, widen_into
 from meshwright.spec.compression import FORMATS, RUN_VALUES, row_bytes
 
 _MANTISSA_BITS = 23
@@ -58,7 +58,7 @@ class RowCodec:
         # A scale may lie beyond float16's range; in the others a product with a power of two is exact.
         wide = rows.float() if rows.dtype == torch.float16 else rows
         runs = _in_runs(wide)
-        largest = cast(torch.linalg.vector_norm(runs, ord=float("inf"), dim=2), torch.float32)
+        largest = cast(runs.abs().amax(dim=2), torch.float32)
         exponents = ((largest.view(torch.int32) + _ABOVE_LARGEST) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
         # Smaller scales aren't normal numbers, which some devices take for zero.
         exponents = exponents.clamp_(min=1).masked_fill_(~torch.isfinite(largest), _NOT_A_NUMBER)
@@ -79,17 +79,19 @@ class RowCodec:
             return
         exponents = encoded[:, width:].to(torch.int32)
         scale = _power_of_two(exponents).masked_fill_(exponents == _NOT_A_NUMBER, torch.nan)
-        target = torch.empty_like(rows, dtype=torch.float32) if rows.dtype == torch.float16 else rows
-        target.copy_(encoded[:, :width].view(torch.float8_e4m3fn))
-        scale = cast(scale, target.dtype)
+        # As for encoding, a scale may lie beyond float16's range.
+        is_narrow = rows.dtype == torch.float16
+        values = torch.empty_like(rows, dtype=torch.float32) if is_narrow else rows
+        widen_into(values, encoded[:, :width].view(torch.float8_e4m3fn))
+        scale = cast(scale, values.dtype)
         if width % RUN_VALUES:
-            target.mul_(scale.repeat_interleave(RUN_VALUES, dim=1)[:, :width])
+            values.mul_(scale.repeat_interleave(RUN_VALUES, dim=1)[:, :width])
         else:
-            target.view(count, -1, RUN_VALUES).mul_(scale.unsqueeze(2))
-        if target is not rows:
-            # The number above the largest of float16 that was rounded up.
-            largest = torch.finfo(torch.float16).max
-            rows.copy_(target.clamp_(-largest, largest))
+            values.view(count, -1, RUN_VALUES).mul_(scale.unsqueeze(2))
+        if is_narrow:
+            # What was rounded up beyond the largest number of float16.
+            largest = torch.finfo(rows.dtype).max
+            rows.copy_(values.clamp_(-largest, largest))
 
 
 def _in_runs(rows: torch.Tensor) -> torch.Tensor:
