@@ -145,10 +145,11 @@ def _keep_rounding(
     plan, _ = exact
     compress = full_layout.compress.over(plan.layout.copies)
     weights = full_layout.compress_weights if plan.layout.zero else "none"
-    if not compress and weights == "none":
+    tokens = full_layout.compress_tokens if plan.layout.degree(Mechanics.EXPERTS) > 1 else "none"
+    layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights, compress_tokens=tokens)
+    if not layout.is_lossy:
         return None
     try:
-        layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights)
         rounded, analysis = _plan_fallback(config, layout, model, machines, say)
     except PlanError:
         return None
@@ -364,6 +365,7 @@ def _similar_layouts(full_layout: Layout, ranks: int, rows: int) -> list[Layout]
                 microbatches=microbatches if rows % (sum(layout.reader_shares()) * microbatches) == 0 else 1,
                 compress=full_layout.compress.over(layout.copies),
                 compress_weights=full_layout.compress_weights if layout.zero else "none",
+                compress_tokens=full_layout.compress_tokens if layout.degree(Mechanics.EXPERTS) > 1 else "none",
                 ep_overlap=full_layout.ep_overlap if layout.degree(Mechanics.EXPERTS) > 1 else 0,
                 ep_halves=full_layout.ep_halves and layout.can_halve,
                 ep_keep=full_layout.ep_keep and layout.degree(Mechanics.EXPERTS) > 1,

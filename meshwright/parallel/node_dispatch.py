@@ -3,7 +3,7 @@
 A token goes to the rank at the sender's place in each node that holds experts of it, and from there to the ranks of the
 node that do; with it go its experts and their weights. A rank weighs and sums what its experts make of a token, a node
 what its ranks do, and the sender what the nodes do, so that as little comes back as went out; each such sum is rounded
-to the tokens' dtype. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.2, which rounds to float8 on the way out too (`parallel.row_codec`).
+to the tokens' dtype. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.2.
 """
 
 from __future__ import annotations

@@ -157,8 +157,8 @@ class Leg:
             return tensor
         tensor = tensor.contiguous()
         if self.codec is None or not tensor.is_floating_point():
-            pending, message = self._send(tensor)
-            self._under_way.append(_UnderWay([pending], [tensor], message, message))
+            transfer, message = self._send(tensor)
+            self._under_way.append(_UnderWay([transfer], [tensor], message, message))
             return message
         encoded, exact = self.codec.encode(tensor), None
         transfer, message = self._send(encoded)

@@ -279,4 +279,6 @@ def axes_of(layout: Layout) -> str:
         used_axes.append(f"compress={layout.compress}")
     if layout.compress_weights != "none":
         used_axes.append(f"compress_weights={layout.compress_weights}")
+    if layout.compress_tokens != "none":
+        used_axes.append(f"compress_tokens={layout.compress_tokens}")
     return "+".join(sorted(used_axes))
