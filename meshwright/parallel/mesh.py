@@ -14,7 +14,7 @@ from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
 from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
-from meshwright.parallel.row_codec import RowCodec
+from meshwright.parallel.row_codec import RowCodec, can_fuse
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.parallel.top_k import TopKCompressor
 from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
@@ -53,7 +53,8 @@ class Mesh:
         self._carved_groups: Mapping[str, list[list[int]]] = {}
         self.compressors: list[GradientCompressor | FeedbackCompressor | WeightCompressor] = []
         """All that send less than exact values of weights or gradients."""
-        self.row_codec = RowCodec() if layout.compress_tokens != "none" else None
+        is_fused = layout.compile and can_fuse(torch.device(device_type))
+        self.row_codec = RowCodec(is_fused) if layout.compress_tokens != "none" else None
         """Rounds tokens on their way to experts; None sends exact values."""
         self.axis_groups = {name: self.axis_group(name, self.device_mesh.get_group(name)) for name in shape}
         for name, axis in known_axes().items():

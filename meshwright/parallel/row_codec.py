@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ _LARGEST_EXPONENT = 8
 """Of e4m3, whose largest number is 1.75 * 2**8."""
 _ABOVE_LARGEST = 0x1FFFFF
 """Added to the bits of a float32 it raises the exponent where the mantissa is above 1.75."""
+_FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +41,20 @@ class RowTransfer:
 
 
 class RowCodec:
-    """Rounds rows of tokens, or of their gradients, to float8, and decodes them."""
+    """Rounds rows of tokens, or of their gradients, to float8, and decodes them.
 
-    def __init__(self) -> None:
+    Args:
+        is_fused: whether torch.compile makes one kernel of each; else these are eight.
+    """
+
+    def __init__(self, is_fused: bool = False) -> None:
         self.observer: Callable[[RowTransfer], None] | None = None
         """Checks all rows that come, and may change what the program reads; where a proof set it."""
+        # How many rows there are is known at run time alone.
+        self._encode: Callable[[torch.Tensor], torch.Tensor] = _fused(_encode) if is_fused else _encode
+        self._decode_into: Callable[[torch.Tensor, torch.Tensor], None] = (
+            _fused(_decode_into) if is_fused else _decode_into
+        )
 
     def encode(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the bytes of ``rows: (N, D)``, (N, row_bytes(D)) uint8: D values, then the exponents of the scales.
@@ -51,47 +62,66 @@ class RowCodec:
         Args:
             rows: of any floating dtype, rounded to the nearest, ties to even.
         """
-        count, width = rows.shape
-        encoded = rows.new_empty((count, row_bytes(width)), dtype=torch.uint8)
         if not rows.numel():
-            return encoded
-        # A scale may lie beyond float16's range; in the others a product with a power of two is exact.
-        wide = rows.float() if rows.dtype == torch.float16 else rows
-        runs = _in_runs(wide)
-        largest = cast(runs.abs().amax(dim=2), torch.float32)
-        exponents = ((largest.view(torch.int32) + _ABOVE_LARGEST) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
-        # Smaller scales aren't normal numbers, which some devices take for zero.
-        exponents = exponents.clamp_(min=1).masked_fill_(~torch.isfinite(largest), _NOT_A_NUMBER)
-        # The exponent of 2**e is kept as e + 127, and so that of 2**-e is 254 less it.
-        inverse = _power_of_two((254 - exponents).clamp_(min=1))
-        scaled = runs * cast(inverse, runs.dtype).unsqueeze(2)
-        if scaled.dtype == torch.float64:
-            # Torch narrows to float32 first, which would round twice.
-            scaled = rounded_to_format(scaled, FORMATS["fp8"])
-        encoded[:, :width].view(torch.float8_e4m3fn).copy_(scaled.view(count, -1)[:, :width])
-        encoded[:, width:] = exponents
-        return encoded
+            return rows.new_empty((len(rows), row_bytes(rows.shape[1])), dtype=torch.uint8)
+        return self._encode(rows)
 
     def decode_into(self, rows: torch.Tensor, encoded: torch.Tensor) -> None:
         """Writes the values of ``encoded: (N, row_bytes(D)) uint8`` to ``rows: (N, D)``, of any floating dtype."""
-        count, width = rows.shape
-        if not rows.numel():
-            return
-        exponents = encoded[:, width:].to(torch.int32)
-        scale = _power_of_two(exponents).masked_fill_(exponents == _NOT_A_NUMBER, torch.nan)
-        # As for encoding, a scale may lie beyond float16's range.
-        is_narrow = rows.dtype == torch.float16
-        values = torch.empty_like(rows, dtype=torch.float32) if is_narrow else rows
-        widen_into(values, encoded[:, :width].view(torch.float8_e4m3fn))
-        scale = cast(scale, values.dtype)
-        if width % RUN_VALUES:
-            values.mul_(scale.repeat_interleave(RUN_VALUES, dim=1)[:, :width])
-        else:
-            values.view(count, -1, RUN_VALUES).mul_(scale.unsqueeze(2))
-        if is_narrow:
-            # What was rounded up beyond the largest number of float16.
-            largest = torch.finfo(rows.dtype).max
-            rows.copy_(values.clamp_(-largest, largest))
+        if rows.numel():
+            self._decode_into(rows, encoded)
+
+
+def can_fuse(device: torch.device) -> bool:
+    """Returns whether the compiler makes kernels with float8 for a device: of GPUs those that have such products."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+
+
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    compiled: Callable[..., Any] = torch.compile(function, dynamic=True, fullgraph=True)
+    return compiled
+
+
+def _encode(rows: torch.Tensor) -> torch.Tensor:
+    """Returns what `RowCodec.encode` does of ``rows: (N, D)``, (N, row_bytes(D)) uint8."""
+    count, width = rows.shape
+    encoded = rows.new_empty((count, row_bytes(width)), dtype=torch.uint8)
+    # A scale may lie beyond float16's range; in the others a product with a power of two is exact.
+    wide = rows.float() if rows.dtype == torch.float16 else rows
+    runs = _in_runs(wide)
+    largest = cast(runs.abs().amax(dim=2), torch.float32)
+    exponents = ((largest.view(torch.int32) + _ABOVE_LARGEST) >> _MANTISSA_BITS) - _LARGEST_EXPONENT
+    # Smaller scales aren't normal numbers, which some devices take for zero.
+    exponents = exponents.clamp_(min=1).masked_fill_(~torch.isfinite(largest), _NOT_A_NUMBER)
+    # The exponent of 2**e is kept as e + 127, and so that of 2**-e is 254 less it.
+    inverse = _power_of_two((254 - exponents).clamp_(min=1))
+    scaled = runs * cast(inverse, runs.dtype).unsqueeze(2)
+    if scaled.dtype == torch.float64:
+        # Torch narrows to float32 first, which would round twice.
+        scaled = rounded_to_format(scaled, FORMATS["fp8"])
+    encoded[:, :width].view(torch.float8_e4m3fn).copy_(scaled.view(count, -1)[:, :width])
+    encoded[:, width:] = exponents
+    return encoded
+
+
+def _decode_into(rows: torch.Tensor, encoded: torch.Tensor) -> None:
+    """Writes the values of ``encoded: (N, row_bytes(D)) uint8`` to ``rows: (N, D)``."""
+    count, width = rows.shape
+    exponents = encoded[:, width:].to(torch.int32)
+    scale = _power_of_two(exponents).masked_fill_(exponents == _NOT_A_NUMBER, torch.nan)
+    # As for encoding, a scale may lie beyond float16's range.
+    is_narrow = rows.dtype == torch.float16
+    values = torch.empty_like(rows, dtype=torch.float32) if is_narrow else rows
+    widen_into(values, encoded[:, :width].view(torch.float8_e4m3fn))
+    scale = cast(scale, values.dtype)
+    if width % RUN_VALUES:
+        values.mul_(scale.repeat_interleave(RUN_VALUES, dim=1)[:, :width])
+    else:
+        values.view(count, -1, RUN_VALUES).mul_(scale.unsqueeze(2))
+    if is_narrow:
+        # What was rounded up beyond the largest number of float16.
+        largest = torch.finfo(rows.dtype).max
+        rows.copy_(values.clamp_(-largest, largest))
 
 
 def _in_runs(rows: torch.Tensor) -> torch.Tensor:

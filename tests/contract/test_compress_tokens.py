@@ -93,6 +93,19 @@ def test_numbers_are_looked_up_as_torch_widens_them() -> None:
         assert torch.equal(expected.nan_to_num(1e4), found.nan_to_num(1e4))
 
 
+@pytest.mark.long
+def test_compiled_kernels_round_alike() -> None:
+    eager, fused = RowCodec(), RowCodec(is_fused=True)
+    for count, width in ((5, 256), (300, 256), (7, 130)):
+        rows = torch.randn(count, width).bfloat16() * torch.logspace(-20, 10, count, base=2.0).bfloat16().unsqueeze(1)
+        rows[0, 0] = torch.nan
+        encoded, arrived = fused.encode(rows), [torch.empty_like(rows) for _ in range(2)]
+        assert torch.equal(encoded[1:], eager.encode(rows)[1:])
+        for codec, target in zip((eager, fused), arrived):
+            codec.decode_into(target, encoded)
+        assert arrived[1][0, :128].isnan().all() and torch.equal(arrived[0][1:], arrived[1][1:])
+
+
 class _Bytes(TorchDispatchMode):
     """Counts what operations on large tensors read and write, without views."""
 

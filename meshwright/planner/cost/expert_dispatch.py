@@ -37,6 +37,8 @@ ROUND_MOVES, ROUND_BYTES = 9.0, 2.0
 """Times that the bytes of an unrounded value are moved to round it to float8 and to decode it, and bytes beside.
 Counted at `parallel.row_codec.RowCodec`: five operations read or write a value to find its run's largest one, to scale
 and to narrow it, and three to widen and to scale it back."""
+FUSED_ROUND_MOVES = 2.0
+"""The same in compiled layers: a value is read once to be rounded, and written once when it is decoded."""
 EXCHANGE_OPERATIONS = 40.0
 """Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
@@ -91,6 +93,8 @@ class ExpertExchange:
     """That a rank sends, (N,)."""
     element: float
     """Bytes of an element."""
+    is_compiled: bool = False
+    """Whether torch.compile makes one kernel of what rounds a row, and one of what decodes it."""
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
@@ -114,7 +118,8 @@ class ExpertExchange:
 
     def _rounding(self, layer: LayerShape, rows: Values) -> WireTime:
         """Returns what rounding and decoding so many rows takes, (N,), which lies on their way."""
-        moved_bytes = rows * layer.width * (ROUND_MOVES * self.element + ROUND_BYTES)
+        moves = FUSED_ROUND_MOVES if self.is_compiled else ROUND_MOVES
+        moved_bytes = rows * layer.width * (moves * self.element + ROUND_BYTES)
         return WireTime(move_s(np.where(self.layouts.compress_tokens > 0, moved_bytes, 0.0), self.device))
 
     def kept_bytes(self, layer: LayerShape) -> Array:

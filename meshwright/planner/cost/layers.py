@@ -71,7 +71,8 @@ class PricedModel:
     def _exchange(self) -> ExpertExchange:
         """The exchange of a micro-batch's tokens with experts; with ``ep`` ranks of tp send a part each."""
         tokens = self.tokens / self.layouts.tp
-        return ExpertExchange(self.layouts, self.groups, self.machine.device, tokens, self.element)
+        is_compiled = self.engine.saved.compiled
+        return ExpertExchange(self.layouts, self.groups, self.machine.device, tokens, self.element, is_compiled)
 
     def token_copies_s(self, collectives: Values) -> Values:
         """Returns seconds, (N,) or 0, in which tokens of several rows are put in order for tp's collectives of them.
