@@ -94,6 +94,7 @@ def test_numbers_are_looked_up_as_torch_widens_them() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
 def test_compiled_kernels_round_alike() -> None:
     eager, fused = RowCodec(), RowCodec(is_fused=True)
     for count, width in ((5, 256), (300, 256), (7, 130)):
