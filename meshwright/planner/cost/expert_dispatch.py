@@ -37,8 +37,10 @@ ROUND_MOVES, ROUND_BYTES = 9.0, 2.0
 """Times that the bytes of an unrounded value are moved to round it to float8 and to decode it, and bytes beside.
 Counted at `parallel.row_codec.RowCodec`: five operations read or write a value to find its run's largest one, to scale
 and to narrow it, and three to widen and to scale it back."""
-FUSED_ROUND_MOVES = 2.0
-"""The same in compiled layers: a value is read once to be rounded, and written once when it is decoded."""
+FUSED_ROUND_MOVES = 3.0
+"""The same in compiled layers, where a value is read by two kernels that round, and written by the one that decodes."""
+ROUND_OPERATIONS, FUSED_ROUND_OPERATIONS = 22.0, 3.0
+"""Kernels that round and decode a message of rows, eager and compiled, counted on a simulated GPU."""
 EXCHANGE_OPERATIONS = 40.0
 """Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
@@ -94,7 +96,7 @@ class ExpertExchange:
     element: float
     """Bytes of an element."""
     is_compiled: bool = False
-    """Whether torch.compile makes one kernel of what rounds a row, and one of what decodes it."""
+    """Whether torch.compile makes two kernels of what rounds a row, and one of what decodes it."""
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
@@ -121,6 +123,13 @@ class ExpertExchange:
         moves = FUSED_ROUND_MOVES if self.is_compiled else ROUND_MOVES
         moved_bytes = rows * layer.width * (moves * self.element + ROUND_BYTES)
         return WireTime(move_s(np.where(self.layouts.compress_tokens > 0, moved_bytes, 0.0), self.device))
+
+    @property
+    def round_operations(self) -> Array:
+        """Operators that round and decode in a pass of a layer, (N,)."""
+        legs = np.where(self.layouts.ep_node > 1, 2.0, 1.0) * np.maximum(1.0, self.layouts.ep_overlap)
+        each = FUSED_ROUND_OPERATIONS if self.is_compiled else ROUND_OPERATIONS
+        return np.where(self.layouts.compress_tokens > 0, legs * each, 0.0)
 
     def kept_bytes(self, layer: LayerShape) -> Array:
         """Returns the bytes that a pass of a layer keeps of it for recompute (`Layout.ep_keep`), (N,).

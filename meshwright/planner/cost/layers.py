@@ -340,6 +340,9 @@ class PricedModel:
         """Adds the exposed seconds of ep to the passes of a layer with experts; returns what a pass sends."""
         layouts, exchange = self.layouts, self._exchange.wire(layer)
         forward.ep = backward.ep = exchange.seconds * (1.0 - self.engine.runtime.ep_overlap)
+        round_s = self._exchange.round_operations * self.engine.runtime.host_layer_s / LAYER_OPERATORS
+        for pass_time in (forward, backward, repeated):
+            pass_time.host = pass_time.host + round_s
         if (layouts.ep_overlap > 0).any():
             for pass_time, is_backward in ((forward, False), (backward, True)):
                 self._overlap_exchange(layer, pass_time, exchange.seconds, self._product_count(is_backward))
