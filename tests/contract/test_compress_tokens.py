@@ -12,8 +12,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral import modeling_mixtral
 
+from meshwright.data.config import DataConfig
 from meshwright.errors import PlanError
-from meshwright.jobs.layouts import _similar_layouts
+from meshwright.jobs import layouts as job_layouts
+from meshwright.jobs.layouts import make_plans, plan_for_fewer_ranks
+from meshwright.jobs.machines import Machines
+from meshwright.jobs.model_reading import read_model
+from meshwright.launch.devices import Devices
 from meshwright.parallel import row_codec
 from meshwright.parallel.block_codec import widen_into
 from meshwright.parallel.row_codec import RowCodec, RowTransfer
@@ -26,6 +31,7 @@ from meshwright.spec.compression import row_bytes
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
+from meshwright.train.run_config import RunConfig
 from tests.contract.test_expert_parallel import case, config, layouts
 from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model
 from tests.fake.recorder import build_rank
@@ -241,7 +247,45 @@ def test_layouts() -> None:
     layout = Layout.parse(f"shard=4,zero=1,ep=4{FLOAT8}")
     assert layout.is_lossy and Layout.from_json(layout.to_json()) == layout
     assert layout.with_degrees({"shard": 2, "ep": 2}).is_lossy and not layout.with_degrees({"shard": 2}).is_lossy
-    assert all(other.is_lossy == (other.degree("ep") > 1) for other in _similar_layouts(layout, 2, 8))
     exact = dataclasses.replace(layout, compress_tokens="none")
     assert next(variant.compress_tokens for variant in lossy_variants(exact, 1)) == "fp8"
     assert not any(variant.compress_tokens != "none" for variant in lossy_variants(Layout.parse("replicate=4"), 1))
+
+
+@pytest.mark.parametrize(
+    ("full", "left", "rounded", "words"),
+    [
+        ("shard=4,zero=1,ep=4", "shard=2,zero=1,ep=2", FLOAT8, "; rounded as shard=4"),
+        ("shard=4,zero=1,ep=4", "shard=2,zero=1", "", "user; sends exactly what compress_tokens=fp8 rounded"),
+        (
+            "replicate=2,shard=2,zero=1,ep=2,compress=int8",
+            "replicate=2",
+            ",compress=int8",
+            "compress_tokens=fp8 was; sends exactly what compress_tokens=fp8 rounded",
+        ),
+    ],
+)
+def test_fewer_ranks_round_as_before_or_say_that_they_do_not(
+    full: str, left: str, rounded: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig(model=config("mixtral"), data=DataConfig(sequence=8))
+    read, machines = (
+        read_model(run, VOCAB, 8),
+        Machines(devices=Devices(kind="cpu", count=2, found=2, cores=2), ranks=2),
+    )
+    exact = make_plans(dataclasses.replace(run, layout=left), read, machines)
+    monkeypatch.setattr(job_layouts, "_planner_plans", lambda *_: exact)
+    plan, _ = plan_for_fewer_ranks(run, read, machines, Layout.parse(full + FLOAT8))
+    assert plan.layout == Layout.parse(left + rounded)
+    assert words in plan.reason
+
+
+def test_what_float64_loses_is_said() -> None:
+    """Its layouts are those like the run's, without the planner."""
+    run = RunConfig(model=config("mixtral"), data=DataConfig(sequence=8))
+    read, machines = (
+        read_model(run, VOCAB, 8),
+        Machines(devices=Devices(kind="cpu", count=2, found=2, cores=2), ranks=2),
+    )
+    plan, _ = plan_for_fewer_ranks(run, read, machines, Layout.parse(f"shard=4,zero=1,ep=4,precision=float64{FLOAT8}"))
+    assert not plan.layout.is_lossy and plan.reason.endswith("sends exactly what compress_tokens=fp8 rounded")
