@@ -24,6 +24,7 @@ from meshwright.parallel.block_codec import widen_into
 from meshwright.parallel.row_codec import RowCodec, RowTransfer
 from meshwright.planner.cost.expert_dispatch import ROUND_BYTES, ROUND_MOVES
 from meshwright.planner.lossy import lossy_variants
+from meshwright.proof.compare import EXACT, Deviation
 from meshwright.proof.compressed_sums import CompressedSums
 from meshwright.proof.plain_rounding import round_rows
 from meshwright.proof.verify import random_batches, verify
@@ -88,6 +89,10 @@ def test_the_smallest_and_largest_numbers() -> None:
     for value in (tiny, tiny / 8, 3e38, 1e-300):
         rows = torch.full((1, 3), value, dtype=torch.float64)
         assert torch.equal(decoded(rows), torch.from_numpy(round_rows(rows.numpy())))
+    # A run's scale is that of its largest value in float32, above which float64 has some that round to it.
+    for rows in ([448 * (1 + 2.0**-30), 2.0**-9], [float(torch.finfo(torch.float32).max) * (1 + 2.0**-30), 1e35]):
+        values = torch.tensor([rows], dtype=torch.float64)
+        assert torch.equal(decoded(values), torch.from_numpy(round_rows(values.numpy())))
     assert decoded(torch.full((1, 3), 1e300, dtype=torch.float64)).isnan().all()
     assert decoded(torch.empty(0, 256)).shape == (0, 256)
 
@@ -199,6 +204,14 @@ def test_training_is_that_of_one_device_which_rounds_by_hand(node: int, monkeypa
     monkeypatch.setattr(CompressedSums, "_check_rows", check)
     (verdict,) = verify(case(config("mixtral", layers=1)), layouts(f"shard=4,zero=1,ep=4,ep_node={node}{FLOAT8}"))
     assert not verdict.passed and verdict.grad_error > 1e-4
+
+
+def test_the_proof_knows_where_float16_ends() -> None:
+    exact = torch.tensor([[65504.0, -1.0]], dtype=torch.float16)
+    check = CompressedSums.__new__(CompressedSums)
+    check.method, check._squared_error, check._squared_exact = Deviation(error=0.0, bound=EXACT), 0.0, 0.0
+    check._check_rows(RowTransfer(exact=exact, arrived=decoded(exact)))
+    assert check.method.error == 0
 
 
 @pytest.mark.parametrize("fault", ["scale", "order"])
