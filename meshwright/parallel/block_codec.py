@@ -313,7 +313,7 @@ def slices(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor of any shape in another type, also inside `Float64Ops`, where `to` narrows nothing."""
+    """Returns a tensor, of any shape, in another type, also inside `Float64Ops`, where `to` narrows nothing."""
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
 
 

@@ -78,14 +78,16 @@ def round_block(block: Floats, name: str, fractions: NDArray[np.float64] | None)
 def round_rows(rows: Floats) -> Floats:
     """Returns what is decoded of tokens that travel in float8, (N, D) each, rounded to the nearest.
 
-    The scale of each 128 values is the least power of two, of at least 2**-126, by which e4m3 holds all of them.
+    The scale of each 128 values is the least power of two, of at least 2**-126, by which e4m3 holds all of them as
+    float32 has them.
     """
     numbers, _ = representable("fp8")
     rounded = np.empty_like(rows)
     for first in range(0, rows.shape[1], ROW_RUN):
         run = rows[:, first : first + ROW_RUN].astype(np.float64)
-        largest = np.abs(run).max(axis=1, initial=0, keepdims=True)
-        is_finite = largest <= np.finfo(np.float32).max
+        with np.errstate(over="ignore"):
+            largest = np.abs(run).max(axis=1, initial=0, keepdims=True).astype(np.float32).astype(np.float64)
+        is_finite = np.isfinite(largest)
         fraction, exponent = np.frexp(np.where(is_finite, largest, 0) / numbers[-1])
         # A fraction of exactly a half is a power of two itself.
         exponent = np.where(largest > 0, exponent - (fraction == 0.5), -126)

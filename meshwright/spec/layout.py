@@ -78,6 +78,8 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "compress_tokens": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
+LOSSY_CHOICES = ("compress", "compress_weights", "compress_tokens")
+"""Choices by which ranks send each other less than exact values; ``none`` sends these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -476,7 +478,7 @@ class Layout:
     @property
     def is_lossy(self) -> bool:
         """Whether ranks send each other less than exact values, which trains otherwise than these."""
-        return bool(self.compress) or self.compress_weights != "none" or self.compress_tokens != "none"
+        return any(str(getattr(self, name)) != "none" for name in LOSSY_CHOICES)
 
     @property
     def islands(self) -> int:

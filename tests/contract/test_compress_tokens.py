@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.models.mixtral import modeling_mixtral
 
+from meshwright.data.config import DataConfig
 from meshwright.errors import PlanError
-from meshwright.jobs.layouts import _similar_layouts
+from meshwright.jobs import layouts as job_layouts
+from meshwright.jobs.layouts import make_plans, plan_for_fewer_ranks
+from meshwright.jobs.machines import Machines
+from meshwright.jobs.model_reading import read_model
+from meshwright.launch.devices import Devices
 from meshwright.parallel import row_codec
 from meshwright.parallel.block_codec import widen_into
 from meshwright.parallel.row_codec import RowCodec, RowTransfer
 from meshwright.planner.cost.expert_dispatch import ROUND_BYTES, ROUND_MOVES
 from meshwright.planner.lossy import lossy_variants
+from meshwright.proof.compare import EXACT, Deviation
 from meshwright.proof.compressed_sums import CompressedSums
 from meshwright.proof.plain_rounding import round_rows
 from meshwright.proof.verify import random_batches, verify
@@ -26,6 +32,7 @@ from meshwright.spec.compression import row_bytes
 from meshwright.spec.layout import Layout
 from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
+from meshwright.train.run_config import RunConfig
 from tests.contract.test_expert_parallel import case, config, layouts
 from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model
 from tests.fake.recorder import build_rank
@@ -82,6 +89,10 @@ def test_the_smallest_and_largest_numbers() -> None:
     for value in (tiny, tiny / 8, 3e38, 1e-300):
         rows = torch.full((1, 3), value, dtype=torch.float64)
         assert torch.equal(decoded(rows), torch.from_numpy(round_rows(rows.numpy())))
+    # A run's scale is that of its largest value in float32, above which float64 has some that round to it.
+    for rows in ([448 * (1 + 2.0**-30), 2.0**-9], [float(torch.finfo(torch.float32).max) * (1 + 2.0**-30), 1e35]):
+        values = torch.tensor([rows], dtype=torch.float64)
+        assert torch.equal(decoded(values), torch.from_numpy(round_rows(values.numpy())))
     assert decoded(torch.full((1, 3), 1e300, dtype=torch.float64)).isnan().all()
     assert decoded(torch.empty(0, 256)).shape == (0, 256)
 
@@ -209,6 +220,14 @@ def test_training_is_that_of_one_device_which_rounds_by_hand(node: int, monkeypa
     assert not verdict.passed and verdict.grad_error > 1e-4
 
 
+def test_the_proof_knows_where_float16_ends() -> None:
+    exact = torch.tensor([[65504.0, -1.0]], dtype=torch.float16)
+    check = CompressedSums.__new__(CompressedSums)
+    check.method, check._squared_error, check._squared_exact = Deviation(error=0.0, bound=EXACT), 0.0, 0.0
+    check._check_rows(RowTransfer(exact=exact, arrived=decoded(exact)))
+    assert check.method.error == 0
+
+
 @pytest.mark.parametrize("fault", ["scale", "order"])
 def test_planted_faults_are_caught(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "scale":
@@ -255,7 +274,45 @@ def test_layouts() -> None:
     layout = Layout.parse(f"shard=4,zero=1,ep=4{FLOAT8}")
     assert layout.is_lossy and Layout.from_json(layout.to_json()) == layout
     assert layout.with_degrees({"shard": 2, "ep": 2}).is_lossy and not layout.with_degrees({"shard": 2}).is_lossy
-    assert all(other.is_lossy == (other.degree("ep") > 1) for other in _similar_layouts(layout, 2, 8))
     exact = dataclasses.replace(layout, compress_tokens="none")
     assert next(variant.compress_tokens for variant in lossy_variants(exact, 1)) == "fp8"
     assert not any(variant.compress_tokens != "none" for variant in lossy_variants(Layout.parse("replicate=4"), 1))
+
+
+@pytest.mark.parametrize(
+    ("full", "left", "rounded", "words"),
+    [
+        ("shard=4,zero=1,ep=4", "shard=2,zero=1,ep=2", FLOAT8, "; rounded as shard=4"),
+        ("shard=4,zero=1,ep=4", "shard=2,zero=1", "", "user; sends exactly what compress_tokens=fp8 rounded"),
+        (
+            "replicate=2,shard=2,zero=1,ep=2,compress=int8",
+            "replicate=2",
+            ",compress=int8",
+            "compress_tokens=fp8 was; sends exactly what compress_tokens=fp8 rounded",
+        ),
+    ],
+)
+def test_fewer_ranks_round_as_before_or_say_that_they_do_not(
+    full: str, left: str, rounded: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunConfig(model=config("mixtral"), data=DataConfig(sequence=8))
+    read, machines = (
+        read_model(run, VOCAB, 8),
+        Machines(devices=Devices(kind="cpu", count=2, found=2, cores=2), ranks=2),
+    )
+    exact = make_plans(dataclasses.replace(run, layout=left), read, machines)
+    monkeypatch.setattr(job_layouts, "_planner_plans", lambda *_: exact)
+    plan, _ = plan_for_fewer_ranks(run, read, machines, Layout.parse(full + FLOAT8))
+    assert plan.layout == Layout.parse(left + rounded)
+    assert words in plan.reason
+
+
+def test_what_float64_loses_is_said() -> None:
+    """Its layouts are those like the run's, without the planner."""
+    run = RunConfig(model=config("mixtral"), data=DataConfig(sequence=8))
+    read, machines = (
+        read_model(run, VOCAB, 8),
+        Machines(devices=Devices(kind="cpu", count=2, found=2, cores=2), ranks=2),
+    )
+    plan, _ = plan_for_fewer_ranks(run, read, machines, Layout.parse(f"shard=4,zero=1,ep=4,precision=float64{FLOAT8}"))
+    assert not plan.layout.is_lossy and plan.reason.endswith("sends exactly what compress_tokens=fp8 rounded")
