@@ -30,7 +30,7 @@ from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import Layout, expert_node_over, secondary_over
+from meshwright.spec.layout import LOSSY_CHOICES, Layout, expert_node_over, secondary_over
 from meshwright.spec.layout_choices import BatchShares
 from meshwright.spec.plan import Plan
 from meshwright.torch_compat.compiler import can_compile
@@ -117,7 +117,7 @@ def plan_for_fewer_ranks(
         except PlanError as error:
             refusal: PlanError = error
         else:
-            return _keep_rounding(config, exact, full_layout, model, machines, say) or exact
+            return _keep_rounding(config, exact, full_layout, model, machines, say)
     for layout in _similar_layouts(full_layout, ranks, config.train.batch):
         try:
             layout.check_batch(config.train.batch)
@@ -126,7 +126,8 @@ def plan_for_fewer_ranks(
             refusal = error
         else:
             plan = state_rule.named_plan(layout, ranks, model_parts(model.built, analysis))
-            return dataclasses.replace(plan, reason=f"for the {ranks} ranks that are left of {full_layout}"), analysis
+            reason = f"for the {ranks} ranks that are left of {full_layout}{_lost_rounding(full_layout, layout)}"
+            return dataclasses.replace(plan, reason=reason), analysis
     raise refusal
 
 
@@ -137,22 +138,32 @@ def _keep_rounding(
     model: ReadModel,
     machines: Machines,
     say: Say,
-) -> tuple[Plan, ModelAnalysis] | None:
-    """Returns a plan with the run's rounding added; None where it rounds nothing, or nothing is left to round.
+) -> tuple[Plan, ModelAnalysis]:
+    """Returns a plan with the run's rounding added, whose reason says what of it is left out.
 
     The search ranks exact layouts, and a run that rounds must not become another one in silence.
     """
-    plan, _ = exact
+    (plan, analysis), words = exact, ""
     compress = full_layout.compress.over(plan.layout.copies)
     weights = full_layout.compress_weights if plan.layout.zero else "none"
-    if not compress and weights == "none":
-        return None
-    try:
-        layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights)
-        rounded, analysis = _plan_fallback(config, layout, model, machines, say)
-    except PlanError:
-        return None
-    return dataclasses.replace(rounded, reason=f"{plan.reason}; rounded as {full_layout} was"), analysis
+    tokens = full_layout.compress_tokens if plan.layout.degree(Mechanics.EXPERTS) > 1 else "none"
+    layout = dataclasses.replace(plan.layout, compress=compress, compress_weights=weights, compress_tokens=tokens)
+    if layout.is_lossy:
+        try:
+            plan, analysis = _plan_fallback(config, layout, model, machines, say)
+            words = f"; rounded as {full_layout} was"
+        except PlanError as error:
+            words = f"; {layout} can't run: {error}"
+    return dataclasses.replace(
+        plan, reason=exact[0].reason + words + _lost_rounding(full_layout, plan.layout)
+    ), analysis
+
+
+def _lost_rounding(full_layout: Layout, layout: Layout) -> str:
+    """Returns words on what a run rounded and a layout for fewer ranks doesn't; none where that is nothing."""
+    exact_names = [name for name in LOSSY_CHOICES if str(getattr(layout, name)) == "none"]
+    lost = [f"{name}={choice}" for name in exact_names if (choice := str(getattr(full_layout, name))) != "none"]
+    return f"; sends exactly what {' and '.join(lost)} rounded" if lost else ""
 
 
 def _plan_fallback(

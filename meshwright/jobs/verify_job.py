@@ -92,8 +92,8 @@ def job_and_layouts(job: RunConfig | str | Path, named: Sequence[str], trust: bo
         if layout.is_lossy:
             raise ConfigError(
                 f"--layout {layout}: a job is proven to 1e-9, and rounded numbers on the wire are another training; "
-                "leave compress and compress_weights out of --layout, and prove the rounding itself by meshwright "
-                f"verify --model {config.model.name} --layout {layout}"
+                "leave compress, compress_weights and compress_tokens out of --layout, and prove the rounding itself "
+                f"by meshwright verify --model {config.model.name} --layout {layout}"
             )
     for layout, text in zip(layouts, named):
         if "precision" in text and layout.precision != "float64":

@@ -59,15 +59,16 @@ class BlockCodec:
         else:
             scaled = torch.where(blocks.abs() <= _FLOAT32_MAX, blocks.clamp(-_BF16_MAX, _BF16_MAX), torch.nan)
         largest = self._format.largest or _BF16_MAX
-        rounded = self._rounded(scaled, fractions).clamp_(-largest, largest)
-        encoded[:, : self._value_bytes] = _cast(rounded, self._dtype).view(torch.uint8)
+        rounded = rounded_to_format(scaled, self._format, fractions).clamp_(-largest, largest)
+        encoded[:, : self._value_bytes] = cast(rounded, self._dtype).view(torch.uint8)
         return encoded
 
     def decode(self, encoded: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Returns the values, (N, 256) of ``dtype``, of encoded blocks, (N, block_bytes) uint8."""
         if not len(encoded):
             return encoded.new_empty((0, BLOCK_VALUES), dtype=dtype)
-        values = encoded[:, : self._value_bytes].contiguous().view(self._dtype).to(dtype)
+        values = encoded.new_empty((len(encoded), BLOCK_VALUES), dtype=dtype)
+        widen_into(values, encoded[:, : self._value_bytes].contiguous().view(self._dtype))
         if self._format.largest:
             values *= encoded[:, self._value_bytes :].contiguous().view(torch.float32).to(dtype)
         return values
@@ -142,28 +143,37 @@ class BlockCodec:
         """Returns blocks, (N, 256), over their scale, and the scales, (N, 1) float32; NaN where not finite."""
         # A tensor of it: by a plain number CUDA multiplies with its reciprocal, which gives other bits than division.
         largest = blocks.new_full((1, 1), self._format.largest)
-        scale = _cast(blocks.abs().amax(dim=1, keepdim=True) / largest, torch.float32)
+        scale = cast(blocks.abs().amax(dim=1, keepdim=True) / largest, torch.float32)
         scale = torch.where(torch.isfinite(scale), scale, torch.nan)
         # A scale of zero or NaN divides by one: zeros stay zeros, and NaN times any number is NaN again.
         divisor = torch.where(scale > 0, scale, 1.0).to(blocks.dtype)
         scaled = (blocks / divisor).masked_fill_(torch.isnan(scale), 0.0)
         return scaled.clamp_(-self._format.largest, self._format.largest), scale
 
-    def _rounded(self, scaled: torch.Tensor, fractions: torch.Tensor | None) -> torch.Tensor:
-        """Returns values of the format, (N, 256), next to the scaled ones."""
-        distance: float | torch.Tensor = 1.0
-        if self._format.mantissa_bits:
-            # Numbers of one exponent lie equally far apart; the bits of the exponent alone are that power of two.
-            integers, exponent_bits = _EXPONENT_BITS[scaled.dtype]
-            distance = scaled.view(integers).bitwise_and(exponent_bits).view(scaled.dtype)
-            distance.clamp_(min=2.0**self._format.least_exponent).mul_(2.0**-self._format.mantissa_bits)
-        # Division by a power of two is exact, and so is the difference to the floor.
-        steps = scaled / distance
-        if fractions is None:
-            return steps.round_().mul_(distance)
-        low = steps.floor()
-        # Compared in place, 0 or 1 in the steps' own type: a tensor of truth values would be converted to be added.
-        return low.add_(steps.sub_(low).gt_(fractions)).mul_(distance)
+
+def rounded_to_format(
+    scaled: torch.Tensor, number_format: NumberFormat, fractions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Returns values of a number format, of any shape, next to the scaled ones.
+
+    Args:
+        scaled: float32 or float64, none larger than the format's largest.
+        number_format: of the values.
+        fractions: as for `BlockCodec.encode`.
+    """
+    distance: float | torch.Tensor = 1.0
+    if number_format.mantissa_bits:
+        # Numbers of one exponent lie equally far apart; the bits of the exponent alone are that power of two.
+        integers, exponent_bits = _EXPONENT_BITS[scaled.dtype]
+        distance = scaled.view(integers).bitwise_and(exponent_bits).view(scaled.dtype)
+        distance.clamp_(min=2.0**number_format.least_exponent).mul_(2.0**-number_format.mantissa_bits)
+    # Division by a power of two is exact, and so is the difference to the floor.
+    steps = scaled / distance
+    if fractions is None:
+        return steps.round_().mul_(distance)
+    low = steps.floor()
+    # Compared in place, 0 or 1 in the steps' own type: a tensor of truth values would be converted to be added.
+    return low.add_(steps.sub_(low).gt_(fractions)).mul_(distance)
 
 
 class BlockStore(Protocol):
@@ -302,6 +312,15 @@ def slices(blocks: int, device: torch.device) -> Iterator[tuple[int, int]]:
         yield first, min(size, blocks - first)
 
 
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor in another type, also inside `Float64Ops`, where `to` narrows nothing."""
+def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a tensor, of any shape, in another type, also inside `Float64Ops`, where `to` narrows nothing."""
     return torch.empty(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor)
+
+
+def widen_into(target: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Writes ``values``, of any shape and of a number format, to ``target`` of a wider type, and returns it."""
+    if values.dtype != torch.float8_e4m3fn or values.device.type != "cpu":
+        return target.copy_(values)
+    # Torch converts float8 one value at a time on a core; looking them up takes a fifth of that.
+    table = torch.arange(256, dtype=torch.uint8).view(values.dtype).to(target.dtype)
+    return target.copy_(table.index_select(0, values.reshape(-1).view(torch.uint8).int()).view(values.shape))

@@ -89,6 +89,7 @@ def _apply(context: TransformContext) -> None:
         replicas=replicas,
         node=ExpertNode(*mesh.expert_node(layout.ep_node)) if layout.ep_node else None,
         chunks=max(1, layout.ep_overlap),
+        codec=mesh.row_codec,
     )
     copies = mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in context.stages:

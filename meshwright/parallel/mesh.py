@@ -14,6 +14,7 @@ from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.parallel.compression import CopyGroups, GradientCompressor, RoundingKey, WeightCompressor
 from meshwright.parallel.feedback_compressor import FeedbackCompressor
 from meshwright.parallel.low_rank import LowRankCompressor
+from meshwright.parallel.row_codec import RowCodec, can_fuse
 from meshwright.parallel.secondary_shards import SecondaryShards
 from meshwright.parallel.top_k import TopKCompressor
 from meshwright.parallel.wire import AUTO, WireOptions, open_axis_group
@@ -51,7 +52,10 @@ class Mesh:
         """The ranks that take each step together: over them losses, norms and counts are summed."""
         self._carved_groups: Mapping[str, list[list[int]]] = {}
         self.compressors: list[GradientCompressor | FeedbackCompressor | WeightCompressor] = []
-        """All that send less than exact values."""
+        """All that send less than exact values of weights or gradients."""
+        is_fused = layout.compile and can_fuse(torch.device(device_type))
+        self.row_codec = RowCodec(is_fused) if layout.compress_tokens != "none" else None
+        """Rounds tokens on their way to experts; None sends exact values."""
         self.axis_groups = {name: self.axis_group(name, self.device_mesh.get_group(name)) for name in shape}
         for name, axis in known_axes().items():
             if axis.carves and layout.degree(name) > 1:

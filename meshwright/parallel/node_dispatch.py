@@ -3,7 +3,7 @@
 A token goes to the rank at the sender's place in each node that holds experts of it, and from there to the ranks of the
 node that do; with it go its experts and their weights. A rank weighs and sums what its experts make of a token, a node
 what its ranks do, and the sender what the nodes do, so that as little comes back as went out; each such sum is rounded
-to the tokens' dtype. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.2, which rounds to float8 on the way out too.
+to the tokens' dtype. Source: DeepSeek-AI, DeepSeek-V3 (2024), section 3.2.2.
 """
 
 from __future__ import annotations
@@ -163,9 +163,10 @@ class NodeDispatch(Dispatch):
         routes = []
         for wanted, counts in zip(wanted_by_chunk, torch.cat(on_host, dim=1).tolist()):
             parts = _split(counts, widths)
-            across, inside = Leg(self._node.across, parts[0], parts[1], keeps=first), None
+            across, inside = Leg(self._node.across, parts[0], parts[1], keeps=first, codec=self._codec), None
             if self._node.inside is not None:
-                inside = Leg(self._node.inside, parts[2], parts[3], is_short=True, keeps=last)
+                way = self._node.inside, parts[2], parts[3], True, last
+                inside = Leg(*way, codec=self._codec)
             routes.append(_Route(wanted, across, inside, parts[-1][0]))
         return routes
 

@@ -10,6 +10,7 @@ from torch.autograd.function import FunctionCtx
 
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.progress_hooks import layer_report
+from meshwright.parallel.row_codec import RowCodec, RowTransfer
 from meshwright.parallel.turns import give_way
 
 Journey = Generator[None, None, torch.Tensor]
@@ -52,34 +53,57 @@ def travel_in_turns(journeys: Sequence[Journey]) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """Rows whose exchange has begun."""
+
+    pending: Sequence[PendingCollective]
+    sent: Sequence[torch.Tensor]
+    """What stays in memory until it has gone."""
+    message: torch.Tensor
+    """(n_received, ...), what comes: the rows, or their bytes where they are rounded."""
+    rows: torch.Tensor
+    """(n_received, ...), which are filled in the end."""
+    exact: torch.Tensor | None = None
+    """(n_received, ...) unrounded, which travel as well where a proof compares them."""
+
+
+@dataclass(frozen=True, slots=True)
 class _Came:
     """What came in a layer's first run, for its second."""
 
-    rows: torch.Tensor
-    """(n_received, ...); of one number where only the shape is needed."""
+    message: torch.Tensor
+    """(n_received, ...) as it came; of one number where only the shape is needed."""
     shape: torch.Size
     version: int
-    """How often the rows had been written to."""
+    """How often the message had been written to."""
+    rows_shape: torch.Size
+    rows_dtype: torch.dtype
+    exact: torch.Tensor | None
 
     @classmethod
-    def of(cls, rows: torch.Tensor, keeps: bool) -> _Came:
-        """Keeps rows, or their shape alone."""
+    def of(cls, journey: _UnderWay, keeps: bool) -> _Came:
+        """Keeps what came, or its shape alone."""
         # Zeros are made in the first run too: selective recompute refuses operators that it didn't see there.
-        kept = rows.detach() if keeps else rows.new_zeros(())
-        return cls(kept, rows.shape, kept._version)
+        message, rows = journey.message, journey.rows
+        kept, exact = (message.detach(), journey.exact) if keeps else (message.new_zeros(()), None)
+        return cls(kept, message.shape, kept._version, rows.shape, rows.dtype, exact)
 
-    def again(self) -> torch.Tensor:
-        """Returns the rows, or as many zeros.
+    def again(self) -> _UnderWay:
+        """Returns what came, or as many zeros.
 
         Raises:
-            RuntimeError: the experts have written into them since.
+            RuntimeError: the experts have written into it since.
         """
-        if self.rows._version != self.version:
+        if self.message._version != self.version:
             raise RuntimeError(
                 "experts changed the rows that they were sent in place, and ep_keep=true keeps these for the forward "
                 "that recompute runs again; drop ep_keep"
             )
-        return self.rows.detach() if self.rows.shape == self.shape else self.rows.new_zeros(self.shape)
+        is_kept = self.message.shape == self.shape
+        message = self.message.detach() if is_kept else self.message.new_zeros(self.shape)
+        is_rounded = self.rows_dtype != message.dtype
+        rows = message.new_empty(self.rows_shape, dtype=self.rows_dtype) if is_rounded else message
+        return _UnderWay([], [], message, rows, self.exact)
 
 
 @dataclass(slots=True)
@@ -94,9 +118,13 @@ class Leg:
     keeps: tuple[bool, ...] = ()
     """Where a layer's second run receives nothing (`parallel.kept_exchange`): which of the tensors that travel together
     it needs; it gets zeros for the others. Empty where all travel again."""
+    codec: RowCodec | None = None
+    """Rounds the rows on this way; None sends them as they are. Whole numbers are never rounded."""
+    codec_back: RowCodec | None = None
+    """The same of their gradients, and of the way back."""
     report: Callable[[], None] | None = field(default_factory=layer_report)
     """Reports the layer that it belongs to."""
-    _under_way: list[tuple[PendingCollective, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    _under_way: list[_UnderWay] = field(default_factory=list)
     _came: list[_Came] = field(default_factory=list)
     """What came in the first run."""
     _homeward: Leg | None = None
@@ -105,9 +133,9 @@ class Leg:
     def reversed(self, keeps: tuple[bool, ...] = (True,)) -> Leg:
         """Returns the way back; `keeps` of it, where this one keeps anything."""
         if not self.keeps:
-            return Leg(self.axis_group, self.received, self.sent, self.is_short)
+            return self._turned()
         if self._homeward is None:
-            self._homeward = Leg(self.axis_group, self.received, self.sent, self.is_short, keeps=keeps)
+            self._homeward = self._turned(keeps)
         return self._homeward
 
     def of_gradients(self) -> Leg:
@@ -116,18 +144,38 @@ class Leg:
         It is all that autograd's nodes keep, which last until the whole backward has ended: what came goes before.
         """
         if self._gradients is None:
-            self._gradients = Leg(self.axis_group, self.received, self.sent, self.is_short)
+            self._gradients = self._turned()
         return self._gradients
+
+    def _turned(self, keeps: tuple[bool, ...] = ()) -> Leg:
+        group, way = self.axis_group, (self.received, self.sent, self.is_short, keeps)
+        return Leg(group, *way, codec=self.codec_back, codec_back=self.codec)
 
     def begin(self, tensor: torch.Tensor) -> torch.Tensor:
         """Begins to send ``tensor: (n_sent, ...)`` and returns (n_received, ...), which is filled after `end`."""
         if self._came:
             return tensor
         tensor = tensor.contiguous()
+        if self.codec is None or not tensor.is_floating_point():
+            transfer, message = self._send(tensor)
+            self._under_way.append(_UnderWay([transfer], [tensor], message, message))
+            return message
+        encoded, exact = self.codec.encode(tensor), None
+        transfer, message = self._send(encoded)
+        transfer.raw_bytes = tensor[:1].nbytes * (sum(self.sent) - self.sent[self.axis_group.index])
+        pending, sent = [transfer], [encoded]
+        if self.codec.observer is not None:
+            further, exact = self._send(tensor)
+            pending.append(further)
+            sent.append(tensor)
+        rows = tensor.new_empty((len(message), *tensor.shape[1:]))
+        self._under_way.append(_UnderWay(pending, sent, message, rows, exact))
+        return rows
+
+    def _send(self, tensor: torch.Tensor) -> tuple[PendingCollective, torch.Tensor]:
+        """Begins to send ``tensor: (n_sent, ...)``, and returns what will come too, (n_received, ...)."""
         out = tensor.new_empty((sum(self.received), *tensor.shape[1:]))
-        # What is sent stays in memory until it has gone.
-        self._under_way.append((self.axis_group.all_to_all_rows(out, tensor, self.received, self.sent), tensor, out))
-        return out
+        return self.axis_group.all_to_all_rows(out, tensor, self.received, self.sent), out
 
     def give_way(self) -> None:
         """Lets the other half, or pass, run before this one waits; in forward before autograd numbers what waits."""
@@ -144,14 +192,23 @@ class Leg:
     def end(self) -> list[torch.Tensor]:
         """Waits for all that has begun, and returns it in this order: each (n_received, ...)."""
         if self._came:
-            return [came.again() for came in self._came]
+            return [self._rows(came.again()) for came in self._came]
         under_way, self._under_way = self._under_way, []
-        for pending, _, _ in under_way:
-            pending.wait()
-        outs = [out for _, _, out in under_way]
+        for journey in under_way:
+            for pending in journey.pending:
+                pending.wait()
         if self.keeps:
-            self._came = [_Came.of(out, keeps) for out, keeps in zip(outs, self.keeps)]
-        return outs
+            self._came = [_Came.of(journey, keeps) for journey, keeps in zip(under_way, self.keeps)]
+        return [self._rows(journey) for journey in under_way]
+
+    def _rows(self, journey: _UnderWay) -> torch.Tensor:
+        """Returns the rows that came, (n_received, ...), decoded where they were rounded."""
+        rows, exact = journey.rows, journey.exact
+        if self.codec is not None and rows is not journey.message:
+            self.codec.decode_into(rows, journey.message)
+            if self.codec.observer is not None and exact is not None:
+                self.codec.observer(RowTransfer(exact=exact, arrived=rows))
+        return rows
 
 
 class RowExchange:

@@ -19,6 +19,7 @@ from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.collectives import all_gather_tokens, reduce_scatter_tokens
 from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.kept_exchange import is_kept, kept
+from meshwright.parallel.row_codec import RowCodec
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange, travel_in_turns
 from meshwright.spec.experts import ExpertRows
 from meshwright.torch_compat.tensors import is_view
@@ -122,6 +123,8 @@ class ExpertGroups:
     """``axis_group`` as nodes, to each of which a token travels once; None sends it once for each expert."""
     chunks: int = 1
     """Of tokens, one of which travels while the experts compute another."""
+    codec: RowCodec | None = None
+    """Rounds what goes to experts: tokens, and the gradients of what they return. None sends exact values."""
 
 
 class Dispatch:
@@ -137,6 +140,7 @@ class Dispatch:
     def __init__(self, module: nn.Module, rows: ExpertRows, groups: ExpertGroups, compute: Forward) -> None:
         self._module, self._rows, self._compute = module, rows, compute
         self._axis_group, self._replicas, self._chunks = groups.axis_group, groups.replicas, groups.chunks
+        self._codec = groups.codec
         size = groups.axis_group.size
         spans = [rows.span(index, size) for index in range(size)]
         self._experts_of_rank = [stop - start for start, stop in spans]
@@ -223,7 +227,8 @@ class Dispatch:
             for experts_of_rank in self._experts_of_rank:
                 sent.append(sum(counted[offset : offset + experts_of_rank]))
                 offset += experts_of_rank
-            leg = Leg(self._axis_group, sent, counted[offset:], keeps=(True,) if is_kept() else ())
+            keeps = (True,) if is_kept() else ()
+            leg = Leg(self._axis_group, sent, counted[offset:], keeps=keeps, codec=self._codec)
             slots_of_expert = incoming[:, :, chunk].reshape(-1)
             local = torch.repeat_interleave(experts, slots_of_expert, output_size=sum(leg.received))
             legs.append((leg, local))

@@ -182,6 +182,7 @@ def _refuse_our_own(framework: str, layout: Layout) -> None:
         (layout.islands > 1, "islands that join once in some steps", "leave islands out"),
         (bool(layout.compress.name != "none"), f"compress={layout.compress}", "leave compress out"),
         (layout.compress_weights != "none", f"compress_weights={layout.compress_weights}", "leave it out"),
+        (layout.compress_tokens != "none", f"compress_tokens={layout.compress_tokens}", "leave it out"),
         (
             layout.tp_overlap > 0,
             f"tp_overlap={layout.tp_overlap}",

@@ -11,6 +11,7 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.model_parts import ModelParts, stage_bounds
 from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.compression import row_bytes
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.groups import coordinates
 from meshwright.spec.key_ring import KeyRing
@@ -307,11 +308,13 @@ class LayerTraffic:
             routed_bytes * remote_share,
             routed_bytes * (degree - 1) * experts_by_rank[self._ep_index] / rows.experts,
         )
+        # What goes to experts, tokens or gradients, may be rounded; what comes from them isn't.
+        dispatch_bytes *= self._routed_row_bytes / (self._width * compute)
         for size, backward in (
             (dispatch_bytes, False),
             (combine_bytes, False),
-            (combine_bytes, True),
             (dispatch_bytes, True),
+            (combine_bytes, True),
         ):
             yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward, kept_by_ep_keep=True)
 
@@ -340,15 +343,16 @@ class LayerTraffic:
             legs.append((inside, sent, tokens_of_places * by_rank[own] * (run - 1)))
         yield LayerCollective(across, "all_to_all", counted * (1 + 2 * run) * (nodes - 1), kept_by_ep_keep=True)
         yield LayerCollective(inside, "all_to_all", counted * 2 * (run - 1), kept_by_ep_keep=True)
-        row_bytes = self._width * self._bytes.compute
+        exact_bytes = self._width * self._bytes.compute
         weight_bytes = self._routing_elements(layer) * self._bytes.compute
         # Experts travel in integers as wide as their weights, and of 4 bytes at least.
         choice_bytes = 2 * active * max(4, weight_bytes // active)
         for group, sent, returned in legs:
-            yield LayerCollective(group, "all_to_all", sent * (row_bytes + choice_bytes), kept_by_ep_keep=True)
-            yield LayerCollective(group, "all_to_all", returned * row_bytes, kept_by_ep_keep=True)
-            yield LayerCollective(group, "all_to_all", sent * row_bytes, is_backward=True)
-            yield LayerCollective(group, "all_to_all", returned * (row_bytes + weight_bytes), is_backward=True)
+            routed_bytes = sent * self._routed_row_bytes
+            yield LayerCollective(group, "all_to_all", routed_bytes + sent * choice_bytes, kept_by_ep_keep=True)
+            yield LayerCollective(group, "all_to_all", returned * exact_bytes, kept_by_ep_keep=True)
+            yield LayerCollective(group, "all_to_all", routed_bytes, is_backward=True)
+            yield LayerCollective(group, "all_to_all", returned * (exact_bytes + weight_bytes), is_backward=True)
 
     # -------------------------------------------------------- sizes
 
@@ -356,6 +360,12 @@ class LayerTraffic:
     def _chunks(self) -> int:
         """Chunks of a micro-batch's tokens whose counts are exchanged."""
         return max(1, self._layout.ep_overlap) * (2 if self._layout.ep_halves else 1)
+
+    @property
+    def _routed_row_bytes(self) -> float:
+        """Bytes of a token's values on its way to experts, and of their gradients."""
+        is_rounded = self._layout.compress_tokens != "none"
+        return row_bytes(self._width) if is_rounded else self._width * self._bytes.compute
 
     def _active_experts(self, layer: int) -> int:
         """Returns the experts that a token visits in a layer."""

@@ -14,13 +14,13 @@ from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
 EXPOSED_SHARE = 0.1
-"""Share of a step that exposed traffic of gradients or weights must have before rounding is mentioned."""
+"""Share of a step that exposed traffic of what may be rounded must have before rounding is mentioned."""
 GAIN_SHARE = 0.05
 """Share of a step that rounding must save for that."""
 
 
 def lossy_variants(layout: Layout, node_devices: int) -> Iterator[Layout]:
-    """Yields layouts like one that sends exact values, with sums over copies, gathers, or both in ``int8``.
+    """Yields layouts like one that sends exact values, with sums over copies or gathers in ``int8``, tokens in ``fp8``.
 
     Args:
         layout: that sends exact values.
@@ -31,8 +31,12 @@ def lossy_variants(layout: Layout, node_devices: int) -> Iterator[Layout]:
         sums = [choice for choice in choices if choice.exact_copies(copied.copies) == choice.node_copies]
         for compress in (Compression(), *sums):
             for weights in ("none", "int8") if copied.zero == 3 else ("none",):
-                if compress or weights != "none":
-                    yield dataclasses.replace(copied, compress=compress, compress_weights=weights)
+                for tokens in ("none", "fp8") if copied.degree(Mechanics.EXPERTS) > 1 else ("none",):
+                    variant = dataclasses.replace(
+                        copied, compress=compress, compress_weights=weights, compress_tokens=tokens
+                    )
+                    if variant.is_lossy:
+                        yield variant
 
 
 def _with_more_copies(layout: Layout) -> Iterator[Layout]:
@@ -113,7 +117,7 @@ def lossy_hint(question: Question, exact: Candidate, price: Callable[[Layout], C
         price: prices a layout as the plan is.
     """
     step_s = exact.price.step_s
-    exposed = sum(exact.price.parts.get(name, 0.0) for name in ("reduce", "gather")) / step_s
+    exposed = sum(exact.price.parts.get(name, 0.0) for name in ("reduce", "gather", "ep")) / step_s
     if exposed < EXPOSED_SHARE or (variant := _fastest_variant(exact.layout, question, price)) is None:
         return ""
     gain = 1 - variant.price.step_s / step_s
@@ -122,6 +126,7 @@ def lossy_hint(question: Question, exact: Candidate, price: Callable[[Layout], C
     fields = set(str(exact.layout).split(","))
     changes = ",".join(field for field in str(variant.layout).split(",") if field not in fields)
     return (
-        f"{exposed:.0%} of the step waits for gradients and weights on the wire: {changes} would save {gain:.0%} of it "
-        "by rounding them, which trains otherwise than exact numbers; --allow lossy lets the plan choose it"
+        f"{exposed:.0%} of the step waits for gradients, weights or tokens on the wire: {changes} would save "
+        f"{gain:.0%} of it by rounding them, which trains otherwise than exact numbers; --allow lossy lets the plan "
+        "choose it"
     )

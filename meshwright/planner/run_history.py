@@ -15,7 +15,7 @@ from meshwright.planner.cost.prices import LAYER_TRAFFIC, TRAFFIC_WORK
 from meshwright.records import parse_json
 from meshwright.spec.axis import Holds
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import Layout
+from meshwright.spec.layout import LOSSY_CHOICES, Layout
 
 NAME = "runs.jsonl"
 """File name, beside the calibrations."""
@@ -275,8 +275,6 @@ def axes_of(layout: Layout) -> str:
     used_axes = [name for name, degree in layout.within_island().degrees.items() if degree > 1]
     if layout.zero == 3:
         used_axes = [f"{name}3" if name in row_axes(Holds.SHARD) else name for name in used_axes]
-    if layout.compress:
-        used_axes.append(f"compress={layout.compress}")
-    if layout.compress_weights != "none":
-        used_axes.append(f"compress_weights={layout.compress_weights}")
+    choices = {name: str(getattr(layout, name)) for name in LOSSY_CHOICES}
+    used_axes += [f"{name}={choice}" for name, choice in choices.items() if choice != "none"]
     return "+".join(sorted(used_axes))

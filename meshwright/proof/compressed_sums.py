@@ -18,9 +18,10 @@ import torch.distributed as dist
 from meshwright.parallel.compression import LossyTransfer, WeightCompressor
 from meshwright.parallel.partial_grads import PartialGradReducer
 from meshwright.parallel.program import Program
+from meshwright.parallel.row_codec import RowTransfer
 from meshwright.proof.compare import EXACT, Deviation, worst_of
 from meshwright.proof.plain_low_rank import PlainPowerSgd
-from meshwright.proof.plain_rounding import compressed_sum, round_weight, sum_in_order
+from meshwright.proof.plain_rounding import compressed_sum, round_rows, round_weight, sum_in_order
 from meshwright.proof.plain_top_k import PlainTopK
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -67,6 +68,8 @@ class CompressedSums:
         for compressor in program.mesh.compressors if program.mesh is not None else ():
             is_sum = not isinstance(compressor, WeightCompressor)
             compressor.observer = self._check_sum if is_sum else self._check_gather
+        if program.mesh is not None and program.mesh.row_codec is not None:
+            program.mesh.row_codec.observer = self._check_rows
 
     @property
     def distance(self) -> float:
@@ -153,6 +156,19 @@ class CompressedSums:
                 plain = round_weight(_widened(term), self._layout.compress_weights, "", "")
                 self.method = worst_of((self.method, Deviation(error=_error(after, plain), bound=EXACT)))
                 self._put_exact(after, term)
+
+    def _check_rows(self, transfer: RowTransfer) -> None:
+        """Compares tokens, or gradients, that came for experts with plain ones, and puts the exact ones in place."""
+        exact = transfer.exact.detach().cpu()
+        # numpy has no bfloat16, of which float32 holds every number.
+        values = (exact if exact.dtype in (torch.float32, torch.float64) else exact.float()).numpy()
+        plain = round_rows(values).reshape(-1)
+        if exact.dtype == torch.float16:
+            # The program takes what is rounded up beyond float16's largest number for that.
+            plain = plain.clip(-65504.0, 65504.0)
+        error = _error(transfer.arrived.detach().reshape(-1), plain)
+        self.method = worst_of((self.method, Deviation(error=error, bound=EXACT)))
+        self._put_exact(transfer.arrived, values.reshape(-1))
 
     def _put_exact(self, measured: torch.Tensor, exact: np.ndarray[Any, Any]) -> None:
         """Books how far rounding took some values, of any shape, and replaces them by the exact ones, (n,)."""

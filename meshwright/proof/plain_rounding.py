@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from meshwright.proof.masks import plain_bits
 
 BLOCK = 256
+ROW_RUN = 128
+"""Values of a token that share a scale."""
 Floats = NDArray[Any]
 """float32 or float64."""
 
@@ -71,6 +73,37 @@ def round_block(block: Floats, name: str, fractions: NDArray[np.float64] | None)
         goes_up |= (share == 0.5) & is_even[upper]
     rounded = np.where(goes_up, high, low).astype(block.dtype) * block.dtype.type(scale)
     return np.where(finite, rounded, np.nan).astype(block.dtype)
+
+
+def round_rows(rows: Floats) -> Floats:
+    """Returns what is decoded of tokens that travel in float8, (N, D) each, rounded to the nearest.
+
+    The scale of each 128 values is the least power of two, of at least 2**-126, by which e4m3 holds all of them as
+    float32 has them.
+    """
+    numbers, _ = representable("fp8")
+    rounded = np.empty_like(rows)
+    for first in range(0, rows.shape[1], ROW_RUN):
+        run = rows[:, first : first + ROW_RUN].astype(np.float64)
+        with np.errstate(over="ignore"):
+            largest = np.abs(run).max(axis=1, initial=0, keepdims=True).astype(np.float32).astype(np.float64)
+        is_finite = np.isfinite(largest)
+        fraction, exponent = np.frexp(np.where(is_finite, largest, 0) / numbers[-1])
+        # A fraction of exactly a half is a power of two itself.
+        exponent = np.where(largest > 0, exponent - (fraction == 0.5), -126)
+        scale = np.exp2(np.maximum(exponent, -126).astype(np.float64))
+        values = _to_nearest(np.where(is_finite, run / scale, 0), "fp8") * scale
+        rounded[:, first : first + ROW_RUN] = np.where(is_finite, values, np.nan).astype(rows.dtype)
+    return rounded
+
+
+def _to_nearest(values: NDArray[np.float64], name: str) -> NDArray[np.float64]:
+    """Returns the format's numbers next to values, of any shape; of two that are as near, the even one."""
+    numbers, is_even = representable(name)
+    upper = np.clip(np.searchsorted(numbers, values, side="right"), 1, len(numbers) - 1)
+    low, high = numbers[upper - 1], numbers[upper]
+    goes_up = (values - low > high - values) | ((values - low == high - values) & is_even[upper])
+    return np.where(goes_up, high, low)
 
 
 def random_fractions(draw: str, weight: str, block: int) -> NDArray[np.float64]:

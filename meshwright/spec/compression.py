@@ -56,6 +56,10 @@ FORMATS: Mapping[str, NumberFormat] = {
 """Number formats of gradients on the wire, by name."""
 WEIGHT_FORMATS = ("none", "int8", "fp8")
 """Number formats of gathered weights."""
+TOKEN_FORMATS = ("none", "fp8")
+"""Number formats of tokens on their way to experts."""
+RUN_VALUES = 128
+"""Values of a token that share a scale, which is a power of two."""
 
 
 METHODS = (*FORMATS, POWER_SGD, TOP_K)
@@ -200,6 +204,11 @@ class Compression:
 def count_blocks(elements: int) -> int:
     """Returns the blocks of a weight of so many elements on this rank; the last may be filled up with zeros."""
     return -(-elements // BLOCK_VALUES)
+
+
+def row_bytes(values: int) -> int:
+    """Returns the bytes of a token of so many values in float8, with a byte for the scale of each run."""
+    return values - (-values // RUN_VALUES)
 
 
 def chunk_blocks(blocks: int, copies: int) -> int:

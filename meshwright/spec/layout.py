@@ -19,7 +19,7 @@ from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
-from meshwright.spec.compression import WEIGHT_FORMATS, Compression
+from meshwright.spec.compression import TOKEN_FORMATS, WEIGHT_FORMATS, Compression
 from meshwright.spec.error_feedback import check_error_feedback, error_feedback_refusal
 from meshwright.spec.groups import (
     axis_with,
@@ -75,8 +75,11 @@ _CHOICES_OF: Mapping[str, Mechanics] = {
     "ep_overlap": Mechanics.EXPERTS,
     "ep_halves": Mechanics.EXPERTS,
     "ep_keep": Mechanics.EXPERTS,
+    "compress_tokens": Mechanics.EXPERTS,
 }
 """Choices that say something about an axis of some mechanics, and have no effect without one."""
+LOSSY_CHOICES = ("compress", "compress_weights", "compress_tokens")
+"""Choices by which ranks send each other less than exact values; ``none`` sends these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +136,9 @@ class Layout:
     """Numbers or matrices in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
     compress_weights: str = "none"
     """Numbers in which ZeRO gathers weights: ``none`` for those of compute, ``int8``, ``fp8``."""
+    compress_tokens: str = "none"
+    """Numbers in which tokens go to the ranks of their experts, and in backward the gradients of what these return:
+    ``none`` for those of compute, ``fp8``. What comes back is exact."""
     secondary: int = 0
     """Neighbouring ranks that share each layer's gathered weights from forward to backward under ZeRO-3, so that
     backward gathers among them alone; 0 for all ranks that share the state."""
@@ -186,6 +192,7 @@ class Layout:
             ("precision", self.precision, PRECISIONS),
             ("offload", self.offload, OFFLOADS),
             ("compress_weights", self.compress_weights, WEIGHT_FORMATS),
+            ("compress_tokens", self.compress_tokens, TOKEN_FORMATS),
         ):
             if value not in known_values:
                 raise PlanError(f"{name}={value} is unknown{nearest(value, known_values)}")
@@ -254,7 +261,7 @@ class Layout:
     def _check_axes(self) -> None:
         """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
         for name, mechanics in _CHOICES_OF.items():
-            if getattr(self, name) and self.degree(mechanics) == 1:
+            if getattr(self, name) and getattr(self, name) != "none" and self.degree(mechanics) == 1:
                 value, axis = str(getattr(self, name)).lower(), self.axis(mechanics)
                 raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
         if self.attention not in ("", *ATTENTIONS):
@@ -471,7 +478,7 @@ class Layout:
     @property
     def is_lossy(self) -> bool:
         """Whether ranks send each other less than exact values, which trains otherwise than these."""
-        return bool(self.compress) or self.compress_weights != "none"
+        return any(str(getattr(self, name)) != "none" for name in LOSSY_CHOICES)
 
     @property
     def islands(self) -> int:

@@ -137,8 +137,9 @@ def verify_loop(
             try:
                 if layout.is_lossy:
                     raise ConfigError(
-                        "rounded numbers on the wire are another training than one device's: leave compress and "
-                        "compress_weights out, and prove the rounding itself by meshwright verify --model"
+                        "rounded numbers on the wire are another training than one device's: leave compress, "
+                        "compress_weights and compress_tokens out, and prove the rounding itself by meshwright verify "
+                        "--model"
                     )
                 ranks = _launch(layout.world, case, _candidate, str(layout), str(path))
             # a refusal is a result: the other layouts are still run

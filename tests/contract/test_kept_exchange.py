@@ -107,16 +107,16 @@ def kept_of(text: str) -> list[tuple[int, int, list[float]]]:
         def note_share() -> None:
             shares.append(sum(reference() is not None for reference in tensors) / len(tensors))
 
-        def again_noted(came: Any) -> torch.Tensor:
+        def again_noted(came: Any) -> Any:
             note_share()
             return came_again(came)
 
-        def of_noted(rows: torch.Tensor, keeps: bool) -> Any:
+        def of_noted(journey: Any, keeps: bool) -> Any:
             nonlocal rows_bytes
-            came = came_of(rows, keeps)
-            if came.rows.is_floating_point() and came.rows.dim():
-                rows_bytes += came.rows.nbytes
-                tensors.append(weakref.ref(came.rows))
+            came = came_of(journey, keeps)
+            if journey.rows.is_floating_point() and came.message.dim():
+                rows_bytes += came.message.nbytes
+                tensors.append(weakref.ref(came.message))
             return came
 
         def kept_noted(make: Any) -> Any:
@@ -139,13 +139,8 @@ def kept_of(text: str) -> list[tuple[int, int, list[float]]]:
     return run_ranks(4, work, timeout=250)
 
 
-@pytest.mark.parametrize("node", [0, 1, 2])
-def test_what_is_kept_is_what_is_planned_and_ends_with_its_layer(node: int) -> None:
-    """Under a router that chooses every pair of experts as often, as the price takes it."""
-    layout = Layout.parse(f"shard=4,zero=1,ep=4,ep_node={node}{KEEP}")
-    found = kept_of(str(layout))
-    # Of two layers.
-    assert all(shares == [1.0, 0.5, 0.0] for *_, shares in found)
+def planned_bytes(layout: Layout) -> float:
+    """Returns the bytes that the price takes a rank to keep."""
     small = model()
     sizes = TableSizes(
         name="small", layers=small.config.layers, width=small.config.width, heads=4, vocab=VOCAB,
@@ -153,8 +148,19 @@ def test_what_is_kept_is_what_is_planned_and_ends_with_its_layer(node: int) -> N
     )  # fmt: skip
     job = PricedJob(shape=shape_from_sizes(sizes), sequence=TOKENS, rows=ROWS, precision="float32")
     priced = PricedModel(job, LayoutBatch.from_layouts([layout], 2), Machine.of(Cluster.parse("4xh100")), MESHWRIGHT)
-    planned = sum(float(priced._exchange.kept_bytes(block)[0]) for block in job.shape.blocks)
-    assert np.mean([rows + values for rows, values, _ in found]) == pytest.approx(planned, rel=1e-6)
+    return sum(float(priced._exchange.kept_bytes(block)[0]) for block in job.shape.blocks)
+
+
+@pytest.mark.parametrize("more", ["", ",compress_tokens=fp8"])
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_what_is_kept_is_what_is_planned_and_ends_with_its_layer(node: int, more: str) -> None:
+    """Under a router that chooses every pair of experts as often, as the price takes it."""
+    layout = Layout.parse(f"shard=4,zero=1,ep=4,ep_node={node}{KEEP}{more}")
+    found = kept_of(str(layout))
+    # Of two layers.
+    assert all(shares == [1.0, 0.5, 0.0] for *_, shares in found)
+    kept_bytes = np.mean([rows + values for rows, values, _ in found])
+    assert kept_bytes == pytest.approx(planned_bytes(layout), rel=1e-6)
 
 
 def test_experts_that_change_what_came_are_told_of() -> None:

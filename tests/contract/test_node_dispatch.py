@@ -190,6 +190,8 @@ def test_a_token_visits_a_node_once(run: int) -> None:
         "shard=4,zero=1,ep=4,recompute=selective,ep_keep=true",
         "shard=4,zero=1,ep=4,recompute=selective",
         "tp=2,sequence=true,shard=2,zero=1,ep=4,ep_overlap=2,recompute=selective,ep_keep=true",
+        "shard=4,zero=1,ep=4,compress_tokens=fp8,recompute=full",
+        "shard=4,zero=1,ep=4,ep_node=2,compress_tokens=fp8,recompute=full,ep_keep=true",
     ],
 )
 def test_the_plan_has_the_bytes_of_even_routers(text: str) -> None:

@@ -30,11 +30,10 @@ BOXES = (
 """Rows, lines and columns of a tensor, and the probability: more than a tile of each, and tiles that aren't full."""
 
 
-def run_alone(function: str, **environment: str) -> None:
-    """Calls a function of this file in a process of its own: Triton reads the environment once, and a GPU forbids
-    forks."""
+def run_alone(function: str, module: str = __name__, **environment: str) -> None:
+    """Calls a function in a process of its own: Triton reads the environment once, and a GPU forbids forks."""
     # Without the interpreter's end, at which threads of the simulated GPU now and then abort.
-    words = [sys.executable, "-c", f"import os; from {__name__} import {function}; {function}(); os._exit(0)"]
+    words = [sys.executable, "-c", f"import os; from {module} import {function}; {function}(); os._exit(0)"]
     done = subprocess.run(
         words, cwd=Path(__file__).parents[2], env=os.environ | environment, capture_output=True, text=True,
         timeout=120, check=False,

@@ -68,6 +68,8 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("mixtral", 4, "ep=4,shard=4,zero=1,ep_node=2,ep_overlap=2"),
     ("mixtral", 2, "ep=2,shard=2,zero=1,ep_halves=true"),
     ("mixtral", 4, "ep=4,shard=4,zero=1,ep_node=2,recompute=full,ep_keep=true"),
+    ("mixtral", 2, "ep=2,shard=2,zero=1,precision=bf16,compress_tokens=fp8"),
+    ("mixtral", 4, "ep=4,shard=4,zero=1,ep_node=2,recompute=full,ep_keep=true,compress_tokens=fp8"),
 )
 
 SOON = (2, 4, 12, 13, 15, 17, 18, 22, 25, 31, 36, 39)

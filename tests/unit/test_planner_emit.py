@@ -165,6 +165,7 @@ def test_deepspeeds_configuration_says_the_layout() -> None:
         ("megatron", "shard=2,tp=2,zero=1", EXPERTS, "add sequence=true"),
         ("megatron", "replicate=4,compress=int8", DENSE, "leave compress out"),
         ("megatron", "shard=4,ep=4,zero=1,ep_overlap=2", EXPERTS, "like is --overlap-moe-expert-parallel-comm"),
+        ("megatron", "shard=4,ep=4,zero=1,compress_tokens=fp8", EXPERTS, "compress_tokens=fp8.*leave it out"),
         ("megatron", "tp=4,tp_overlap=2", DENSE, "leave it out, and hide tp's traffic by its own flags"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.lossy import lossy_hint
 from meshwright.spec.layout import Layout
 
 SHAPE = shape_from_sizes(TableSizes(name="dense", layers=8, width=1024, heads=16, vocab=32000))
@@ -195,3 +197,51 @@ def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
     together = price_many(JOB, LayoutBatch.from_layouts(layouts, len(SHAPE.blocks)), Cluster.parse(SLOW)).step_s
     alone = [price(JOB, layout, Cluster.parse(SLOW)).step_s for layout in layouts]
     np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+MIXTURE = shape_from_sizes(
+    TableSizes(name="mixture", layers=4, width=1024, heads=16, vocab=32000, experts=16, active_experts=2)
+)
+ROUTED = PricedJob(shape=MIXTURE, sequence=512, rows=64, precision="bf16")
+FLOAT8 = ",compress_tokens=fp8"
+
+
+def exchange_s(text: str, cluster: str) -> float:
+    return price(ROUTED, Layout.parse(text + ",precision=bf16"), Cluster.parse(cluster)).parts["ep"]
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_routed_tokens_cost_their_bytes(node: int) -> None:
+    """One way of two carries a byte and its part of a scale where the other carries two; by node with 16 of choices."""
+    text, wire = f"shard=4,zero=1,ep=4,ep_node={node}", "4x1xa100-40@ethernet-1g"
+    choices = 16 * node
+    share = (1024 + 8 + choices + 2048) / (2 * 2048 + choices)
+    assert exchange_s(text + FLOAT8, wire) / exchange_s(text, wire) == pytest.approx(share, rel=0.01)
+
+
+def test_the_work_of_rounding_is_priced() -> None:
+    """A fast link carries the bytes that are saved in less time than memory takes to round the others."""
+    text, cluster = "shard=4,zero=1,ep=4", "4xh100"
+    saved_s = exchange_s(text, cluster) * (1 - (1024 + 8 + 2048) / 4096)
+    work_s = exchange_s(text + FLOAT8, cluster) - exchange_s(text, cluster) + saved_s
+    # In 4 layers, forward and backward, 20 bytes are moved of a value of 8192 tokens for two experts: 3.35 TB/s.
+    read_s = 4 * 2 * 2 * 8192 * 1024 * 20 / 3.35e12
+    assert read_s < work_s < 2 * read_s
+
+
+def test_many_layouts_with_experts_have_the_prices_of_one() -> None:
+    layouts = [Layout.parse(f"shard=4,zero=1,ep=4,precision=bf16{choice}") for choice in ("", FLOAT8)]
+    cluster = Cluster.parse("4x1xa100-40@ethernet-1g")
+    together = price_many(ROUTED, LayoutBatch.from_layouts(layouts, len(MIXTURE.blocks)), cluster).step_s
+    alone = [price(ROUTED, layout, cluster).step_s for layout in layouts]
+    np.testing.assert_allclose(together, alone, rtol=1e-12)
+
+
+def test_the_exchange_alone_is_worth_a_hint() -> None:
+    question = Question(job=ROUTED, cluster=Cluster.parse(SLOW), base=Layout(precision="bf16"))
+    plan = price_candidate(question, Layout.parse("shard=8,zero=1,ep=8,precision=bf16"))
+    parts = {"ep": plan.price.parts["ep"]}
+    for shown, is_hinted in ((parts, True), ({}, False)):
+        exact = dataclasses.replace(plan, price=dataclasses.replace(plan.price, parts=shown))
+        hint = lossy_hint(question, exact, functools.partial(price_candidate, question))
+        assert ("compress_tokens=fp8 would save" in hint) == is_hinted

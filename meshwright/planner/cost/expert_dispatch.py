@@ -23,6 +23,7 @@ from meshwright.planner.cost.element_bytes import compute_bytes
 from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.spec.compression import row_bytes
 from meshwright.spec.layout import fits_expert_node
 from meshwright.spec.model_shape import LayerShape
 
@@ -32,6 +33,14 @@ ROW_MOVES = 7.0
 """Times that a pass moves the bytes of a row which it sends on, beside what it moves by expert. Counted at the kernels
 of one forward of DeepSeek-V3's router over 8 ranks: 3.65 rows of a token move those of 12 more where experts' weights
 are in bf16, and of 24 in float32."""
+ROUND_MOVES, ROUND_BYTES = 9.0, 2.0
+"""Times that the bytes of an unrounded value are moved to round it to float8 and to decode it, and bytes beside.
+Counted at `parallel.row_codec.RowCodec`: five operations read or write a value to find its run's largest one, to scale
+and to narrow it, and three to widen and to scale it back."""
+FUSED_ROUND_MOVES = 3.0
+"""The same in compiled layers, where a value is read by two kernels that round, and written by the one that decodes."""
+ROUND_OPERATIONS, FUSED_ROUND_OPERATIONS = 22.0, 3.0
+"""Kernels that round and decode a message of rows, eager and compiled, counted on a simulated GPU."""
 EXCHANGE_OPERATIONS = 40.0
 """Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
@@ -86,16 +95,41 @@ class ExpertExchange:
     """That a rank sends, (N,)."""
     element: float
     """Bytes of an element."""
+    is_compiled: bool = False
+    """Whether torch.compile makes two kernels of what rounds a row, and one of what decodes it."""
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
         chunks = np.maximum(1.0, self.layouts.ep_overlap) * np.where(self.layouts.ep_halves > 0, 2.0, 1.0)
-        row_bytes = layer.width * self.element
-        size = self.tokens / chunks * layer.active_experts * row_bytes
-        wire = self.groups.wire(traffic.all_to_all_s, size, self.groups.ep).scaled(2.0)
+        exact_bytes = layer.width * self.element
+        size = self.tokens / chunks * layer.active_experts * exact_bytes
+        wire = self.groups.wire(traffic.all_to_all_s, size * self._mean_share(layer), self.groups.ep).scaled(2.0)
+        wire = wire + self._rounding(layer, size / exact_bytes)
         is_by_node = self.layouts.ep_node > 0
-        wire = self._by_node(layer, row_bytes, chunks).where(is_by_node, wire) if is_by_node.any() else wire
+        wire = self._by_node(layer, exact_bytes, chunks).where(is_by_node, wire) if is_by_node.any() else wire
         return wire.scaled(chunks)
+
+    def _out_share(self, layer: LayerShape) -> Array:
+        """Returns the bytes of a row on its way to experts over those of its values, (N,)."""
+        rounded_share = row_bytes(layer.width) / (layer.width * self.element)
+        return np.where(self.layouts.compress_tokens > 0, rounded_share, 1.0)
+
+    def _mean_share(self, layer: LayerShape) -> Array:
+        """Returns the same of the ways there and back, where nothing is rounded, (N,)."""
+        return np.asarray((1.0 + self._out_share(layer)) / 2.0)
+
+    def _rounding(self, layer: LayerShape, rows: Values) -> WireTime:
+        """Returns what rounding and decoding so many rows takes, (N,), which lies on their way."""
+        moves = FUSED_ROUND_MOVES if self.is_compiled else ROUND_MOVES
+        moved_bytes = rows * layer.width * (moves * self.element + ROUND_BYTES)
+        return WireTime(move_s(np.where(self.layouts.compress_tokens > 0, moved_bytes, 0.0), self.device))
+
+    @property
+    def round_operations(self) -> Array:
+        """Operators that round and decode in a pass of a layer, (N,)."""
+        legs = np.where(self.layouts.ep_node > 1, 2.0, 1.0) * np.maximum(1.0, self.layouts.ep_overlap)
+        each = FUSED_ROUND_OPERATIONS if self.is_compiled else ROUND_OPERATIONS
+        return np.where(self.layouts.compress_tokens > 0, legs * each, 0.0)
 
     def kept_bytes(self, layer: LayerShape) -> Array:
         """Returns the bytes that a pass of a layer keeps of it for recompute (`Layout.ep_keep`), (N,).
@@ -103,12 +137,13 @@ class ExpertExchange:
         What came for this rank's experts; and what came back, which by expert the gradients of weights need, and of
         which by node the sum by token is kept.
         """
-        row_bytes, ep = layer.width * self.element, self.layouts.ep
-        by_node_rows = ep * visit_share(layer, layer.experts / ep) + 1.0
-        rows = np.where(self.layouts.ep_node > 0, by_node_rows, 2.0 * layer.active_experts)
-        return np.asarray(np.where(self.layouts.ep_keep > 0, self.tokens * rows * row_bytes, 0.0))
+        ep, out_share = self.layouts.ep, self._out_share(layer)
+        by_node_rows = ep * visit_share(layer, layer.experts / ep) * out_share + 1.0
+        rows = np.where(self.layouts.ep_node > 0, by_node_rows, layer.active_experts * (1.0 + out_share))
+        kept_bytes = self.tokens * rows * layer.width * self.element
+        return np.asarray(np.where(self.layouts.ep_keep > 0, kept_bytes, 0.0))
 
-    def _by_node(self, layer: LayerShape, row_bytes: float, chunks: Array) -> WireTime:
+    def _by_node(self, layer: LayerShape, exact_bytes: float, chunks: Array) -> WireTime:
         """Returns the exchanges of a chunk where a token travels once to each node, and inside it once to each rank."""
         ep, run = self.layouts.ep, np.maximum(1.0, self.layouts.ep_node)
         inside, across = self.groups.ep.split_runs(run)
@@ -116,10 +151,11 @@ class ExpertExchange:
         tokens = self.tokens / chunks
         sent, forwarded = tokens * ep / run * node_share, np.where(run > 1, tokens * ep * rank_share, 0.0)
         # On the way out a token takes its experts and their weights along.
-        message_bytes = row_bytes + layer.active_experts * CHOICE_BYTES / 2.0
+        message_bytes = exact_bytes * self._mean_share(layer) + layer.active_experts * CHOICE_BYTES / 2.0
         wire = self.groups.wire(traffic.all_to_all_s, sent * message_bytes, across)
         wire = wire + self.groups.wire(traffic.all_to_all_s, forwarded * message_bytes, inside)
-        return wire.scaled(2.0) + WireTime(move_s((sent + forwarded) * row_bytes * ROW_MOVES, self.device))
+        wire = wire.scaled(2.0) + self._rounding(layer, sent + forwarded)
+        return wire + WireTime(move_s((sent + forwarded) * exact_bytes * ROW_MOVES, self.device))
 
 
 def overlapped_s(exchange_s: Values, chunks: Values, whole_s: Values, chunk_s: Values) -> Array:

@@ -71,7 +71,8 @@ class PricedModel:
     def _exchange(self) -> ExpertExchange:
         """The exchange of a micro-batch's tokens with experts; with ``ep`` ranks of tp send a part each."""
         tokens = self.tokens / self.layouts.tp
-        return ExpertExchange(self.layouts, self.groups, self.machine.device, tokens, self.element)
+        is_compiled = self.engine.saved.compiled
+        return ExpertExchange(self.layouts, self.groups, self.machine.device, tokens, self.element, is_compiled)
 
     def token_copies_s(self, collectives: Values) -> Values:
         """Returns seconds, (N,) or 0, in which tokens of several rows are put in order for tp's collectives of them.
@@ -339,6 +340,9 @@ class PricedModel:
         """Adds the exposed seconds of ep to the passes of a layer with experts; returns what a pass sends."""
         layouts, exchange = self.layouts, self._exchange.wire(layer)
         forward.ep = backward.ep = exchange.seconds * (1.0 - self.engine.runtime.ep_overlap)
+        round_s = self._exchange.round_operations * self.engine.runtime.host_layer_s / LAYER_OPERATORS
+        for pass_time in (forward, backward, repeated):
+            pass_time.host = pass_time.host + round_s
         if (layouts.ep_overlap > 0).any():
             for pass_time, is_backward in ((forward, False), (backward, True)):
                 self._overlap_exchange(layer, pass_time, exchange.seconds, self._product_count(is_backward))

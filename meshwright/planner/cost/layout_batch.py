@@ -208,6 +208,8 @@ class LayoutBatch:
     """Of so many of their values one travels; 0 for other methods."""
     compress_weights: Array
     """Index into `COMPRESSIONS`: numbers in which weights are gathered."""
+    compress_tokens: Array
+    """1 where tokens go to experts in float8."""
     secondary: Array
     """Neighbours that share gathered weights from forward to backward under ZeRO-3; 0 for all ranks of the state."""
     loss_chunk: Array
@@ -296,7 +298,7 @@ class LayoutBatch:
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
         columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
-        columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.ep_keep]
+        columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.ep_keep, self.compress_tokens]
         columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1, self.pp * self.stages]
         columns += [self.rows, self.data * self.microbatches, self.paired_share]
         varied = [column for column in columns if (column != column[0]).any()]
@@ -332,7 +334,7 @@ class LayoutBatch:
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
         zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap", "ep_node", "ep_overlap"}
-        zeros |= {"ep_halves", "ep_keep"}
+        zeros |= {"ep_halves", "ep_keep", "compress_tokens"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -389,6 +391,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "low_rank": layout.compress.rank,
         "inverse_density": layout.compress.inverse_density,
         "compress_weights": COMPRESSIONS.index(layout.compress_weights),
+        "compress_tokens": layout.compress_tokens != "none",
         "secondary": layout.secondary,
         "loss_chunk": layout.loss_chunk.tokens,
     }
