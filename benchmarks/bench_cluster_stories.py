@@ -25,7 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,10 @@ def ray_ground(folder: Path) -> Iterator[RayGround]:
         yield RayGround(cluster)
 
 
-GROUNDS = {"slurm": (slurm_ground, slurm_cluster.missing), "ray": (ray_ground, ray_cluster.missing)}
+GROUNDS: dict[str, tuple[Callable[[Path], AbstractContextManager[SlurmGround | RayGround]], Callable[[], str]]] = {
+    "slurm": (slurm_ground, slurm_cluster.missing),
+    "ray": (ray_ground, ray_cluster.missing),
+}
 
 
 def _end(*_: object) -> None:

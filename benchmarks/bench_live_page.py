@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def measure(run: Path, seconds: float) -> dict[str, float]:
     begun, cpu, answers, size, slowest = time.monotonic(), time.thread_time(), 0, 0, 0.0
     while time.monotonic() < begun + seconds:
         before = time.thread_time()
-        answer: dict[str, Any] = page.sections_since(version)
+        answer = page.sections_since(version)
         text = json.dumps(answer)
         slowest = max(slowest, time.thread_time() - before)
         version, answers, size = answer["version"], answers + 1, size + len(text)
@@ -272,6 +273,11 @@ def _excesses(run: Path, offset: float) -> list[float]:
     return found
 
 
+def _reaches(run: Path, step: int) -> Callable[[], bool]:
+    """Returns whether a run has done a step, each time that it is asked."""
+    return lambda: runs.last_step(run) >= step
+
+
 def _train_pair(folder: Path, number: int) -> float:
     """Trains a run with a page beside one without; returns the share of the cores that the page's process takes."""
     first, last = TRAINED
@@ -286,11 +292,11 @@ def _train_pair(folder: Path, number: int) -> float:
     reader = Reader(started["page"].output)
     try:
         for name in names:
-            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= first, 600.0)
+            runs.wait_until(_reaches(folder / f"{name}-{number}", first), 600.0)
         reader.start()
         before = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
         for name in names:
-            runs.wait_until(lambda run=folder / f"{name}-{number}": runs.last_step(run) >= last, 600.0)
+            runs.wait_until(_reaches(folder / f"{name}-{number}", last), 600.0)
         after = {name: _spent(started[name], folder / f"{name}-{number}") for name in names}
     finally:
         reader.stop()

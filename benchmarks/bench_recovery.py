@@ -90,8 +90,9 @@ def main() -> int:
 
 def recover(folder: Path, seeds: int) -> list[dict[str, Any]]:
     """Kills a rank in each case and for each seed; prints a line each."""
-    text = folder / "text.txt"
-    text.write_bytes(b"".join(Path(os.__file__).with_name(name).read_bytes() for name in ("os.py", "typing.py")))
+    (folder / "text.txt").write_bytes(
+        b"".join(Path(os.__file__).with_name(name).read_bytes() for name in ("os.py", "typing.py"))
+    )
     rows = []
     for name, (layout, ranks, policy) in CASES.items():
         for seed in range(seeds):

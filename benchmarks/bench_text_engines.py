@@ -347,7 +347,7 @@ def killed_twice(corpus: Corpus, name: str, folder: Path) -> dict[str, Any]:
     with ground as cluster, ExitStack() as cleanup:
         if name == "slurm":
             os.environ["SLURM_CONF"] = cluster.environment["SLURM_CONF"]
-            settings = ("--slurm.jobs", "3", "--slurm.time", "60")
+            settings: tuple[str, ...] = ("--slurm.jobs", "3", "--slurm.time", "60")
         else:
             settings = ("--ray.address", cluster.address)
         run, begun = Killed(corpus, name, settings, folder), time.monotonic()

@@ -21,9 +21,14 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from coverage_page import LAYOUTS, write_page
+
+if TYPE_CHECKING:
+    from meshwright.models.analysis.objective import Objective
+    from meshwright.models.build import BuiltModel
+    from meshwright.spec.sharding_table import ShardingTable
 
 LIMIT_S = 45.0
 """For the reference, and for each layout."""
@@ -190,7 +195,7 @@ def prove(name: str, layouts: list[str], patience: float, out: Any) -> None:
     """Builds and verifies one type, writing each result as it is reached."""
     from meshwright.errors import MeshwrightError
     from meshwright.models.analysis.experts import find_experts
-    from meshwright.models.build import BuiltModel, build_meta
+    from meshwright.models.build import build_meta
     from meshwright.models.config import ModelConfig
     from meshwright.proof.reference import OptimizerRecipe
     from meshwright.proof.verify import Case, random_batches, verify
@@ -267,18 +272,20 @@ def runs_alone(built: Any) -> str:
     return ""
 
 
-def remember_tables(built: Any, tell: Any) -> None:
+def remember_tables(full_model: BuiltModel, tell: Any) -> None:
     """Reads each table once, and tells what share of the layers' parameters it splits and what stays whole."""
     from meshwright.models.analysis import table as tables
     from meshwright.train import model_analysis
 
-    held: dict[int, Any] = {}
+    held: dict[int, ShardingTable] = {}
 
-    def remembered(model: Any, degree: int = 2, *settings: Any, **named: Any) -> Any:
+    def remembered(
+        built: BuiltModel, degree: int = 2, objective: Objective | None = None, narrow: int = 0
+    ) -> ShardingTable:
         if degree not in held:
             began = time.monotonic()
-            held[degree] = tables.sharding_table(model, degree, *settings, **named)
-            tell(**split_facts(built, held[degree]), table_s=round(time.monotonic() - began, 1))
+            held[degree] = tables.sharding_table(built, degree, objective, narrow)
+            tell(**split_facts(full_model, held[degree]), table_s=round(time.monotonic() - began, 1))
         return held[degree]
 
     model_analysis.sharding_table = remembered

@@ -106,7 +106,9 @@ class Timed:
 @cache
 def model(text: str) -> BuiltModel:
     """Returns a model on meta, by its config as JSON."""
-    fields = {key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()}
+    fields: dict[str, Any] = {
+        key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
+    }
     return build_meta(ModelConfig(**fields))
 
 

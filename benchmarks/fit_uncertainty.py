@@ -69,7 +69,7 @@ class Weighted:
         """Returns the quantile of the absolute errors."""
         order = np.argsort(np.abs(self.errors))
         reached = np.cumsum(self.weights[order])
-        return float(np.abs(self.errors[order][min(np.searchsorted(reached, probability), len(order) - 1)]))
+        return float(np.abs(self.errors[order][min(int(np.searchsorted(reached, probability)), len(order) - 1)]))
 
     def scale(self, shape: Shape) -> float:
         """Returns the scale with which the interval of a shape holds `INTERVAL` of the errors."""

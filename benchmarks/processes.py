@@ -219,7 +219,7 @@ class CoreShare:
         kill_descendants()
         for group in self._groups:
             # Processes that were killed leave their group a moment later.
-            for _ in range(50):
+            for _attempt in range(50):
                 with contextlib.suppress(OSError):
                     group.rmdir()
                     break

@@ -61,9 +61,9 @@ def measure(folder: Path, limit_bytes: int, rounds: int) -> dict[str, float]:
     ratios: dict[str, list[float]] = {"given": [], "trained": []}
     for number in range(rounds):
         times["encode_batch"].append(seconds(lambda: library(tokenizer, texts)))
-        times["prepare"].append(seconds(lambda n=number: prepare(given, folder / f"given{n}")))
+        times["prepare"].append(seconds(functools.partial(prepare, given, folder / f"given{number}")))
         times["train"].append(seconds(lambda: train_bpe(sample(texts), config.vocab_size)))
-        times["prepare_with_training"].append(seconds(lambda n=number: prepare(config, folder / f"trained{n}")))
+        times["prepare_with_training"].append(seconds(functools.partial(prepare, config, folder / f"trained{number}")))
         last = {name: values[-1] for name, values in times.items()}
         ratios["given"].append(last["encode_batch"] / last["prepare"])
         ratios["trained"].append((last["encode_batch"] + last["train"]) / last["prepare_with_training"])

@@ -13,6 +13,8 @@ FAILED = 1
 """Exit status of what was begun and failed."""
 REFUSED = 2
 """Exit status of what was asked for and can't be: nothing was begun."""
+TERMINATED = 143
+"""Exit status of a run that SIGTERM ended, its last state on disk. Source: POSIX shells, 128 + SIGTERM."""
 LOST_CONTACT = "lost contact with another rank"
 """Phrase in errors of a rank that failed only because a peer had failed."""
 MOST_NAMES = 24

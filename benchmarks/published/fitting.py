@@ -8,7 +8,8 @@ they can't tell, such as the rate of large products from small ones, stays where
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -57,7 +58,7 @@ class Knobs:
         """Returns their values."""
         return np.asarray([_read(name) for name in self.names])
 
-    def write(self, values: Sequence[float]) -> None:
+    def write(self, values: Iterable[float]) -> None:
         """Sets them, in the tables of this process."""
         for name, value in zip(self.names, values):
             _write(name, float(value))
@@ -96,7 +97,7 @@ def _write(name: str, value: float) -> None:
     key = path[-1].split(":")
     part = known_engines()[owner]
     holder = getattr(part, path[0]) if len(path) > 1 else part
-    changed: object = value
+    changed: Any = value
     if len(key) > 1:
         pair = list(getattr(holder, key[0]))
         pair[int(key[1])] = value

@@ -201,7 +201,7 @@ HF, VTRAIN, MPT, MLPERF = "hf_", "vtrain", "mpt_", "mlperf"
 SIZES = ("125m", "760m", "3b", "13b", "70b")
 """Every other size of MPT."""
 OLD = ("megatron_sc21", "korthikanti", "megatron_readme")
-FOLDS = (
+FOLDS: tuple[Fold, ...] = (
     Fold(
         name="sweep, small model to large",
         knobs=RATES["hopper"] + NANOTRON,
@@ -427,7 +427,8 @@ def drawn(cases: Sequence[Case], most: int = MOST_ROWS) -> list[Case]:
     files: dict[str, list[Case]] = {}
     for case in cases:
         files.setdefault(case.file, []).append(case)
-    chance, found = random.Random(0), []
+    chance = random.Random(0)
+    found: list[Case] = []
     smallest_first = sorted(files.values(), key=len)
     for number, rows in enumerate(smallest_first):
         room = (most - len(found)) // (len(smallest_first) - number)

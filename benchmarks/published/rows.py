@@ -188,7 +188,7 @@ def _recompute(row: Row) -> str:
     return "none"
 
 
-def _precision(row: Row) -> dict[str, str]:
+def _precision(row: Row) -> dict[str, Any]:
     text = row.get("precision", "").lower()
     products = "fp4" if "fp4" in text else ("fp8" if "fp8" in text else "")
     if text in ("fp32", "float32") or ("Sailor" in row.get("framework", "") and not text):

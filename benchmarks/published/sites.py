@@ -64,5 +64,5 @@ def scales_of(row: Row, machine: Machine) -> dict[str, float]:
     bus = number(row, "allreduce_gbs") * 1e9
     took = 2 * (gpus - 1) / gpus * PROBE_BYTES / bus
     nodes = gpus // machine.fabric.devices
-    plain = all_reduce_s(PROBE_BYTES, machine.fabric.devices, nodes, machine.fabric)
+    plain = float(all_reduce_s(PROBE_BYTES, machine.fabric.devices, nodes, machine.fabric))
     return {"outside_scale": min(2.0, plain / took)}

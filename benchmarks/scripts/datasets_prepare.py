@@ -11,16 +11,18 @@ import functools
 import hashlib
 import sys
 import unicodedata
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import datasets
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 WORKERS = 2
 
 
-def read(files: list[str]):
+def read(files: list[str]) -> Iterator[dict[str, str]]:
     """Yields a document a file."""
     for file in files:
         text = unicodedata.normalize("NFC", Path(file).read_text(encoding="utf-8").removeprefix("\ufeff"))
@@ -33,7 +35,7 @@ def _tokenizer(path: str) -> Tokenizer:
     return Tokenizer.from_file(path)
 
 
-def encode(batch, path: str):
+def encode(batch: Mapping[str, list[str]], path: str) -> dict[str, list[NDArray[np.uint16]]]:
     """Returns the ids of each text, with an end token."""
     encodings = _tokenizer(path).encode_batch_fast(batch["text"], add_special_tokens=False)
     return {"ids": [np.array([*encoding.ids, 0], dtype=np.uint16) for encoding in encodings]}
@@ -47,8 +49,8 @@ def main(folder: str, tokenizer: str, out: str) -> None:
         read, gen_kwargs={"files": files}, num_proc=WORKERS, cache_dir=f"{out}/cache"
     )
     # The first copy of each text: datasets has no operation for it.
-    seen: set[str] = set()
-    documents = documents.select([i for i, key in enumerate(documents["digest"]) if not (key in seen or seen.add(key))])
+    first = {digest: row for row, digest in reversed(list(enumerate(documents["digest"])))}
+    documents = documents.select(sorted(first.values()))
     features = datasets.Features({"ids": datasets.Sequence(datasets.Value("uint16"))})
     for name in ("train", "validation"):
         held_out = name == "validation"

@@ -42,7 +42,8 @@ class Stage(torch.nn.Module):
         self.embed_tokens = inner.embed_tokens if first == 0 else None
         self.layers = inner.layers[first:stop]
         last = stop == len(inner.layers)
-        self.norm, self.lm_head = (inner.norm, whole.lm_head) if last else (None, None)
+        self.norm: torch.nn.Module | None = inner.norm if last else None
+        self.lm_head: torch.nn.Module | None = whole.lm_head if last else None
         self.rotary_emb = inner.rotary_emb
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ class Stage(torch.nn.Module):
         rotation = self.rotary_emb(x, places)
         for layer in self.layers:
             x = layer(x, attention_mask=None, position_ids=places, position_embeddings=rotation)
-        return x if self.lm_head is None else self.lm_head(self.norm(x))
+        return x if self.lm_head is None or self.norm is None else self.lm_head(self.norm(x))
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

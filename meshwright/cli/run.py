@@ -10,8 +10,7 @@ from typing import cast, get_args
 
 from meshwright.cli.arguments import align_columns, print_result, read_config, take_flag, take_value
 from meshwright.cli.nodes import take_nodes
-from meshwright.cli.train import PREEMPTED
-from meshwright.errors import ConfigError
+from meshwright.errors import TERMINATED, ConfigError
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.recipe import ExportType, RecipeResult, run_recipe
 from meshwright.jobs.sweep import SweepRow, parse_sweep, run_sweep, sweep_flags
@@ -58,7 +57,7 @@ def run(argv: Sequence[str]) -> int:
             print_result(json.dumps(result.to_json(), indent=2))
     if result.finished:
         return 0
-    return PREEMPTED if result.terminated else 1
+    return TERMINATED if result.terminated else 1
 
 
 def _take_export(args: list[str]) -> ExportType | None:

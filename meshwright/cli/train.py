@@ -16,14 +16,11 @@ from meshwright.cli.launchers import (
 )
 from meshwright.cli.nodes import take_nodes
 from meshwright.cli.result import show_result
-from meshwright.errors import ConfigError, LaunchError
+from meshwright.errors import TERMINATED, ConfigError, LaunchError
 from meshwright.jobs.hosts import host_commands, run_on_hosts
 from meshwright.jobs.run_directory import claim_directory
 from meshwright.launch.signals import InterruptCounter
 from meshwright.train.run_config import RunConfig
-
-PREEMPTED = 143
-"""Exit status of a run that SIGTERM ended, its last state on disk. Source: POSIX shells, 128 + SIGTERM."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -56,7 +53,7 @@ def run(argv: Sequence[str]) -> int:
             run_on_hosts(args, claim_directory(config), hostfile, interrupts)
         except LaunchError as error:
             if interrupts.terminated:
-                error.exit_status = PREEMPTED
+                error.exit_status = TERMINATED
             raise
         return 0
     result = meshwright.train(config, nodes=nodes)
@@ -68,4 +65,4 @@ def run(argv: Sequence[str]) -> int:
             print_result(json.dumps(result.to_json(), indent=2))
     if result.finished:
         return 0
-    return PREEMPTED if result.terminated else 1
+    return TERMINATED if result.terminated else 1

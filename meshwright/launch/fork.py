@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-from meshwright.errors import LaunchError
+from meshwright.errors import TERMINATED, LaunchError
 from meshwright.forking import fork_obstacle, release_threads
 from meshwright.launch.addresses import open_store_socket
 from meshwright.launch.child import ForkSettings, run_rank
@@ -313,10 +313,13 @@ class ForkLauncher(Launcher):
                 if rank.status is None:
                     rank.signal_alone(STOP_SIGNAL)
         if self._stop_at is not None and now_s > self._stop_at:
-            raise LaunchError(
-                f"the ranks did not end within launch.stop_s = {self._config.stop_s:g} s of the first Ctrl-C and were "
+            overdue = LaunchError(
+                f"the ranks did not end within launch.stop_s = {self._config.stop_s:g} s of the signal to end and were "
                 "killed; the last checkpoint stands; raise launch.stop_s if checkpoints take that long"
             )
+            if self._interrupts.terminated:
+                overdue.exit_status = TERMINATED
+            raise overdue
         if deadline is not None and now_s > deadline:
             busy = [rank.rank for rank in self._ranks if rank.outcome is None]
             raise LaunchError(f"ranks {busy} of {self._count} did not end within {timeout_s:g} s and were killed")

@@ -86,6 +86,8 @@ class InterruptCounter:
         """Signals so far: the first ends the run with a checkpoint, the second at once."""
         self.terminated = False
         """Whether SIGTERM was among them."""
+        self.first_at: float | None = None
+        """time.monotonic() of the first; None before."""
         self.leaves_at_sigterm = False
         """Whether the first SIGTERM asks this node alone to leave the run."""
         self.leaving_since: float | None = None
@@ -97,12 +99,17 @@ class InterruptCounter:
         if number == signal.SIGTERM and self.leaves_at_sigterm and not self.count and self.leaving_since is None:
             self.leaving_since = time.monotonic()
         else:
-            self.count += 1
+            self._add_one()
 
     def end_run_instead(self) -> None:
         """Counts the SIGTERM that asked this node to leave, which it can't."""
         self.leaving_since, self.leaves_at_sigterm = None, False
+        self._add_one()
+
+    def _add_one(self) -> None:
         self.count += 1
+        if self.first_at is None:
+            self.first_at = time.monotonic()
 
 
 class StopFlag:

@@ -63,6 +63,9 @@ def directory_config(config: ModelConfig, vocab: int | None, context: int | None
         hf_config = AutoConfig.from_pretrained(config.name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a damaged one meets whatever its class does with it
         raise ConfigError(f"model.name = '{config.name}' holds no transformers config: {str(error)[:500]}") from error
+    # It says how released files are stored (`weights.py` refuses those), not what is trained and exported here.
+    if hasattr(hf_config, "quantization_config"):
+        del hf_config.quantization_config
     if config.fresh:
         return _resized(config, hf_config, vocab, context, preset=False)
     _set_known(hf_config.get_text_config(decoder=True), dict.fromkeys(DROPOUTS, config.dropout))

@@ -24,6 +24,14 @@ from meshwright.models.hugging_face import (
 from meshwright.names import plain_name
 from meshwright.records import parse_json
 
+_FULL_TYPES = ("F64", "F32", "F16", "BF16")
+"""Types of stored tensors, by safetensors' names, whose values are the weights themselves."""
+_DEQUANTISED = {
+    "mxfp4": "from_pretrained(..., quantization_config=Mxfp4Config(dequantize=True))",
+    "fp8": "from_pretrained(..., quantization_config=FineGrainedFP8Config(dequantize=True))",
+}
+"""How transformers loads full weights of a method that doesn't need another package for it."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Origin:
@@ -149,6 +157,7 @@ class SafetensorsSource:
         optional_patterns = getattr(self._module, "_keys_to_ignore_on_load_missing", None) or ()
         # transformers lists parameters that checkpoints of the family may lack
         missing = [name for name in missing if not any(re.search(pattern, name) for pattern in optional_patterns)]
+        self._check_full_types(foreign, is_partial=bool(missing or foreign))
         if missing or foreign:
             raise CheckpointError(
                 f"{self.directory} does not fit the model: {len(missing)} missing{_examples(missing)}; "
@@ -165,6 +174,48 @@ class SafetensorsSource:
                         f"{self.directory}: '{key}' is {stored_shape}, the model's '{name}' is "
                         f"{tuple(self._tensors[name].shape)}; its config.json states other sizes than its files"
                     )
+
+    def _check_full_types(self, foreign: list[str], is_partial: bool) -> None:
+        """Refuses quantised weights, whose numbers are no weights without scales that nothing here applies.
+
+        Args:
+            foreign: keys of the files that the module doesn't have.
+            is_partial: whether the files lack weights of the module, or have others.
+        """
+        own = [
+            key
+            for name, origin in self._origins.items()
+            if self._tensors[name].is_floating_point()
+            for _, key in origin.keys
+        ]
+        types = _stored_types(self._files, {*own, *foreign})
+        quantised = [f"{key} of {dtype}" for key, dtype in types.items() if dtype not in _FULL_TYPES]
+        method = _quantisation_method(self.directory)
+        if quantised or (method and is_partial):
+            cure = _DEQUANTISED.get(method, "from_pretrained(...).dequantize()")
+            raise CheckpointError(
+                f"{self.directory} holds quantised weights{f' ({method})' if method else ''}, of which training needs "
+                f"the full values{_examples(quantised or foreign)}; load them in transformers by {cure}, save them "
+                "elsewhere by save_pretrained, and give that directory"
+            )
+
+
+def _stored_types(files: dict[str, Path], keys: set[str]) -> dict[str, str]:
+    """Returns the type of each of these keys by safetensors' name, from the headers of their files."""
+    types: dict[str, str] = {}
+    for path in sorted({files[key] for key in keys}):
+        with safe_open(path, framework="pt") as file:
+            types |= {key: file.get_slice(key).get_dtype() for key in file.keys() if key in keys}  # noqa: SIM118
+    return types
+
+
+def _quantisation_method(directory: Path) -> str:
+    """Returns the method of a directory's ``quantization_config``, "" without one."""
+    try:
+        stated = parse_json((directory / "config.json").read_bytes()).get("quantization_config")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return str(stated.get("quant_method", "")) if isinstance(stated, dict) else ""
 
 
 def _index_files(directory: Path) -> dict[str, Path]:

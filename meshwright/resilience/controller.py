@@ -14,8 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from meshwright.checkpoint.store import CheckpointStore
-from meshwright.errors import ClusterError, LaunchError, MeshwrightError, PlanError, RankError
-from meshwright.resilience.departure import TERMINATED_STATUS
+from meshwright.errors import TERMINATED, ClusterError, LaunchError, MeshwrightError, PlanError, RankError
 from meshwright.resilience.device_backoff import DeviceBackoff
 from meshwright.resilience.disk import save_newest_state
 from meshwright.resilience.drain_requests import DrainWatch
@@ -143,7 +142,7 @@ class Controller:
         if self._local.interrupts.count:
             ended = LaunchError(f"ended while waiting for {self._members.awaited}")
             if self._local.interrupts.terminated:
-                ended.exit_status = TERMINATED_STATUS
+                ended.exit_status = TERMINATED
             raise self._save_newest_state(ended)
 
     def _pump_waiting(self, seconds: float) -> None:
@@ -372,6 +371,8 @@ class Controller:
             self._refused_states.add(decision.refused_state)
             self._event("snapshot_refused", reason=str(decision.error))
         if decision.ends_run and not withdrawn:
+            if self._local.interrupts.terminated:
+                decision.error.exit_status = TERMINATED
             raise self._save_newest_state(decision.error)
         if decision.blamed is not None:
             self._record_device_failure(decision.blamed)
@@ -419,6 +420,13 @@ class Controller:
             node, number = device
             self._event("left_out", **self._members.describe_node(node), device=number, seconds=back_off_s)
 
+    def _checkpoint_limit_s(self) -> float:
+        """Returns how long a checkpoint under way may go on; after a signal to end, what is left of launch.stop_s."""
+        config, first_at = self._local.job.config, self._local.interrupts.first_at
+        if first_at is None:
+            return config.checkpoint.wait_s
+        return max(0.0, first_at + config.launch.stop_s - time.monotonic())
+
     def _save_newest_state(self, error: MeshwrightError) -> MeshwrightError:
         """Writes the newest state in memory to disk before the run ends; returns ``error``, to be raised."""
         location = self._newest_state()
@@ -428,7 +436,7 @@ class Controller:
         self._members.broadcast(Busy(_BUSY_S))
         servers = {node: report.address("snapshots") for node, report in self._members.reports.items()}
         try:
-            self._local.storage.settle()
+            self._local.storage.clear_disk(self._checkpoint_limit_s())
             state = self._local.open_state(location, servers)
             event_fields = save_newest_state(self._store, state, job_origin(self._local.job, self.order.plan.layout))
         # What prevents the checkpoint must not hide why the run ends.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from meshwright.errors import TERMINATED
 from meshwright.launch.signals import InterruptCounter
 from meshwright.monitor.rundir import read_run
 from meshwright.resilience.drain_requests import DrainRequest, read_requests, withdraw_request, write_request
@@ -20,8 +21,6 @@ from meshwright.resilience.messages import Order
 
 REASON = "SIGTERM"
 """Reason of the requests: a node that starts again withdraws its own."""
-TERMINATED_STATUS = 143
-"""Exit status after SIGTERM. Source: POSIX shells, 128 + SIGTERM."""
 _READ_EVERY_S = 1.0
 
 
@@ -112,7 +111,7 @@ class Departure:
     def _left(self, how: str) -> LeftRun:
         """Returns the error with which the node's command ends."""
         error = LeftRun(f"node {self._request.node} left the run at SIGTERM and {how}; the others go on")
-        error.exit_status = TERMINATED_STATUS
+        error.exit_status = TERMINATED
         return error
 
     def withdraw(self) -> None:

@@ -170,6 +170,12 @@ class DiskWriter:
                 )
             time.sleep(_POLL_S)
 
+    def give_up(self) -> None:
+        """Kills the process that writes a checkpoint, and reports that it wasn't written."""
+        if self.busy:
+            self.close()
+            self._report({"error": "it was given up for a newer state, as the run ends"})
+
     def close(self) -> None:
         """Kills the writing process, if any; what it wrote is never renamed to a checkpoint."""
         if self._helper is not None:

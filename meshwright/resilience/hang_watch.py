@@ -15,9 +15,10 @@ UNLEARNED_LIMIT_S = 1800.0
 connections, disks vary, and each such wait has a timeout elsewhere."""
 LONG_PHASES = ("start", "restore", "evaluate", "checkpoint", "snapshot", "compare", "sample", "export", "server")
 """Phases that may last much longer than ever before."""
-EXTERNAL_PHASES = ("start", "restore", "record", "evaluate", "checkpoint", "sample", "export", "done", "server")
-"""Phases in which a rank may wait for something outside this host: hooks, file systems, connections. In all others it
-computes, or waits for other ranks or a local disk, and all ranks of a host asleep at once are deadlocked."""
+EXTERNAL_PHASES = ("start", "restore", "data", "record", "evaluate", "checkpoint", "sample", "export", "done", "server")
+"""Phases in which a rank may wait for something outside this host: hooks, connections, file systems, of which those in
+user space (FUSE) let a reader sleep as a deadlock does. In all others it computes, or waits for other ranks or a local
+disk, and all ranks of a host asleep at once are deadlocked."""
 SUSPECT_S = 0.1
 """Time without a stamp after which the processes themselves are checked."""
 STOPPED_S = 0.5

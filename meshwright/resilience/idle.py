@@ -1,7 +1,7 @@
 """The kernel's view of ranks without progress: whether a process is stopped, and whether it is idle.
 
 A rank that computes, or would if it had a core, shows in the CPU time that its threads get and wait for
-(``/proc/<pid>/task/<tid>/schedstat``); one that waits for a disk, a network file system or memory shows in their state.
+(``/proc/<pid>/task/<tid>/schedstat``) and in their state; one that waits for a disk or memory in their state alone.
 A rank with neither for seconds is idle. Linux only: elsewhere no process is ever reported idle or stopped.
 """
 
@@ -66,11 +66,14 @@ class IdleWatch:
     def _is_idle(
         self, pid: int, states: dict[int, str], previous_ns: dict[int, int], demand_ns: dict[int, int], elapsed_s: float
     ) -> bool:
-        """Whether no thread wanted a core since the last look, or waits for a disk (D) or a debugger (t)."""
+        """Whether no thread wanted a core since the last look, or waits for a core, a disk (D) or a debugger (t)."""
         if pid not in previous_ns or pid not in demand_ns or {"D", "t"} & set(states.values()):
             return False
         # CPU demand: running or runnable time per elapsed time, so a starved thread counts as working.
         shares = {tid: (ns - previous_ns.get(tid, ns)) / 1e9 / elapsed_s for tid, ns in demand_ns.items()}
+        # The kernel adds a wait for a core when it ends: until then the thread's state (R) alone shows it.
+        if any(share == 0.0 and states.get(tid) == "R" for tid, share in shares.items()):
+            return False
         return shares.pop(pid) < MAIN_SHARE and all(share < OTHER_SHARE for share in shares.values())
 
     def _read_threads(self, pid: int) -> tuple[dict[int, str], dict[int, int]]:

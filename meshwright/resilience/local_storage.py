@@ -108,6 +108,13 @@ class LocalStorage:
             self._drop_keeper()
         self._disk.finish(self._config.wait_s)
 
+    def clear_disk(self, limit_s: float) -> None:
+        """Waits for the checkpoint under way, and gives it up where it takes longer than ``limit_s`` seconds."""
+        try:
+            self._disk.finish(limit_s)
+        except CheckpointError:
+            self._disk.give_up()
+
     def finish(self) -> None:
         """Waits for the last checkpoint.
 

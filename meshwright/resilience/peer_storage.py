@@ -271,6 +271,9 @@ class PeerStorage:
     def settle(self, rewinds: bool = False) -> None:
         """Does nothing: `await_checkpoint` and `stop` have ended the writer."""
 
+    def clear_disk(self, limit_s: float) -> None:
+        """Does nothing: `await_checkpoint` and `stop` have ended the writer."""
+
     def finish(self) -> None:
         """Does nothing: `await_checkpoint` has waited for the last checkpoint."""
 

@@ -231,6 +231,25 @@ def test_a_signal_to_end_leaves_a_checkpoint_and_a_status_that_launchers_know(ro
     assert [row["step"] for row in events(run, "checkpoint_saved")] == [last_step(run)]
 
 
+def test_a_signal_to_end_doesnt_wait_for_a_disk_that_hangs(root: Path) -> None:
+    """The checkpoint under way is given up, and the newest state in memory is written in its stead."""
+    run = root / "stuck"
+    options = ("--recovery.snapshot-every", "1", "--launch.stop-s", "4", "--checkpoint.every", "8")
+    argv = words(root, run.name, *options, layout="shard=2,zero=2", devices=2)
+    running = Running([*argv, "--recovery.faults", "hang:rank=-1,step=8,phase=checkpoint.written"], root / "stuck.log")
+    wait_until(lambda: happened(run, "hang") and last_step(run) >= 10)
+    running.kill(signal.SIGTERM)
+    assert running.wait() == 143, running.text()
+    running.no_orphans()
+    (failed,) = events(run, "checkpoint_failed")
+    assert failed["step"] == 8 and "given up" in failed["reason"]
+    (saved,) = events(run, "checkpoint_saved")
+    assert saved["step"] >= last_step(run) - 1
+    assert call(argv, root / "stuck.log")[0] == 0
+    assert [row["step"] for row in events(run, "resumed")] == [saved["step"]]
+    assert curve(run) == undisturbed(root, "shard=2,zero=2", 2)
+
+
 def test_what_always_fails_ends_the_run_with_its_state_on_disk(root: Path) -> None:
     run = root / "always"
     options = ("--recovery.snapshot-every", "1", "--checkpoint.every", "0")

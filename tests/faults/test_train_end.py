@@ -14,7 +14,7 @@ import pytest
 from meshwright.jobs import train
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.train.trainer import Trainer
-from tests.runs import Running, call, curve, events, last_step, wait_until, words, write_corpus
+from tests.runs import Running, call, curve, events, happened, last_step, wait_until, words, write_corpus
 from tests.tiers import cases
 
 ANY = -1
@@ -105,6 +105,16 @@ def test_a_signal_before_ranks_begin_ends_the_command_at_once(number: int, expec
     status, text = call(words(root, run.name), root / "planning.log", before=plant)
     assert status == expected and "Traceback" not in text and not events(run, "rank_started")
     assert text.endswith("interrupted\n") == (number == signal.SIGINT), text
+
+
+def test_ranks_that_outstay_a_signal_are_killed_with_the_status_that_launchers_know(root: Path) -> None:
+    argv = words(root, "outstaying", "--recovery.no-enabled", "--launch.stop-s", "1")
+    running = Running([*argv, "--recovery.faults", "hang:rank=0,step=5"], root / "outstaying.log")
+    wait_until(lambda: happened(root / "outstaying", "hang"))
+    running.kill(signal.SIGTERM)
+    assert running.wait() == 143, running.text()
+    assert "within launch.stop_s = 1 s of the signal to end" in running.text()
+    running.no_orphans()
 
 
 def test_a_second_interrupt_ends_at_once(root: Path) -> None:

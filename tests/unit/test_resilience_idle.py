@@ -98,6 +98,9 @@ def fake(proc: Path, state: str, ran: int, waited: int = 0, other: tuple[str, in
         ({"state": "S", "ran": 10**7}, False),
         ({"state": "R", "ran": 0, "waited": 10**8}, False),
         ({"state": "S", "ran": 0, "other": ("S", 5 * 10**7)}, False),
+        ({"state": "R", "ran": 0}, False),
+        ({"state": "S", "ran": 0, "other": ("R", 0)}, False),
+        ({"state": "S", "ran": 0, "other": ("R", 10**7)}, True),
     ],
 )
 def test_what_counts_as_sleep(tmp_path: Path, after: dict, rests: bool) -> None:
@@ -154,7 +157,8 @@ def test_ranks_that_all_sleep_within_a_step_hang_within_seconds(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("work", "phase", "idle_s"), [(computes, "backward", 0.5), (sleeps, "record", 0.5), (sleeps, "backward", 0.0)]
+    ("work", "phase", "idle_s"),
+    [(computes, "backward", 0.5), (sleeps, "record", 0.5), (sleeps, "data", 0.5), (sleeps, "backward", 0.0)],
 )
 def test_work_a_hook_and_no_limit_are_no_hang(
     tmp_path: Path, forked: Forked, work: Callable[[], None], phase: str, idle_s: float

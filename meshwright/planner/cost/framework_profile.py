@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -366,7 +366,7 @@ class FrameworkProfile:
             saved = saved.of_compiled_layers()
         return self if runtime is self.runtime else dataclasses.replace(self, runtime=runtime, saved=saved)
 
-    def with_options(self, **options: Any) -> FrameworkProfile:
+    def with_options(self, **options: Any) -> Self:
         """Returns the profile with options changed, each named ``group__field`` or ``field``.
 
         Args:
