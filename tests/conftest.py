@@ -60,9 +60,12 @@ def _use_huge_pages() -> None:
 
     Ranks and helpers are forks of this process: 30 ms of a processor each, 15 ms so. A kernel that can't refuses.
     """
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return  # not Linux
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int)
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+    for line in maps.read_text(encoding="utf-8").splitlines():
         bounds, access, _, _, inode, *name = line.split(maxsplit=5)
         start, stop = (int(bound, 16) for bound in bounds.split("-"))
         first, last = -(-start // HUGE_PAGE_BYTES), stop // HUGE_PAGE_BYTES

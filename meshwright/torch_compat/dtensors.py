@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from meshwright.torch_compat import PrivateName
+
+_TRIAL = "_propagate_tensor_meta_non_cached"
 
 PRIVATE_NAMES = (
     PrivateName(
@@ -29,10 +31,6 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.tensor._sharding_prop:ShardingPropagator._propagate_tensor_meta_non_cached",
         "what each new shape of a DTensor costs before it becomes a parameter: its detach is tried on fake tensors",
-    ),
-    PrivateName(
-        "torch.distributed.tensor._op_schema:OpSchema",
-        "the call that the same is of",
     ),
 )
 
@@ -68,16 +66,19 @@ def known_detach() -> Iterator[None]:
     Each DTensor that becomes a parameter is detached, and torch finds what that gives by a trial for each shape and
     placement of a process: a sixth of the start of a rank of a small model.
     """
-    propagate = ShardingPropagator._propagate_tensor_meta_non_cached
+    propagate: Any = getattr(ShardingPropagator, _TRIAL, None)
+    if propagate is None:  # another torch, which starts as slowly as before
+        yield
+        return
 
-    def propagate_known(self: ShardingPropagator, op_schema: OpSchema) -> object:
+    def propagate_known(self: ShardingPropagator, op_schema: Any) -> object:
         (first, *_) = op_schema.args_schema or (None,)
         if op_schema.op == torch.ops.aten.detach.default and isinstance(first, DTensorSpec):
             return first.tensor_meta
         return propagate(self, op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate_known  # type: ignore[method-assign]
+    setattr(ShardingPropagator, _TRIAL, propagate_known)
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+        setattr(ShardingPropagator, _TRIAL, propagate)
