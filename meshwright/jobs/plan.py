@@ -25,6 +25,7 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.models.random_draws import drawing_parts
+from meshwright.models.weights import quantisation_method
 from meshwright.planner.presets import presets
 
 VOCABULARY = 50304
@@ -46,8 +47,8 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
     preset = preset_model(config)
     if preset is not None:
         return preset
-    # A plan needs no weights, so a directory with a config.json alone is enough.
-    if config.kind == "directory" and not any(Path(config.name).glob("*.safetensors")):
+    # A plan needs no weights, so a directory with a config.json alone is enough, or with weights that can't be trained.
+    if config.kind == "directory" and _lacks_weights(Path(config.name)):
         config = dataclasses.replace(config, fresh=True)
     has_vocabulary = config.kind == "directory" or config.vocab
     try:
@@ -63,6 +64,11 @@ def plannable_model(model: str | ModelConfig, sequence: int = 2048) -> Plannable
         measure=functools.cache(functools.partial(make_measure, built)),
         draws=bool(drawing_parts(built)),
     )
+
+
+def _lacks_weights(directory: Path) -> bool:
+    """Returns whether a directory holds no full weights: none at all, or quantised ones."""
+    return bool(quantisation_method(directory)) or not any(directory.glob("*.safetensors"))
 
 
 def plan(

@@ -190,7 +190,7 @@ class SafetensorsSource:
         ]
         types = _stored_types(self._files, {*own, *foreign})
         quantised = [f"{key} of {dtype}" for key, dtype in types.items() if dtype not in _FULL_TYPES]
-        method = _quantisation_method(self.directory)
+        method = quantisation_method(self.directory)
         if quantised or (method and is_partial):
             cure = _DEQUANTISED.get(method, "from_pretrained(...).dequantize()")
             raise CheckpointError(
@@ -209,7 +209,7 @@ def _stored_types(files: dict[str, Path], keys: set[str]) -> dict[str, str]:
     return types
 
 
-def _quantisation_method(directory: Path) -> str:
+def quantisation_method(directory: Path) -> str:
     """Returns the method of a directory's ``quantization_config``, "" without one."""
     try:
         stated = parse_json((directory / "config.json").read_bytes()).get("quantization_config")

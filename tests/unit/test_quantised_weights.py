@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from meshwright.errors import CheckpointError
+from meshwright.jobs.plan import plannable_model
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.weights import SafetensorsSource
@@ -99,3 +101,11 @@ def test_full_weights_beside_a_quantization_config_are_read_and_exported_without
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(SafetensorsSource(path, module).read(name), model.state_dict()[name])
     assert "quantization_config" not in module.config.to_dict()
+
+
+def test_a_plan_needs_no_full_weights(tmp_path: Path) -> None:
+    full = directory(tmp_path / "full", llama(), lambda tensors: tensors, None)
+    stored = as_types(torch.float8_e4m3fn, "weight_scale_inv")
+    quantised = directory(tmp_path / "quantised", llama(), stored, {"quant_method": "fp8"})
+    shapes = [plannable_model(str(path), 16).shape for path in (full, quantised)]
+    assert dataclasses.replace(shapes[0], name="") == dataclasses.replace(shapes[1], name="")
