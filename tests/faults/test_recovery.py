@@ -244,7 +244,7 @@ def test_a_signal_to_end_doesnt_wait_for_a_disk_that_hangs(root: Path) -> None:
     (failed,) = events(run, "checkpoint_failed")
     assert failed["step"] == 8 and "given up" in failed["reason"]
     (saved,) = events(run, "checkpoint_saved")
-    assert saved["step"] >= last_step(run) - 1
+    assert failed["step"] < saved["step"] <= last_step(run)
     assert call(argv, root / "stuck.log")[0] == 0
     assert [row["step"] for row in events(run, "resumed")] == [saved["step"]]
     assert curve(run) == undisturbed(root, "shard=2,zero=2", 2)
