@@ -108,7 +108,7 @@ class Running:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            Devices.threads = lambda self, ranks: 1  # type: ignore[method-assign]
+            Devices.threads = lambda self, local_world: 1  # type: ignore[method-assign]
             peak_rate.SPAN_S = 0.005  # of each rank's start, which is ten times as long for a rate that is reported
             if before:
                 before()
