@@ -131,7 +131,7 @@ class HangWatch:
                 raise self._make_error(stamps, now_s, stamp, "stopped, as by SIGSTOP")
         asleep_s = min(min(self._idle.idle_s(stamp.pid, now_s), stamp.age_s(now_s)) for stamp in stamps)
         # Not in the first step, which allocates and connects, nor where something outside may be awaited.
-        inside = all(stamp.step > 1 and stamp.phase not in EXTERNAL_PHASES for stamp in stamps)
+        inside = all(stamp.step > 1 and not _may_wait_outside(stamp) for stamp in stamps)
         if self._idle_s and inside and asleep_s > self._idle_s:
             raise self._make_error(stamps, now_s, reason=f"all ranks asleep for {asleep_s:.1f} s")
 
@@ -195,6 +195,12 @@ class HangWatch:
         return [f"the GPU of rank {rank} hasn't finished {operation}" for rank, operation in rank_answers if operation][
             :_DEVICES
         ]
+
+
+def _may_wait_outside(stamp: RankStamp) -> bool:
+    """Whether a rank may wait for something that isn't a rank of this host."""
+    # A later stage of a pipeline receives its first input while it still counts as reading rows.
+    return stamp.phase in EXTERNAL_PHASES and not (stamp.phase == "data" and stamp.waits_for)
 
 
 def _since(stamp: RankStamp) -> str:

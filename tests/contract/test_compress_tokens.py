@@ -283,7 +283,7 @@ def test_layouts() -> None:
     ("full", "left", "rounded", "words"),
     [
         ("shard=4,zero=1,ep=4", "shard=2,zero=1,ep=2", FLOAT8, "; rounded as shard=4"),
-        ("shard=4,zero=1,ep=4", "shard=2,zero=1", "", "user; sends exactly what compress_tokens=fp8 rounded"),
+        ("shard=4,zero=1,ep=4", "shard=2,zero=1", "", "; sends exactly what compress_tokens=fp8 rounded"),
         (
             "replicate=2,shard=2,zero=1,ep=2,compress=int8",
             "replicate=2",
@@ -304,7 +304,7 @@ def test_fewer_ranks_round_as_before_or_say_that_they_do_not(
     monkeypatch.setattr(job_layouts, "_planner_plans", lambda *_: exact)
     plan, _ = plan_for_fewer_ranks(run, read, machines, Layout.parse(full + FLOAT8))
     assert plan.layout == Layout.parse(left + rounded)
-    assert words in plan.reason
+    assert plan.reason.startswith("named by the user") and words in plan.reason
 
 
 def test_what_float64_loses_is_said() -> None:

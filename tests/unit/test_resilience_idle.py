@@ -147,10 +147,14 @@ def waits() -> None:
     time.sleep(10**6)
 
 
-def test_ranks_that_all_sleep_within_a_step_hang_within_seconds(tmp_path: Path, forked: Forked) -> None:
-    watch = watched(
-        tmp_path / "p", forked, {waits: ("forward", "all_gather over shard"), sleeps: ("backward", "")}, idle_s=0.5
-    )
+@pytest.mark.parametrize(
+    "waiting", [("forward", "all_gather over shard"), ("data", "receive over pp of the input of micro-batch 0")]
+)
+def test_ranks_that_all_sleep_within_a_step_hang_within_seconds(
+    tmp_path: Path, forked: Forked, waiting: tuple[str, str]
+) -> None:
+    """A later stage of a pipeline waits for its input where it would read rows."""
+    watch = watched(tmp_path / "p", forked, {waits: waiting, sleeps: ("backward", "")}, idle_s=0.5)
     with pytest.raises(HangError, match=r"rank 1: replicate 1 made no progress in backward .* asleep") as told:
         look_for(watch, 20.0)
     assert told.value.rank == 1
