@@ -348,8 +348,12 @@ class Script:
         config = dataclasses.replace(config, recovery=dataclasses.replace(config.recovery, **recovery))
         self.job = SimpleNamespace(plan=plan_of(3), analysis=None, config=config, run_dir=run_dir)
         self.ends, self.orders, self.end, self._remembers = ends, [], GenerationEnd(), remembers
-        self.storage = SimpleNamespace(settle=self.settle, finish=lambda: None)
+        self.storage = SimpleNamespace(settle=self.settle, clear_disk=self.clear_disk, finish=lambda: None)
         self.departure = Departure(run_dir, self.node, self.interrupts, 60.0)
+
+    @staticmethod
+    def clear_disk(limit_s: float) -> None:
+        """Nothing is being written."""
 
     @staticmethod
     def settle(rewinds: bool = False) -> None:
@@ -510,10 +514,10 @@ def test_a_device_of_a_node_that_is_gone_ends_no_generation(tmp_path: Path) -> N
 
 
 def test_a_checkpoint_that_hangs_hides_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def settle(rewinds: bool = False) -> None:
+    def clear_disk(limit_s: float) -> None:
         raise CheckpointError("not written within checkpoint.wait_s")
 
-    monkeypatch.setattr(Script, "settle", staticmethod(settle))
+    monkeypatch.setattr(Script, "clear_disk", staticmethod(clear_disk))
     told: list[tuple[str, dict]] = []
     lost = end(failed=failure(rank=-1, text="gone"))
     controller = controller_of(Script(tmp_path, [lost] * 5, True, attempts=2), told)
