@@ -9,10 +9,11 @@ from meshwright.launch.devices import Devices, least_compute_capability
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.float8 import ALIGNMENT, float8_linears
 from meshwright.spec.axis import Mechanics
+from meshwright.spec.compression import FLOAT8_CAPABILITY
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 from meshwright.train.model_analysis import ModelAnalysis
 
-_LEAST_CAPABILITY = {"tf32": 8.0, "fp8": 8.9, "fp8_rowwise": 9.0}
+_LEAST_CAPABILITY = {"tf32": 8.0, "fp8": FLOAT8_CAPABILITY, "fp8_rowwise": 9.0}
 """Ampere; Ada; and Hopper for a scale for each row. Source: torch, CUDA semantics, and `aten::_scaled_mm` on CUDA."""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from meshwright.parallel.block_codec import cast, rounded_to_format, widen_into
-from meshwright.spec.compression import FORMATS, RUN_VALUES, row_bytes
+from meshwright.spec.compression import FLOAT8_CAPABILITY, FORMATS, RUN_VALUES, row_bytes
 
 _MANTISSA_BITS = 23
 """Of float32."""
@@ -31,7 +31,6 @@ _LARGEST_EXPONENT = 8
 """Of e4m3, whose largest number is 1.75 * 2**8."""
 _ABOVE_LARGEST = 0x1FFFFF
 """Added to the bits of a float32 it raises the exponent where the mantissa is above 1.75."""
-_FLOAT8_CAPABILITY = (8, 9)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,7 +47,7 @@ class RowCodec:
     """Rounds rows of tokens, or of their gradients, to float8, and decodes them.
 
     Args:
-        is_fused: whether torch.compile makes three kernels of them; else they are 22.
+        is_fused: whether torch.compile makes three kernels of both; else they are 22.
     """
 
     def __init__(self, is_fused: bool = False) -> None:
@@ -78,7 +77,10 @@ class RowCodec:
 
 def can_fuse(device: torch.device) -> bool:
     """Returns whether the compiler makes kernels with float8 for a device: of GPUs those that have such products."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY
+    if device.type != "cuda":
+        return False
+    major, minor = torch.cuda.get_device_capability(device)
+    return major + minor / 10 >= FLOAT8_CAPABILITY
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:

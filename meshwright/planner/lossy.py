@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import PlanError
@@ -29,14 +30,12 @@ def lossy_variants(layout: Layout, node_devices: int) -> Iterator[Layout]:
     for copied in (layout, *_with_more_copies(layout)):
         choices = [Compression("int8", run) for run in range(1, node_devices + 1)] if copied.copies > 1 else []
         sums = [choice for choice in choices if choice.exact_copies(copied.copies) == choice.node_copies]
-        for compress in (Compression(), *sums):
-            for weights in ("none", "int8") if copied.zero == 3 else ("none",):
-                for tokens in ("none", "fp8") if copied.degree(Mechanics.EXPERTS) > 1 else ("none",):
-                    variant = dataclasses.replace(
-                        copied, compress=compress, compress_weights=weights, compress_tokens=tokens
-                    )
-                    if variant.is_lossy:
-                        yield variant
+        weights_forms = ("none", "int8") if copied.zero == 3 else ("none",)
+        tokens_forms = ("none", "fp8") if copied.degree(Mechanics.EXPERTS) > 1 else ("none",)
+        for compress, weights, tokens in itertools.product((Compression(), *sums), weights_forms, tokens_forms):
+            variant = dataclasses.replace(copied, compress=compress, compress_weights=weights, compress_tokens=tokens)
+            if variant.is_lossy:
+                yield variant
 
 
 def _with_more_copies(layout: Layout) -> Iterator[Layout]:

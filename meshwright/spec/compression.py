@@ -56,6 +56,8 @@ FORMATS: Mapping[str, NumberFormat] = {
 """Number formats of gradients on the wire, by name."""
 WEIGHT_FORMATS = ("none", "int8", "fp8")
 """Number formats of gathered weights."""
+FLOAT8_CAPABILITY = 8.9
+"""Compute capability from which NVIDIA's GPUs have float8: Ada."""
 TOKEN_FORMATS = ("none", "fp8")
 """Number formats of tokens on their way to experts."""
 RUN_VALUES = 128

@@ -261,8 +261,9 @@ class Layout:
     def _check_axes(self) -> None:
         """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
         for name, mechanics in _CHOICES_OF.items():
-            if getattr(self, name) and getattr(self, name) != "none" and self.degree(mechanics) == 1:
-                value, axis = str(getattr(self, name)).lower(), self.axis(mechanics)
+            choice = getattr(self, name)
+            if choice and choice != "none" and self.degree(mechanics) == 1:
+                value, axis = str(choice).lower(), self.axis(mechanics)
                 raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
         if self.attention not in ("", *ATTENTIONS):
             raise PlanError(f"attention={self.attention} is unknown{nearest(self.attention, ATTENTIONS)}")

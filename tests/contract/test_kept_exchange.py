@@ -24,13 +24,11 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.planner.expert_exchange import keeping_forms
-from meshwright.proof.verify import random_batches
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
-from meshwright.train.feed import MicroBatch
 from meshwright.train.model_analysis import analyse_model
 from tests.contract.test_expert_parallel import case, config, prove
-from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model, routed, traffic_of
+from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model, routed, run_step, traffic_of
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
 
@@ -97,8 +95,6 @@ def kept_of(text: str) -> list[tuple[int, int, list[float]]]:
         gc.disable()
         torch.set_num_threads(1)
         program = build_rank(model(), layout, facts)
-        (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
-        first, last = layout.span(rank, ROWS)
         rows_bytes, values_bytes = 0, 0
         tensors: list[weakref.ref[torch.Tensor]] = []
         shares: list[float] = []
@@ -132,7 +128,7 @@ def kept_of(text: str) -> list[tuple[int, int, list[float]]]:
             patch.setattr(row_exchange._Came, "of", staticmethod(of_noted))
             patch.setattr(row_exchange._Came, "again", again_noted)
             patch.setattr(kept_exchange, "kept", kept_noted)
-            program.forward_backward([MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1, (0, 0))
+            run_step(program, layout, rank)
         note_share()
         return rows_bytes, values_bytes, [shares[0], *shares[-2:]]
 
@@ -176,14 +172,10 @@ def test_experts_that_change_what_came_are_told_of() -> None:
 
     def work(rank: int) -> str:
         program = build_rank(model(), layout, facts)
-        (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
-        first, last = layout.span(rank, ROWS)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(token_dispatch.Dispatch, "_compute_experts", spoiling)
             try:
-                program.forward_backward(
-                    [MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1, (0, 0)
-                )
+                run_step(program, layout, rank)
             except RuntimeError as error:
                 return str(error)
         return ""
@@ -282,8 +274,6 @@ def test_the_ranks_that_keep_send_no_counts_again() -> None:
 
     def work(rank: int) -> int:
         program = build_rank(model(), layout, facts)
-        (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
-        first, last = layout.span(rank, ROWS)
         count, send = 0, AxisGroup.all_to_all_rows
 
         def counted(group: AxisGroup, *args: Any, **kwargs: Any) -> Any:
@@ -293,7 +283,7 @@ def test_the_ranks_that_keep_send_no_counts_again() -> None:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(AxisGroup, "all_to_all_rows", counted)
-            program.forward_backward([MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1, (0, 0))
+            run_step(program, layout, rank)
         return count
 
     # Two layers: two of counts, two ways of tokens and their choices, two ways of outputs; then six of gradients.

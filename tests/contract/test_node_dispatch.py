@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from meshwright.events import CommTotals
 from meshwright.jobs.model_reading import model_parts
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.parallel import node_dispatch, token_dispatch
+from meshwright.parallel.program import Program
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.verify import random_batches, verify
@@ -133,29 +135,40 @@ def routed(choices: list[torch.Tensor], every_pair: bool) -> Iterator[None]:
         yield
 
 
-def traffic_of(text: str, every_pair: bool) -> list[tuple[list[torch.Tensor], dict[str, int]]]:
-    """Returns what each rank's tokens chose in a step, layer by layer, and the bytes that it sent by axis."""
+def run_step(program: Program, layout: Layout, rank: int) -> None:
+    """Runs forward and backward of a rank's rows as one micro-batch."""
+    (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
+    first, last = layout.span(rank, ROWS)
+    program.forward_backward([MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1, (0, 0))
+
+
+def totals_of(text: str, every_pair: bool) -> list[tuple[list[torch.Tensor], tuple[CommTotals, ...]]]:
+    """Returns what each rank's tokens chose in a step, layer by layer, and what it sent by axis and operation."""
     layout = Layout.parse(text)
     facts = analyse_model(model(), layout, None)
 
-    def work(rank: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+    def work(rank: int) -> tuple[list[torch.Tensor], tuple[CommTotals, ...]]:
         torch.set_num_threads(1)
         program = build_rank(model(), layout, facts)
         assert program.mesh is not None
-        (batch,) = random_batches(1, ROWS, TOKENS, VOCAB, documents=False)
-        first, last = layout.span(rank, ROWS)
         choices: list[torch.Tensor] = []
         program.mesh.log.drain()
         with routed(choices, every_pair):
-            program.forward_backward(
-                [MicroBatch(batch.tokens[first:last], batch.targets[first:last], None)], 1.0, (0, 0)
-            )
-        sums: dict[str, int] = {}
-        for total in program.mesh.log.drain():
-            sums[total.axis] = sums.get(total.axis, 0) + total.bytes
-        return choices, sums
+            run_step(program, layout, rank)
+        return choices, program.mesh.log.drain()
 
-    return run_ranks(4, work, timeout=250)
+    return run_ranks(layout.world, work, timeout=250)
+
+
+def traffic_of(text: str, every_pair: bool) -> list[tuple[list[torch.Tensor], dict[str, int]]]:
+    """Returns what each rank's tokens chose in a step, layer by layer, and the bytes that it sent by axis."""
+    found = []
+    for choices, totals in totals_of(text, every_pair):
+        sums: dict[str, int] = {}
+        for total in totals:
+            sums[total.axis] = sums.get(total.axis, 0) + total.bytes
+        found.append((choices, sums))
+    return found
 
 
 @pytest.mark.parametrize("run", [1, 2])

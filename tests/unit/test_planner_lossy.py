@@ -229,6 +229,13 @@ def test_the_work_of_rounding_is_priced() -> None:
     assert read_s < work_s < 2 * read_s
 
 
+@pytest.mark.parametrize(("cluster", "is_fused"), [("4xh100", True), ("4xa100-80", False)])
+def test_the_compiler_fuses_rounding_where_a_gpu_has_float8(cluster: str, is_fused: bool) -> None:
+    text = f"shard=4,zero=1,ep=4{FLOAT8}"
+    eager_s, compiled_s = exchange_s(text, cluster), exchange_s(f"{text},compile=true", cluster)
+    assert compiled_s < 0.9 * eager_s if is_fused else compiled_s == pytest.approx(eager_s)
+
+
 def test_many_layouts_with_experts_have_the_prices_of_one() -> None:
     layouts = [Layout.parse(f"shard=4,zero=1,ep=4,precision=bf16{choice}") for choice in ("", FLOAT8)]
     cluster = Cluster.parse("4x1xa100-40@ethernet-1g")

@@ -263,6 +263,12 @@ def test_detach_of_dtensors_is_what_torch_finds_by_trial() -> None:
     assert [known] == [tried] and [item[:-1] for item in more] == [item[:-1] for item in others]
 
 
+def test_a_torch_without_the_trial_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(dtensors.ShardingPropagator, dtensors._TRIAL)
+    with dtensors.known_detach():
+        assert not hasattr(dtensors.ShardingPropagator, dtensors._TRIAL)
+
+
 def _detach_dtensors(rank: int, is_known: bool) -> list[Any]:
     """Returns the spec and strides of parameters made of DTensors; last, how many fake modes torch made for them."""
     mesh, modes, make = init_device_mesh("cpu", (2,)), [], FakeTensorMode.__init__

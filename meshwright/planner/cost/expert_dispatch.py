@@ -35,12 +35,12 @@ of one forward of DeepSeek-V3's router over 8 ranks: 3.65 rows of a token move t
 are in bf16, and of 24 in float32."""
 ROUND_MOVES, ROUND_BYTES = 9.0, 2.0
 """Times that the bytes of an unrounded value are moved to round it to float8 and to decode it, and bytes beside.
-Counted at `parallel.row_codec.RowCodec`: five operations read or write a value to find its run's largest one, to scale
-and to narrow it, and three to widen and to scale it back."""
+Counted at `parallel.row_codec.RowCodec`: magnitudes, the largest of each run, scaling and narrowing read or write each
+value six times; widening it and scaling it back three times; and either touches its byte once."""
 FUSED_ROUND_MOVES = 3.0
-"""The same in compiled layers, where a value is read by two kernels that round, and written by the one that decodes."""
+"""The same where torch.compile fuses them: two kernels that round read a value, and one that decodes writes it."""
 ROUND_OPERATIONS, FUSED_ROUND_OPERATIONS = 22.0, 3.0
-"""Kernels that round and decode a message of rows, eager and compiled, counted on a simulated GPU."""
+"""Kernels that round and decode a message of rows, eager and fused, counted on a simulated GPU."""
 EXCHANGE_OPERATIONS = 40.0
 """Operators that a pass runs for each further chunk of tokens: sorts and counts, copies, sums, the experts' own."""
 LEAST_GAIN = 0.1
@@ -96,7 +96,12 @@ class ExpertExchange:
     element: float
     """Bytes of an element."""
     is_compiled: bool = False
-    """Whether torch.compile makes two kernels of what rounds a row, and one of what decodes it."""
+    """Whether layers are compiled."""
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether torch.compile fuses what rounds a row, and what decodes it: on GPUs that have float8."""
+        return self.is_compiled and self.device.units > 0 and "fp8" in self.device.peak_flops
 
     def wire(self, layer: LayerShape) -> WireTime:
         """Returns the exchanges of one pass of a layer with experts: tokens out, and what comes back."""
@@ -120,7 +125,7 @@ class ExpertExchange:
 
     def _rounding(self, layer: LayerShape, rows: Values) -> WireTime:
         """Returns what rounding and decoding so many rows takes, (N,), which lies on their way."""
-        moves = FUSED_ROUND_MOVES if self.is_compiled else ROUND_MOVES
+        moves = FUSED_ROUND_MOVES if self.is_fused else ROUND_MOVES
         moved_bytes = rows * layer.width * (moves * self.element + ROUND_BYTES)
         return WireTime(move_s(np.where(self.layouts.compress_tokens > 0, moved_bytes, 0.0), self.device))
 
@@ -128,7 +133,7 @@ class ExpertExchange:
     def round_operations(self) -> Array:
         """Operators that round and decode in a pass of a layer, (N,)."""
         legs = np.where(self.layouts.ep_node > 1, 2.0, 1.0) * np.maximum(1.0, self.layouts.ep_overlap)
-        each = FUSED_ROUND_OPERATIONS if self.is_compiled else ROUND_OPERATIONS
+        each = FUSED_ROUND_OPERATIONS if self.is_fused else ROUND_OPERATIONS
         return np.where(self.layouts.compress_tokens > 0, legs * each, 0.0)
 
     def kept_bytes(self, layer: LayerShape) -> Array:
