@@ -196,8 +196,7 @@ def _describe_layouts(
             bounds = divide(layer_graph.layer_graph, sizes, built.structure.ties, stages, layout.split)
             position = layer_graph.layer_graph.layers.index(layer)
             stage = sum(bound <= position for bound in bounds[1:-1])
-        recomputing = layout.recompute.layers(len(built.structure.layers))
-        recomputes = layout.recompute.mode if index in recomputing else "none"
+        recomputes = layout.recompute.modes(len(built.structure.layers))[index]
         yield {"layout": str(layout), "stages": stages, "stage": stage, "recomputes": recomputes}
 
 

@@ -14,9 +14,8 @@ import math
 import torch
 from torch.autograd.function import FunctionCtx
 
-from meshwright.parallel import group_operators
+from meshwright.parallel import group_operators, selective
 from meshwright.parallel.axis_group import AxisGroup
-from meshwright.torch_compat.tensors import dispatch_mode
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -41,11 +40,14 @@ class _ReduceFromGroup(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup) -> torch.Tensor:
         if axis_group.is_traced:
             return group_operators.all_reduce(x, axis_group.operator_name)
-        # In its own memory: what makes it, a product of matrices, doesn't keep it for backward; selective recompute,
-        # which looks on as a dispatch mode, does.
-        x = x.contiguous() if dispatch_mode() is None else x.clone(memory_format=torch.contiguous_format)
-        axis_group.all_reduce(x).wait()
-        return x.detach()  # not a view: code may write into it
+
+        def summed() -> torch.Tensor:
+            # In its own memory: what makes it, a product of matrices, doesn't keep it for backward.
+            out = selective.own_copy(x)
+            axis_group.all_reduce(out).wait()
+            return out.detach()  # not a view: code may write into it
+
+        return selective.kept_sum(summed)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -71,7 +73,9 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, dim: int, partial: bool) -> torch.Tensor:
         ctx.axis_group, ctx.dim = axis_group, dim
-        return reduce_scatter_dim(x, axis_group, dim) if partial else local_chunk(x, axis_group, dim).clone()
+        if not partial:
+            return local_chunk(x, axis_group, dim).clone()
+        return selective.kept_sum(lambda: reduce_scatter_dim(x, axis_group, dim))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -33,11 +33,15 @@ def check(layout: Layout, layers: int) -> None:
 def _apply(context: TransformContext) -> None:
     for axis_group in context.mesh.axis_groups.values() if context.mesh is not None else ():
         group_operators.register(axis_group)
-    layout = context.layout
-    is_inside = layout.recompute.mode == "full" and (layout.layers_communicate or layout.precision == "float64")
-    place = ForwardLayer.COMPILE_RECOMPUTED if is_inside else ForwardLayer.COMPILE
-    for layer in (layer for stage in context.stages for layer in stage.layers):
-        wrap_forward(layer, place, "torch.compile", _compiled)
+    layout, names = context.layout, context.source.layers
+    untraced = "full" if layout.layers_communicate or layout.precision == "float64" else ""
+    modes = dict(zip(names, layout.recompute.modes(len(names))))
+    for stage in context.stages:
+        mode_of = {layer: modes.get(name) for name, layer in stage.module.named_modules()}
+        for layer in stage.layers:
+            is_inside = mode_of.get(layer) == untraced
+            place = ForwardLayer.COMPILE_RECOMPUTED if is_inside else ForwardLayer.COMPILE
+            wrap_forward(layer, place, "torch.compile", _compiled)
 
 
 def _compiled(plain: Forward) -> Forward:

@@ -10,56 +10,39 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from meshwright.parallel.document_attention import REFERENCE_OPERATOR
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.kept_exchange import keeping_contexts
 from meshwright.parallel.moving_buffers import MovingBuffers
-from meshwright.parallel.ring_attention import RING_OPERATOR
+from meshwright.parallel.selective import KEPT, selective_contexts
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_choices import Recompute
-from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, FUSED_ATTENTION, GROUPED_PRODUCT, PROFILER_MARKS
-from meshwright.torch_compat.varlen import VARLEN_OPERATOR
-
-KEPT = tuple(
-    operator.default
-    for operator in (
-        torch.ops.aten.mm,
-        torch.ops.aten.addmm,
-        torch.ops.aten.bmm,
-        torch.ops.aten.baddbmm,
-        FLOAT8_PRODUCT,
-        GROUPED_PRODUCT,
-        *FUSED_ATTENTION,
-        VARLEN_OPERATOR,
-        REFERENCE_OPERATOR,
-        RING_OPERATOR,
-    )
-)
-"""Operators whose outputs ``selective`` keeps: matrix products and fused attention, dear to compute, small to hold."""
+from meshwright.torch_compat.tensors import PROFILER_MARKS
 
 
 def apply(
     layers: Sequence[nn.Module],
-    recompute: Recompute,
+    mode: str,
     make_repeatable: Callable[[Forward], Forward] | None,
     keeps_exchange: bool = False,
+    is_compiled: bool = False,
 ) -> None:
     """Makes layers recompute: their forward is replaced by one that drops what the mode doesn't keep.
 
     Args:
         layers: those that recompute.
-        recompute: ``full`` or ``selective``; how many is decided by ``layers``.
+        mode: ``full`` or ``selective``; how many is decided by ``layers``.
         make_repeatable: for layers that change buffers: maps a forward, at each call, to one whose repeated calls start
             from the same values and change none. `parallel.model_checkpointing` restores random numbers.
         keeps_exchange: whether what layers receive from their experts' ranks is kept (`Layout.ep_keep`).
+        is_compiled: whether the compiler traces layers with their recompute, for which it knows torch's contexts alone.
     """
     contexts: dict[str, Any] = {}
-    if recompute.mode == "selective":
+    if mode == "selective" and not is_compiled:
+        contexts["context_fn"] = selective_contexts
+    elif mode == "selective":
         # A profiler's marks, as FSDP2 sets around what it gathers, compute nothing, and needn't be in both runs.
         SAC_IGNORED_OPS.update(PROFILER_MARKS)
         contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -69,7 +52,7 @@ def apply(
         wrap_forward(
             layer,
             ForwardLayer.RECOMPUTE,
-            f"recompute={recompute.mode}",
+            f"recompute={mode}",
             partial(_recomputing, make_repeatable, contexts),
         )
 
@@ -99,18 +82,18 @@ def check(layout: Layout, layers: int) -> None:
     Raises:
         PlanError: with the number that there are.
     """
-    layout.recompute.layers(layers)
+    layout.recompute.modes(layers)
 
 
 def _apply(context: TransformContext) -> None:
-    names, recompute = context.source.layers, context.layout.recompute
-    recomputed = {names[number] for number in recompute.layers(len(names))}
+    names = context.source.layers
+    modes = dict(zip(names, context.layout.recompute.modes(len(names))))
     for stage in context.stages:
-        for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in recomputed]:
-            if layer in stage.layers:
+        for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in modes]:
+            if layer in stage.layers and modes[name] != "none":
                 moving = MovingBuffers([layer], context.source.moving, name)
                 repeatable = moving.with_saved_values if moving else None
-                apply([layer], recompute, repeatable, context.layout.ep_keep)
+                apply([layer], modes[name], repeatable, context.layout.ep_keep, context.layout.compile)
 
 
 TRANSFORM = Transform(

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from meshwright.parallel import selective
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, described, wrap_forward
 
 HookResult: TypeAlias = "tuple[tuple[object, ...], dict[str, torch.Tensor]]"
@@ -180,7 +181,7 @@ def summed_product(module: nn.Module, move: Move) -> Forward:
     def product(x: torch.Tensor) -> torch.Tensor:
         weight = module.weight
         # y = sum over ranks of x W, plus b once: inside the sum every rank would add b.
-        y = move(multiply(x, weight))
+        y = move(selective.summand(multiply, x, weight))
         return y if module.bias is None else y + module.bias
 
     return product

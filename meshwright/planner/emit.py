@@ -414,6 +414,11 @@ def _megatron_recompute(layers: int, layout: Layout, batch: _Batch) -> list[str]
             f"megatron has no recompute={layout.recompute}: its selective recompute runs whole modules again, ours "
             "everything but products and attention; recompute=full works"
         )
+    if layout.recompute.rest != "none":
+        raise PlanError(
+            f"megatron has no recompute={layout.recompute}: it recomputes layers in one way; recompute=full works, or "
+            f"recompute=full:{layout.recompute.count}"
+        )
     share = layout.recompute.share(layers)
     if share >= 1:
         return ["--recompute-granularity full", "--recompute-method uniform", "--recompute-num-layers 1"]

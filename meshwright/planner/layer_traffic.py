@@ -40,6 +40,11 @@ class LayerCollective:
     """Whether `Layout.ep_keep` keeps what it brings."""
 
 
+def _sum_of_products(group: CollectiveGroup, kind: str, size: float, is_last: bool = False) -> LayerCollective:
+    """Returns the sum over ranks of row-parallel products, which selective recompute keeps (`parallel.selective`)."""
+    return LayerCollective(group, kind, size, skipped_by_recompute=is_last, kept_by_selective=True)
+
+
 class LayerTraffic:
     """Collectives of a rank on activations.
 
@@ -87,26 +92,22 @@ class LayerTraffic:
     def _stage_collectives(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
         """Yields the collectives of one stage on a micro-batch: ends, layers with recompute, sends."""
         yield from self._end_collectives(stage == 0, stage == stages - 1)
-        recomputed = self._recomputed()
+        modes = self._layout.recompute.modes(len(self._model.layers))
         for layer in range(start, stop):
             layer_collectives = list(self._layer_collectives(layer))
             yield from layer_collectives
-            if layer in recomputed:
-                yield from (sent for sent in layer_collectives if self._is_repeated(sent))
+            if modes[layer] != "none":
+                yield from (sent for sent in layer_collectives if self._is_repeated(sent, modes[layer]))
         if stages > 1:
             yield from self._stage_sends(start, stop, stage, stages)
 
-    def _is_repeated(self, sent: LayerCollective) -> bool:
-        """Whether recompute runs a collective of forward again."""
-        if sent.kept_by_selective and self._layout.recompute.mode == "selective":
+    def _is_repeated(self, sent: LayerCollective, mode: str) -> bool:
+        """Whether recompute runs a collective of forward again, in a layer that recomputes by a mode."""
+        if sent.kept_by_selective and mode == "selective":
             return False
         if sent.kept_by_ep_keep and self._layout.ep_keep:
             return False
         return not sent.is_backward and not sent.skipped_by_recompute
-
-    def _recomputed(self) -> frozenset[int]:
-        """Returns the indices of the layers that recompute."""
-        return self._layout.recompute.layers(len(self._model.layers))
 
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
         """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
@@ -187,12 +188,13 @@ class LayerTraffic:
             # Megatron's f and g: all-reduce of the inputs' gradients in backward, of the output in forward.
             for features in input_features:
                 yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
-            yield LayerCollective(tp, "all_reduce", size * output_features, skipped_by_recompute=is_last)
+            yield _sum_of_products(tp, "all_reduce", size * output_features, is_last)
             for name in group.side_row_linears:
-                yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name))
+                yield _sum_of_products(tp, "all_reduce", size * self._row_features(layer, group, name))
             for name in group.inner_row_linears:
-                for is_backward in (False, True):
-                    yield LayerCollective(tp, "all_reduce", size * self._row_features(layer, group, name), is_backward)
+                inner_features = self._row_features(layer, group, name)
+                yield _sum_of_products(tp, "all_reduce", size * inner_features)
+                yield LayerCollective(tp, "all_reduce", size * inner_features, is_backward=True)
             return
         if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
             yield LayerCollective(tp, "all_gather", self._tokens / split * INDEX * self._active_experts(layer_index))
@@ -200,11 +202,11 @@ class LayerTraffic:
         for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
             yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)
-        yield LayerCollective(tp, "reduce_scatter", size / split * output_features, skipped_by_recompute=is_last)
+        yield _sum_of_products(tp, "reduce_scatter", size / split * output_features, is_last)
         yield LayerCollective(tp, "all_gather", size / split * output_features, is_backward=True)
         for name in group.side_row_linears:
             side_features = self._row_features(layer, group, name)
-            yield LayerCollective(tp, "reduce_scatter", size / split * side_features)
+            yield _sum_of_products(tp, "reduce_scatter", size / split * side_features)
             yield LayerCollective(tp, "all_gather", size / split * side_features, is_backward=True)
 
     def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:

@@ -166,33 +166,32 @@ class MeasuredTimes:
         cost = self._with_operators(closed_cost, operators)
         forward, backward = cost.forward, cost.backward
         tp, cp = layout.degree(Mechanics.MATRICES), layout.degree(Mechanics.TOKENS)
-        mode, recomputed_share = layout.recompute.mode, layout.recompute.share(self._layers)
-        # Recompute sends again what its forward sends; a ring is part of attention, which selective recompute keeps.
-        repeats = recomputed_share if mode in ("full", "selective") else 0.0
+        full, selective = (layout.recompute.share(self._layers, mode) for mode in ("full", "selective"))
+        # Recompute sends again what its forward sends. Selective recompute has kept sums over tp, and a ring, which is
+        # part of attention.
+        repeats = full + selective
         if self._links_are_known(tp):
             pass_s = self._layer_collectives_s() / 2
             forward.tp = pass_s * _ratio(closed_cost.forward.tp, plain_cost.forward.tp)
-            backward.tp = (1.0 + repeats) * pass_s * _ratio(closed_cost.backward.tp, plain_cost.backward.tp)
+            gathers = full + selective * (0.5 if layout.sequence else 0.0)
+            backward.tp = (1.0 + gathers) * pass_s * _ratio(closed_cost.backward.tp, plain_cost.backward.tp)
         if cp > 1 and block.heads and self._links_are_known(cp, tp):
             forward.cp = self._cp_pass_s(block)
             # A ring sends gradients beside keys and values in backward.
             factor = 2.0 if layout.attention == "ring" else 1.0
-            keeps_ring = mode == "selective" and layout.attention == "ring"
-            backward.cp = (factor + (0.0 if keeps_ring else repeats)) * forward.cp
+            backward.cp = (factor + (full if layout.attention == "ring" else repeats)) * forward.cp
             if layout.attention == "ring" and not self._serial:
                 # It travels while attention computes with the block before.
                 for pass_time in (forward, backward):
                     pass_time.cp = np.maximum(0.0, pass_time.cp - pass_time.attention)
-        if mode == "full":
-            # Recompute stops at the last tensor that backward needs, so the last product isn't computed again.
-            backward.recompute = recomputed_share * (forward.compute - operators.last_s * self._share)
-        elif mode == "selective":
-            backward.recompute = recomputed_share * forward.elementwise
-            inspection_s = recomputed_share * operators.operators * calibration.host_s("selective_operator")
-            forward.host = forward.host + inspection_s
-            backward.host = backward.host + inspection_s
-        if self._knows_host and mode in ("full", "selective"):
-            backward.host = backward.host + recomputed_share * operators.forward["host"]
+        # Recompute stops at the last tensor that backward needs, so the last product isn't computed again.
+        full_s = forward.compute - operators.last_s * self._share
+        backward.recompute = full * full_s + selective * forward.elementwise
+        inspection_s = selective * operators.operators * calibration.host_s("selective_operator")
+        forward.host = forward.host + inspection_s
+        backward.host = backward.host + inspection_s
+        if self._knows_host:
+            backward.host = backward.host + repeats * operators.forward["host"]
         if layout.zero:
             backward.host = backward.host + calibration.host_s("shard_unit")
         if layout.microbatches > 1:

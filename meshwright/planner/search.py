@@ -231,31 +231,38 @@ class _SearchPass:
         return np.asarray(fits.reshape(-1, len(core_rows)).any(axis=0))
 
     def _partial_recompute_variants(self, batch: LayoutBatch, prices: Prices) -> LayoutBatch | None:
-        """Returns variants with the fewest recomputed layers that fit; None where there are none.
+        """Returns variants with the fewest layers that recompute in one way; None where there are none.
 
-        They come from variants that fit with every layer recomputed but not with none. Time rises with the recomputed
-        layers, so the fewest that fit are the fastest.
+        All other layers keep more: everything, or what selective recompute keeps. They come from variants that fit
+        with every layer recomputed in the first way and don't with all in the second. Time rises with the layers that
+        keep less, so the fewest that fit are the fastest.
         """
         modes = len(self._space.recomputes)
-        if self._space.recomputes[0] != "none" or modes < 2:
+        if modes < 2:
             return None
         eligible = np.flatnonzero(~splits_backward(batch.schedule))
         # `expand` lists the recompute modes of a variant in a row: (variants, modes).
         peak_bytes = prices.peak[eligible].reshape(-1, modes)
         is_too_large = peak_bytes > self._memory_bytes
-        rows, columns = np.nonzero(is_too_large[:, :1] & ~is_too_large[:, 1:])
+        # Of two modes the first doesn't fit and the second does: (variants, first, second).
+        rows, first, second = np.nonzero(is_too_large[:, :, None] & ~is_too_large[:, None, :])
         if not len(rows):
             return None
-        whole = batch.take(eligible[rows * modes + columns + 1])
-        fewest = self._fewest_recomputed(whole, peak_bytes[rows, 0], peak_bytes[rows, columns + 1])
+        whole = batch.take(eligible[rows * modes + second])
+        whole = dataclasses.replace(whole, recompute_rest=batch.recompute[eligible[rows * modes + first]])
+        runs = self._space.runs(dataclasses.replace(whole, recompute_share=np.full(whole.count, 0.5)))
+        whole, rows, first, second = whole.take(runs), rows[runs], first[runs], second[runs]
+        if not whole.count:
+            return None
+        fewest = self._fewest_recomputed(whole, peak_bytes[rows, first], peak_bytes[rows, second])
         layers = len(self._job.shape.blocks)
         is_partial = fewest < layers
         if not is_partial.any():
             return None
         return dataclasses.replace(whole.take(is_partial), recompute_share=fewest[is_partial] / layers)
 
-    def _fewest_recomputed(self, whole: LayoutBatch, none_bytes: Array, whole_bytes: Array) -> Array:
-        """Returns the fewest recomputed layers with which layouts fit that do so with all, (N,) int64.
+    def _fewest_recomputed(self, whole: LayoutBatch, rest_bytes: Array, whole_bytes: Array) -> Array:
+        """Returns the fewest layers of `recompute` with which layouts fit that do so with all, (N,) int64.
 
         A peak is that of the fullest of several moments and ranks, so it falls with each further layer, not in
         proportion. Most are found as if it did, others by bisection. Of a pipeline's evenly spaced layers a stage may
@@ -263,21 +270,21 @@ class _SearchPass:
 
         Args:
             whole: N layouts that recompute all layers and fit.
-            none_bytes: their peaks without recompute, which don't fit, (N,).
+            rest_bytes: their peaks where all layers do what `recompute_rest` says, which don't fit, (N,).
             whole_bytes: their own peaks, (N,).
         """
         fewest = np.empty(whole.count, int)
         for index, memory in memory_by_recompute(self._job, whole, self._machine, self._engine):
-            fewest[index] = self._fewest_of_run(memory, none_bytes[index], whole_bytes[index])
+            fewest[index] = self._fewest_of_run(memory, rest_bytes[index], whole_bytes[index])
         return fewest
 
-    def _fewest_of_run(self, memory: MemoryByRecompute, none_bytes: Array, whole_bytes: Array) -> Array:
+    def _fewest_of_run(self, memory: MemoryByRecompute, rest_bytes: Array, whole_bytes: Array) -> Array:
         """Returns `_fewest_recomputed` of layouts with equally many pipeline ranks, whose ``memory`` is priced."""
         layers, limit = len(self._job.shape.blocks), self._memory_bytes
         # Numbers of layers: too few, and enough; the peaks of both.
-        bounds = np.stack([np.zeros(len(none_bytes), int), np.full(len(none_bytes), layers)])
-        peaks = np.stack([none_bytes, whole_bytes])
-        between, attempts = np.arange(len(none_bytes)), 0
+        bounds = np.stack([np.zeros(len(rest_bytes), int), np.full(len(rest_bytes), layers)])
+        peaks = np.stack([rest_bytes, whole_bytes])
+        between, attempts = np.arange(len(rest_bytes)), 0
         while True:
             is_open = bounds[1, between] - bounds[0, between] > 1
             if not is_open.all():

@@ -101,7 +101,7 @@ class Space:
         if not self.compiled:
             return np.ones(batch.count, dtype=bool)
         communicates = (batch.tp > 1) | (batch.cp > 1) | (batch.ep > 1)
-        return np.asarray(~communicates | (batch.recompute != RECOMPUTES.index("selective")))
+        return np.asarray(~communicates | (batch.share_of(RECOMPUTES.index("selective")) == 0.0))
 
 
 def divisors(number: int) -> list[int]:
@@ -406,8 +406,9 @@ def layout_of(
         fixed: `Space.fixed`, which names the axes of the degrees.
     """
     sizes = {name: int(getattr(batch, name)[index]) for name in dict.fromkeys(priced_columns().values())}
-    mode, share = RECOMPUTES[int(batch.recompute[index])], float(batch.recompute_share[index])
-    recomputed_layers = round(share * layers) if share < 1.0 and mode != "none" else 0
+    mode, rest = (RECOMPUTES[int(codes[index])] for codes in (batch.recompute, batch.recompute_rest))
+    share = float(batch.recompute_share[index])
+    recompute = Recompute(mode, round(share * layers), rest) if share < 1.0 and mode != "none" else Recompute(mode)
     spec = batch.schedules[int(batch.schedule[index])]
     stages_per_rank = int(batch.stages[index])
     is_pipelined = sizes["pp"] > 1
@@ -416,7 +417,7 @@ def layout_of(
         degrees=named_degrees(fixed, **sizes),
         zero=int(batch.zero[index]),
         microbatches=int(batch.microbatches[index]),
-        recompute=Recompute(mode, recomputed_layers),
+        recompute=recompute,
         schedule=spec.name if is_pipelined else "",
         stages=stages_per_rank if is_pipelined and stages_per_rank != spec.least_stages else 0,
         sequence=bool(batch.sequence[index]) and sizes["tp"] > 1,
@@ -438,7 +439,9 @@ def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, 
     sizes, mode = column_degrees(layout), layout.recompute.mode
     is_pipelined = sizes["pp"] > 1
     schedule = (layout.schedule or schedule_names()[0]) if is_pipelined else schedule_names()[0]
-    if schedule not in schedule_names() or mode not in space.recomputes or layout.offload not in space.offloads:
+    if schedule not in schedule_names() or layout.offload not in space.offloads:
+        return False
+    if mode not in space.recomputes or (layout.recompute.count and layout.recompute.rest not in space.recomputes):
         return False
     if layout.degrees != Layout(degrees=named_degrees(space.fixed, **sizes), zero=layout.zero).degrees:
         return False

@@ -34,7 +34,7 @@ from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes, world_size
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_choices import BatchShares, StageSplit
 from meshwright.train.config import OuterConfig
 
 FEW, MANY = 4, 8
@@ -345,10 +345,10 @@ def _axes_in_use(degrees: Mapping[str, int]) -> int:
 
 def _choices_that_may_fit(layout: Layout, degrees: Mapping[str, int]) -> Iterator[Layout]:
     """Yields the layout with fewer micro-batches, and then with less and less of what may not fit fewer ranks."""
-    pipeline, mode = degrees.get(layout.axis(Mechanics.STAGES), 1), layout.recompute.mode
+    pipeline, recompute = degrees.get(layout.axis(Mechanics.STAGES), 1), layout.recompute
     counts = [min(layout.microbatches, 2 * pipeline)] + [layout.microbatches, 4 * pipeline] * (pipeline > 1)
     combinations = itertools.product(
-        (layout.recompute, Recompute(mode, 1 if layout.recompute else 0)),
+        (recompute, dataclasses.replace(recompute, count=1 if recompute else 0)),
         (layout.rows, BatchShares()),
         (layout.split, StageSplit()),
         ((layout.schedule, layout.stages), ("", 0)),

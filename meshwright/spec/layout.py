@@ -94,7 +94,8 @@ class Layout:
     """Micro-batches that every rank runs before one optimizer step."""
     recompute: Recompute = Recompute()  # noqa: RUF009 - frozen
     """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
-    ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced."""
+    ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced; with ``full:3+selective`` all others keep
+    products of matrices."""
     precision: str = "float32"
     """``float32``, ``float64``; ``tf32``: float32 with products of matrices that GPUs round to TF32; ``bf16`` or
     ``fp16``: compute in it over float32 master weights and reductions; ``fp8`` or ``fp8_rowwise``: as ``bf16``, with
@@ -440,7 +441,7 @@ class Layout:
     @property
     def uncompiled_reason(self) -> str:
         """Why the compiler would leave recomputed layers as they are, in a clause; empty where it wouldn't."""
-        if not self.compile or self.recompute.mode != "selective" or not self.layers_communicate:
+        if not (self.compile and "selective" in (self.recompute.mode, self.recompute.rest) and self.layers_communicate):
             return ""
         axes = ", ".join(self.format_degree(mechanics) for mechanics in IN_LAYERS if self.degree(mechanics) > 1)
         return (

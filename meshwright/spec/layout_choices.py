@@ -26,53 +26,77 @@ RECOMPUTES = ("none", "full", "selective")
 class Recompute:
     """Activation recompute: ``none``, ``full``, ``selective``, or of K evenly spaced layers as ``full:3``.
 
+    All other layers keep everything, or as ``full:3+selective`` what selective recompute keeps.
+
     Source: Chen et al., Sublinear Memory Cost (2016); Korthikanti et al. (2022), section 5, for ``selective``.
     """
 
     mode: str = "none"
     """One of `RECOMPUTES`."""
     count: int = 0
-    """Number of layers that recompute; 0 for all of them."""
+    """Number of layers that recompute by `mode`; 0 for all of them."""
+    rest: str = "none"
+    """What the other layers do, one of `RECOMPUTES` that keeps more than `mode`."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
         """Reads the text form.
 
         Raises:
-            PlanError: for an unknown mode, or a count that is no whole number of at least 1.
+            PlanError: for an unknown mode, a count that is no whole number of at least 1, or two modes in another
+                order.
         """
-        mode, colon, count = text.partition(":")
-        if mode not in RECOMPUTES:
-            raise PlanError(f"recompute={mode} is unknown{nearest(mode, RECOMPUTES)}")
+        first, plus, rest = text.partition("+")
+        mode, colon, count = first.partition(":")
+        for word in (mode, rest) if plus else (mode,):
+            if word not in RECOMPUTES:
+                raise PlanError(f"recompute={word} is unknown{nearest(word, RECOMPUTES)}")
         if colon and (mode == "none" or not count.isdigit() or int(count) < 1):
             raise PlanError(f"recompute={text}: write full:K or selective:K with K layers of at least 1")
-        return cls(mode, int(count or 0))
+        if plus and ((mode, rest) != ("full", "selective") or not colon):
+            raise PlanError(
+                f"recompute={text}: of two ways the one that keeps less has a number of layers and comes first, and "
+                "all other layers do the second: write full:K+selective; without a second they keep everything"
+            )
+        return cls(mode, int(count or 0), rest if plus else "none")
 
     def __str__(self) -> str:
         """Returns the text form."""
-        return f"{self.mode}:{self.count}" if self.count else self.mode
+        text = f"{self.mode}:{self.count}" if self.count else self.mode
+        return text if self.rest == "none" else f"{text}+{self.rest}"
 
     def __bool__(self) -> bool:
         """Returns whether any layer recomputes."""
         return self.mode != "none"
 
-    def layers(self, layers: int) -> frozenset[int]:
-        """Returns the numbers of the layers that recompute, of a model that has ``layers`` of them.
+    def modes(self, layers: int) -> list[str]:
+        """Returns what each layer does, of a model that has ``layers`` of them: one of `RECOMPUTES` for each.
 
         Raises:
             PlanError: when K is more than the layers there are, or there are none to recompute.
         """
-        if not self:
-            return frozenset()
         count = self.count or layers
-        if not layers or count > layers:
+        if self and (not layers or count > layers):
             raise PlanError(f"recompute={self}: the model has {layers} repeated layers; K is at most that")
+        modes = [self.rest] * layers
         # Evenly spaced: layers floor(i L / K).
-        return frozenset(number * layers // count for number in range(count))
+        for number in range(count if layers else 0):
+            modes[number * layers // count] = self.mode
+        return modes
 
-    def share(self, layers: int) -> float:
-        """Returns the share of a model's layers that the count names, at most 1; 1 where it names none."""
-        return min(1.0, self.count / layers) if self.count else 1.0
+    def layers(self, layers: int) -> list[int]:
+        """Returns the numbers of the layers that recompute, rising, of a model that has ``layers`` of them.
+
+        Raises:
+            PlanError: see `modes`.
+        """
+        return [number for number, mode in enumerate(self.modes(layers)) if mode != "none"]
+
+    def share(self, layers: int, mode: str = "") -> float:
+        """Returns the share of a model's layers with a mode, `mode` itself where none is named."""
+        counted = min(1.0, self.count / layers) if self.count else 1.0
+        wanted = mode or self.mode
+        return counted * (wanted == self.mode) + (1.0 - counted) * (wanted == self.rest)
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ def analyse_model(
 def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows]) -> None:
     """Refuses to keep what came from experts in layers that have none."""
     names, recompute = model.structure.layers, layout.recompute
-    recomputed = [names[number] for number in sorted(recompute.layers(len(names)))]
+    recomputed = [names[number] for number in recompute.layers(len(names))]
     if not any(rows.module.startswith(f"{name}.") for rows in experts for name in recomputed):
         raise PlanError(
             f"ep_keep=true has no effect with recompute={recompute}: no mixture of experts is in the layers that "

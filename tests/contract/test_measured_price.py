@@ -295,10 +295,14 @@ def test_recompute_sends_over_cp_again_what_a_forward_sends(attention: str, full
 
 
 def test_recompute_sends_over_tp_again_what_layers_send() -> None:
-    modes = ("", ",recompute=full", ",recompute=selective")
-    plain, full, selective = (priced(f"tp=2{mode}").parts["tp"] for mode in modes)
-    # But not what the vocabulary sends.
-    assert full == pytest.approx(selective) and 1.4 * plain < selective < 1.5 * plain
+    modes = ("", ",recompute=full", ",recompute=selective", ",recompute=full:2+selective")
+    # Selective recompute has kept the sums, and with them all that is sent but the gathers of sequence parallelism.
+    for tokens, gathers in (("", 0.0), (",sequence=true", 0.5)):
+        plain, full, selective, mixed = (priced(f"tp=2{tokens}{mode}").parts["tp"] for mode in modes)
+        # But not what the vocabulary sends.
+        assert 1.4 * plain < full < 1.5 * plain
+        assert selective - plain == pytest.approx(gathers * (full - plain))
+        assert mixed == pytest.approx((full + selective) / 2)
 
 
 def test_a_layer_is_the_mean_of_all_kinds() -> None:

@@ -178,6 +178,8 @@ def _with_choices(question: Question, degrees: dict[str, int], zero: int, microb
         recomputes = [Recompute("none")] * ("none" in modes)
         if not splits:
             recomputes += [Recompute(mode, count) for mode in modes if mode != "none" for count in counts]
+            if {"selective", "full"} <= set(modes):
+                recomputes += [Recompute("full", count, "selective") for count in range(1, layers)]
         for recompute in recomputes:
             yield dataclasses.replace(
                 question.base,

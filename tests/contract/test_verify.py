@@ -68,6 +68,7 @@ def test_every_layout_of_more_ranks(model: str, ranks: int) -> None:
 
 def test_recompute_of_some_layers_and_more_micro_batches() -> None:
     texts = ("recompute=full:1,microbatches=4", "shard=2,zero=3,recompute=selective:2,microbatches=4")
+    texts += ("pp=2,recompute=full:1+selective,microbatches=4",)
     all_pass(verify(case("llama", rows=8), [Layout.parse(text + ",precision=float64") for text in texts]))
 
 

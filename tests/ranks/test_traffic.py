@@ -69,7 +69,7 @@ CASES = {
     # A norm follows each layer's last sum, so that recompute sends it again.
     "gemma3_text": [
         "tp=2,recompute=full,microbatches=2", "tp=2,recompute=selective", "tp=2,recompute=full:2,sequence=true",
-        "tp=2,recompute=selective,sequence=true,tp_overlap=2",
+        "tp=2,recompute=selective,sequence=true,tp_overlap=2", "tp=2,recompute=full:1+selective,sequence=true",
     ],
     # Its norms are over all heads of queries, and of keys.
     "olmo2": ["tp=2", "tp=2,sequence=true,microbatches=2", "tp=2,recompute=full", "tp=2,recompute=selective"],

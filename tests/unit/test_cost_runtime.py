@@ -12,7 +12,6 @@ from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout
-from meshwright.spec.layout_choices import Recompute
 
 CLUSTER = Cluster.parse("8xa100-80")
 
@@ -87,7 +86,7 @@ def test_the_runtime_recomputes_as_its_engine_says():
     passed: list[str] = []
     layer[0].register_forward_hook(lambda *_: passed.append("first"))
     layer[2].register_forward_hook(lambda *_: passed.append("last"))
-    recompute.apply([layer], Recompute("full"), None)
+    recompute.apply([layer], "full", None)
     out = layer(torch.randn(2, 4, requires_grad=True))
     passed.clear()
     out.sum().backward()

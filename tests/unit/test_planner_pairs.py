@@ -135,15 +135,19 @@ def test_pairs_hide_a_part_of_the_exchange(more: str) -> None:
     assert exchange_s(zbv, apart) == exchange_s(zbv, pairs)
 
 
-@pytest.mark.parametrize("text", ["shard=32,zero=2,ep=32", "tp=8,shard=4,zero=1", "tp=8,sequence=true,shard=4,zero=1"])
-def test_selective_recompute_sends_again_what_a_layer_sends(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "gathers"),
+    [("shard=32,zero=2,ep=32", 1.0), ("tp=8,shard=4,zero=1", 0.0), ("tp=8,sequence=true,shard=4,zero=1", 0.5)],
+)
+def test_selective_recompute_sends_again_what_a_layer_sends_but_sums(text: str, gathers: float) -> None:
     name = "ep" if "ep=" in text else "tp"
     other = dataclasses.replace(MESHWRIGHT, runtime=dataclasses.replace(MESHWRIGHT.runtime, selective_sends=False))
     none, full, selective, kept = (
         price(JOB, Layout.parse(f"{text},precision=bf16,recompute={mode}"), CLUSTER, engine).parts[name]
         for mode, engine in (("none", other), ("full", other), ("selective", MESHWRIGHT), ("selective", other))
     )
-    assert kept == pytest.approx(none) and selective == pytest.approx(full) and 1.4 * none < full
+    assert kept == pytest.approx(none) and 1.4 * none < full
+    assert selective - none == pytest.approx(gathers * (full - none))
 
 
 def test_a_ring_is_not_sent_again_by_selective_recompute() -> None:

@@ -14,7 +14,6 @@ from meshwright.monitor.progress import NO_LAYER, ProgressWriter, read_progress
 from meshwright.parallel import recompute
 from meshwright.parallel.layer_names import REST, format_layers, layer_of
 from meshwright.parallel.progress_hooks import OUTSIDE, LayerProgressHooks
-from meshwright.spec.layout_choices import Recompute
 from meshwright.train.faults import Fault, Faults
 from meshwright.train.rank_progress import RankProgress
 
@@ -45,7 +44,7 @@ def through(layers: list[Layer], x: torch.Tensor) -> torch.Tensor:
 def test_layers_tell_forward_in_order_and_backward_in_reverse(mode: str) -> None:
     layers, told = [Layer(), Layer("tuple"), Layer("dict"), Layer()], list[int]()
     if mode == "full":
-        recompute.apply(layers, Recompute(mode), None)
+        recompute.apply(layers, mode, None)
     progress_hooks = LayerProgressHooks()
     progress_hooks.watch(layers, first_layer=4)
     assert list(inspect.signature(layers[0].forward).parameters)[:2] != [], "what it took, it takes"

@@ -46,6 +46,8 @@ class LayerCost:
     """Bytes saved from forward to backward where nothing is recomputed."""
     spared: Values = 0.0
     """Of these, the bytes that a layer which recomputes doesn't save."""
+    spared_rest: Values = 0.0
+    """The same of the other layers, where these recompute in another way."""
     working: Values = 0.0
     """Bytes allocated only while the layer runs or recomputes."""
     parameters: Values = 0.0

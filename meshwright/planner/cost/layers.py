@@ -142,14 +142,14 @@ class PricedModel:
         """Returns the cost of a layer: time, traffic and bytes."""
         forward, backward = self._compute_pass(layer, False), self._compute_pass(layer, True)
         repeated = dataclasses.replace(forward)
-        self._add_traffic(layer, forward, backward, repeated)
+        kept = self._add_traffic(layer, forward, backward, repeated)
         runtime = self.engine.runtime
         if layer.products:
             last_product_s = self.product_s(layer.products[-1], layer)
             repeated.matmul = runtime.repeated_matmul_s(repeated.matmul, last_product_s)
         if layer.experts and runtime.pairs_in_turns and self.layouts.paired_share.any():
             self._pair_passes(layer, forward, backward, repeated)
-        self._add_recompute(forward, repeated, backward)
+        self._add_recompute(forward, repeated, backward, kept)
         for pass_time in (forward, backward):
             pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
         cost = self.price_bytes(layer)
@@ -304,26 +304,37 @@ class PricedModel:
         transient_bytes = np.where(is_too_many, saved_bytes - scores_per_token, 0.0)
         return np.where(is_too_many, scores_per_token, saved_bytes), transient_bytes
 
-    def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> None:
-        """Adds the exposed seconds of tp, cp and ep to the passes; for norms over all heads tp gathers."""
+    def _add_traffic(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> PassTime:
+        """Adds the exposed seconds of tp, cp and ep to the passes; for norms over all heads tp gathers.
+
+        Returns:
+            What of the repeated forward's traffic selective recompute has kept: sums over tp, and a ring of cp, which
+            is part of attention.
+        """
         layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
         size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
         reduce, gather = (groups.seconds(kind, size, tp) for kind in (traffic.all_reduce_s, traffic.all_gather_s))
         normed_s = groups.seconds(traffic.all_gather_s, size * normed_share, tp) if normed_share else 0.0
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
-        wire, backward_wire = WireTime(), WireTime()
+        wire, backward_wire, kept, kept_wire = WireTime(), WireTime(), PassTime(), WireTime()
         block_count = self._split_blocks(layer)
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
         if (layouts.tp_overlap > 0).any():
             OverlappedTraffic(self, layer, collective_s).correct(forward, backward)
         if (layouts.tp > 1).any():
-            wire = backward_wire = groups.booked(block_count * collective_s + normed_s, tp)
+            sums_s = np.where(layouts.sequence > 0, 0.5, 1.0) * block_count * collective_s
+            all_s = block_count * collective_s + normed_s
+            wire = backward_wire = groups.booked(all_s, tp)
+            kept_share = np.divide(sums_s, all_s, out=np.zeros(layouts.count), where=all_s > 0.0)
+            kept.tp, kept_wire = kept_share * forward.tp, wire.scaled(kept_share)
         if layer.heads:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
+                if runtime.context == "ring":
+                    kept.cp, kept_wire = forward.cp, kept_wire + context
         repeated_wire = wire
         if layer.experts:
             exchange = self._add_exchange(layer, forward, backward, repeated)
@@ -335,6 +346,8 @@ class PricedModel:
             pass_time.inside, pass_time.outside = carried.inside, carried.outside
             # What hides under products and attention takes as long as its links all the same.
             pass_time.tp = pass_time.tp + np.maximum(np.maximum(carried.inside, carried.outside) - pass_time.busy, 0.0)
+        kept.inside, kept.outside = kept_wire.inside, kept_wire.outside
+        return kept
 
     def _add_exchange(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> WireTime:
         """Adds the exposed seconds of ep to the passes of a layer with experts; returns what a pass sends."""
@@ -398,8 +411,8 @@ class PricedModel:
 
         exchange_s, ends = forward.ep, layouts.pp * layouts.stages / self.job.shape.layers
         # Selective recompute has the products already.
-        again = pieces(repeated, False, np.where(layouts.recompute == SELECTIVE, 0.0, 1.0))
-        again_share = self._sends_again() * layouts.recompute_share
+        again_share = self._sent_again()
+        again = pieces(repeated, False, layouts.share_of(FULL) / np.where(again_share > 0.0, again_share, 1.0))
         own = pieces(forward, False), pieces(backward, True)
         exposed = paired_ep_s(exchange_s / 2.0, *own, again, again_share, layouts.ep_keep, ends)
         always = np.ones(layouts.count)
@@ -409,10 +422,10 @@ class PricedModel:
             pass_time.ep = share * seen_s + (1.0 - share) * pass_time.ep
             pass_time.host = pass_time.host + travels * share * 2.0 * TURN_S
 
-    def _sends_again(self) -> Array:
-        """Returns whether recompute sends again what a layer sends in forward, (N,) bool."""
-        recompute = self.layouts.recompute
-        return (recompute == FULL) | ((recompute == SELECTIVE) & self.engine.runtime.selective_sends)
+    def _sent_again(self) -> Array:
+        """Returns the share of the layers whose recompute sends again what they send in forward, (N,)."""
+        layouts = self.layouts
+        return layouts.share_of(FULL) + self.engine.runtime.selective_sends * layouts.share_of(SELECTIVE)
 
     def _add_context_traffic(
         self, layer: LayerShape, forward: PassTime, backward: PassTime
@@ -467,28 +480,28 @@ class PricedModel:
         sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
         return 0.0, is_split * (4.0 * w * local_elements + sums)
 
-    def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime) -> None:
-        """Adds recompute to backward; ``repeated`` is the forward that is computed again."""
-        layouts = self.layouts
-        full, selective, block = (layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK))
+    def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime, kept: PassTime) -> None:
+        """Adds recompute to backward.
+
+        Args:
+            forward: of the layer.
+            repeated: the forward that is computed again.
+            backward: of the layer.
+            kept: what of the repeated traffic selective recompute has kept.
+        """
+        full, selective, block = (self.layouts.share_of(mode) for mode in (FULL, SELECTIVE, BLOCK))
         all_s = repeated.matmul + repeated.attention + repeated.elementwise
         selective_s = repeated.elementwise + (1.0 - self.engine.saved.selective_share) * repeated.matmul
         # Full recompute repeats the forward, selective all but the kept products, block the attention scores.
-        redone_s = np.where(full, all_s, np.where(selective, selective_s, 0.0))
-        redone_s = redone_s + np.where(block, self.engine.runtime.recomputed_scores_s(repeated.attention), 0.0)
-        backward.recompute = redone_s * layouts.recompute_share
-        again = self._sends_again()
-        for name in LAYER_TRAFFIC:
-            # A ring is part of attention, which selective recompute keeps.
-            is_sent = full if name == "cp" and self.engine.runtime.context == "ring" else again
-            extra_s = np.where(is_sent, getattr(repeated, name), 0.0) * layouts.recompute_share
-            setattr(backward, name, getattr(backward, name) + extra_s)
-        for name in ("inside", "outside"):
-            repeated_s = np.where(again, getattr(repeated, name), 0.0) * layouts.recompute_share
-            setattr(backward, name, getattr(backward, name) + repeated_s)
-        asked = np.where(selective, self.engine.runtime.selective_host, 1.0)
-        backward.host = backward.host + np.where(full | selective, asked * repeated.host, 0.0) * layouts.recompute_share
-        forward.host = forward.host * (1.0 + (asked - 1.0) * layouts.recompute_share)
+        scores_s = self.engine.runtime.recomputed_scores_s(repeated.attention)
+        backward.recompute = full * all_s + selective * selective_s + block * scores_s
+        sends = self.engine.runtime.selective_sends * selective
+        for name in (*LAYER_TRAFFIC, "inside", "outside"):
+            all_s, kept_s = getattr(repeated, name), getattr(kept, name)
+            setattr(backward, name, getattr(backward, name) + full * all_s + sends * (all_s - kept_s))
+        asked = self.engine.runtime.selective_host
+        backward.host = backward.host + (full + asked * selective) * repeated.host
+        forward.host = forward.host * (1.0 + (asked - 1.0) * selective)
 
     def _price_saved_bytes(self, layer: LayerShape, cost: LayerCost) -> None:
         """Sets the bytes that autograd saves.
@@ -518,11 +531,13 @@ class PricedModel:
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
         bytes_by_mode = [input_bytes, np.minimum(product_bytes + input_bytes, all_bytes), without_scores]
-        is_mode = [layouts.recompute == code for code in (FULL, SELECTIVE, BLOCK)]
-        recompute_bytes = np.select(is_mode, bytes_by_mode, all_bytes)
-        if layer.experts and layouts.ep_keep.any():
-            recompute_bytes = np.minimum(recompute_bytes + self._exchange.kept_bytes(layer), all_bytes)
-        cost.spared = np.where(layouts.recompute > 0, all_bytes - recompute_bytes, 0.0)
+        kept_rows = self._exchange.kept_bytes(layer) if layer.experts and layouts.ep_keep.any() else 0.0
+
+        def spared(mode: Array) -> Array:
+            kept = np.select([mode == code for code in (FULL, SELECTIVE, BLOCK)], bytes_by_mode, all_bytes)
+            return np.asarray(all_bytes - np.minimum(kept + kept_rows, all_bytes))
+
+        cost.spared, cost.spared_rest = spared(layouts.recompute), spared(layouts.recompute_rest)
         cost.saved, cost.working = all_bytes, cost.spared
         ffn = (layer.ffn + layer.active_experts * layer.expert_ffn) / layouts.tp
         again = np.where(layouts.recompute > 0, saved.fused_again_ffn * saved.compiled, 0.0)

@@ -57,17 +57,18 @@ class MeasuredBytes:
     closed: tuple[float, float, float]
     """By the closed form."""
 
-    def ratio(self, recompute: Array, share: Array) -> Array:
+    def ratio(self, recompute: Array, share: Array, rest: Array) -> Array:
         """Returns `real` over `closed`, (N, P).
 
         Args:
             recompute: index into `RECOMPUTES`, (N, 1).
-            share: of the layers of each rank that recompute, (N, P).
+            share: of the layers of each rank that recompute so, (N, P).
+            rest: index of what the other layers do, (N, 1).
         """
-        mode = np.minimum(np.asarray(recompute, dtype=int), len(self.real) - 1)
-        recomputed_share = np.where(mode > 0, share, 0.0)
+        last = len(self.real) - 1
+        mode, others = (np.minimum(np.asarray(index, dtype=int), last) for index in (recompute, rest))
         real, closed = (
-            (1 - recomputed_share) * values[0] + recomputed_share * values[mode]
+            (1 - share) * values[others] + share * values[mode]
             for values in (np.asarray(self.real), np.asarray(self.closed))
         )
         return np.asarray(real / closed)
@@ -177,7 +178,9 @@ class LayoutBatch:
     recompute: Array
     """Index into `RECOMPUTES`."""
     recompute_share: Array
-    """Share of the layers that recompute."""
+    """Share of the layers that recompute in this way."""
+    recompute_rest: Array
+    """Index into `RECOMPUTES` of what the other layers do."""
     sequence: Array
     """1 with sequence parallelism: tokens outside tp's linears are split over tp."""
     tp_overlap: Array
@@ -292,12 +295,18 @@ class LayoutBatch:
         """Ranks of each layout."""
         return self.pp * self.replicate * self.shard * self.cp * self.tp
 
+    def share_of(self, mode: int) -> Array:
+        """Returns the share of the layers that recompute by a mode, an index into `RECOMPUTES`, (N,)."""
+        share = np.where(self.recompute == mode, self.recompute_share, 0.0)
+        return share + np.where(self.recompute_rest == mode, 1.0 - self.recompute_share, 0.0)
+
     def layer_kinds(self) -> tuple[Array, Array]:
         """Returns the first layout of each kind, and the kind of each layout, (N,): layers of a kind cost the same.
 
         A layer sees the rows that its ranks read and whether there is a pipeline, and not who shares the state.
         """
-        columns = [self.cp, self.tp, self.ep, self.sequence, self.recompute, self.recompute_share, self.loss_chunk]
+        columns = [self.cp, self.tp, self.ep, self.sequence, self.loss_chunk]
+        columns += [self.recompute, self.recompute_share, self.recompute_rest]
         columns += [self.tp_overlap, self.ep_node, self.ep_overlap, self.ep_halves, self.ep_keep, self.compress_tokens]
         columns += [self.inside_scale, self.outside_scale, self.world, self.pp > 1, self.pp * self.stages]
         columns += [self.rows, self.data * self.microbatches, self.paired_share]
@@ -334,7 +343,7 @@ class LayoutBatch:
         """
         zeros = {"zero", "recompute", "sequence", "schedule", "rows", "offload", "secondary", "loss_chunk"}
         zeros |= {"compress", "compress_weights", "low_rank", "inverse_density", "tp_overlap", "ep_node", "ep_overlap"}
-        zeros |= {"ep_halves", "ep_keep", "compress_tokens"}
+        zeros |= {"ep_halves", "ep_keep", "compress_tokens", "recompute_rest"}
         names = array_fields()
         values = {
             name: np.atleast_1d(np.asarray(columns.get(name, 0 if name in zeros else 1), float)) for name in names
@@ -378,6 +387,7 @@ def _row(layout: Layout, layers: int) -> dict[str, float]:
         "microbatches": layout.microbatches,
         "recompute": RECOMPUTES.index(layout.recompute.mode),
         "recompute_share": layout.recompute.share(layers),
+        "recompute_rest": RECOMPUTES.index(layout.recompute.rest),
         "sequence": layout.sequence,
         "tp_overlap": layout.tp_overlap,
         "ep_node": layout.ep_node,

@@ -30,6 +30,8 @@ class RankActivations:
     """Bytes that a layer of each kind saves without recompute, (K, N, 1)."""
     spared: Array
     """Of these, bytes that it doesn't save where it recomputes, (K, N, 1)."""
+    spared_rest: Array
+    """The same of the other layers, where these recompute in another way, (K, N, 1)."""
     ends: Array
     """Bytes that the model's ends save, (N, P)."""
     working: Array
@@ -38,6 +40,8 @@ class RankActivations:
     """Micro-batches in flight, (N, P)."""
     mode: Array
     """How layers recompute: index into `RECOMPUTES`, (N, 1)."""
+    rest: Array
+    """The same of all other layers, (N, 1)."""
     measured: ActivationBytes | None
     """What the modules take over the closed form, where they were read."""
 
@@ -50,28 +54,32 @@ class RankActivations:
             counts=self.counts[:, index] if self.counts.shape[1] > 1 else self.counts,
             saved=self.saved[:, index],
             spared=self.spared[:, index],
+            spared_rest=self.spared_rest[:, index],
             ends=self.ends[index],
             working=self.working[index],
             in_flight=self.in_flight[index],
             mode=self.mode[index],
+            rest=self.rest[index],
             measured=self.measured,
         )
 
     def parts(self, recompute_share: Array) -> ActivationParts:
         """Returns the bytes where a share of the model's layers recompute, (N,)."""
         share, recomputed = recompute_share[:, None], self._recomputed(recompute_share)
-        saved = (self.saved * self.counts - self.spared * recomputed).sum(axis=0) + self.ends
+        spared = self.spared * recomputed + self.spared_rest * (self.counts - recomputed)
+        saved = (self.saved * self.counts - spared).sum(axis=0) + self.ends
         # A layer is the mean of those that recompute and of the others.
-        layer = ((self.saved - self.spared * share) * (self.counts > 0)).max(axis=0)
+        spared = self.spared * share + self.spared_rest * (1.0 - share)
+        layer = ((self.saved - spared) * (self.counts > 0)).max(axis=0)
         saved, layer, ends, working = saved * self.in_flight, layer, self.ends * self.in_flight, self.working
         if self.measured is not None:
             # The modules' own bytes over the closed form's, read once on one device, hold for every layout. What exists
             # at once is the most of any layer, so that one recomputed layer has as much as all.
             layers = self.counts.sum(axis=0)
             rank_share = np.where(layers > 0, recomputed.sum(axis=0) / np.maximum(layers, 1.0), share)
-            ratio = self.measured.saved.ratio(self.mode, rank_share)
+            ratio = self.measured.saved.ratio(self.mode, rank_share, self.rest)
             saved, layer, ends = saved * ratio, layer * ratio, ends * ratio
-            working = working * self.measured.working.ratio(self.mode, np.ceil(share))
+            working = working * self.measured.working.ratio(self.mode, np.ceil(share), self.rest)
         return ActivationParts(saved=saved, layer=layer, ends=ends, working=working)
 
     def _recomputed(self, recompute_share: Array) -> Array:

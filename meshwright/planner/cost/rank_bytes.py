@@ -265,10 +265,12 @@ class RankBytes(LayerSums):
             counts=np.stack(self.counts),
             saved=by_kind(lambda cost: cost.saved),
             spared=by_kind(lambda cost: cost.spared),
+            spared_rest=by_kind(lambda cost: cost.spared_rest),
             ends=ends,
             working=self._largest_layer(lambda cost: cost.working),
             in_flight=self.in_flight,
             mode=self.layouts.recompute[:, None],
+            rest=self.layouts.recompute_rest[:, None],
             measured=self.job.activations_of(self.engine.saved.compiled),
         )
 

@@ -1,0 +1,262 @@
+"""Selective recompute: what products of matrices and attention return is kept, everything else runs again.
+
+torch's own contexts (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) serve compiled layers. Eager ones
+need more than they do (torch 2.13):
+
+- Code may write into what a product returned, as ``h = self.up(x); h += x``. torch keeps that very memory, and its
+  check of versions doesn't see it behind the view that a linear module makes: gradients were wrong without a word. Here
+  a kept result is copied ahead of the first operator that writes into it.
+- Of a product that ranks of ``tp`` sum, the sum is kept and the summand isn't: with ``sequence`` it is 1 / tp as large,
+  and nothing is summed twice. In the second run the product isn't computed either, as nothing reads it.
+
+Source: Korthikanti et al., Reducing Activation Recomputation (2022), section 5.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+
+from meshwright.parallel.document_attention import REFERENCE_OPERATOR
+from meshwright.parallel.ring_attention import RING_OPERATOR
+from meshwright.torch_compat.tensors import (
+    FLOAT8_PRODUCT,
+    FUSED_ATTENTION,
+    GROUPED_PRODUCT,
+    TorchDispatchMode,
+    tree_flatten,
+    tree_unflatten,
+)
+from meshwright.torch_compat.varlen import VARLEN_OPERATOR
+
+KEPT = frozenset(
+    operator.default
+    for operator in (
+        torch.ops.aten.mm,
+        torch.ops.aten.addmm,
+        torch.ops.aten.bmm,
+        torch.ops.aten.baddbmm,
+        FLOAT8_PRODUCT,
+        GROUPED_PRODUCT,
+        *FUSED_ATTENTION,
+        VARLEN_OPERATOR,
+        REFERENCE_OPERATOR,
+        RING_OPERATOR,
+    )
+)
+"""Operators whose outputs are kept: matrix products and fused attention, dear to compute, small to hold."""
+_SUM = "a sum over ranks"
+"""What stands for an operator among kept results."""
+_ORDER = (
+    "recompute=selective: a layer's second run came to {second} where its first had {first}: the layer computes "
+    "something else when it is called again with the same arguments; nearest that works: recompute=full"
+)
+
+
+class _Shape:
+    """Stands for a tensor whose values nothing reads."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._size, self._stride, self._like = tensor.size(), tensor.stride(), (tensor.dtype, tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """Returns a tensor of this shape, (any), of whatever values."""
+        return torch.empty_strided(self._size, self._stride, dtype=self._like[0], device=self._like[1])
+
+
+class _Result:
+    """What an operator of the first run returned."""
+
+    def __init__(self, operator: object, leaves: list[Any], spec: Any) -> None:
+        self.operator, self.leaves, self.spec = operator, leaves, spec
+
+
+_Results: TypeAlias = "deque[_Result]"
+
+
+class _Run(TorchDispatchMode):
+    """A run of one call of a layer.
+
+    Args:
+        results: what the call's first run kept, in order.
+    """
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__()
+        self.results = results
+        self.is_summand = False
+        """Whether products are made whose only reader is a sum over ranks."""
+        self._tokens: list[contextvars.Token[_Run | None]] = []
+
+    def __enter__(self) -> Any:
+        self._tokens.append(_RUN.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _RUN.reset(self._tokens.pop())
+
+    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns a sum over ranks, of any shape, that ``make`` makes; the second run takes it from the first."""
+        raise NotImplementedError
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor's memory, of any shape, is kept."""
+        return False
+
+
+_RUN: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("selective run", default=None)
+
+
+class _FirstRun(_Run):
+    """Keeps what `KEPT` operators return."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__(results)
+        self._passes = False
+        self._places: dict[int, tuple[_Result, int]] = {}
+        """Of each kept storage, by its address, the result and which of its leaves it is."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator."""
+        kwargs = kwargs or {}
+        if self._passes:
+            return func(*args, **kwargs)
+        if self._places and _writes(func):
+            self._copy_ahead(func, args, kwargs)
+        out = func(*args, **kwargs)
+        if func in KEPT:
+            self._keep(func, out)
+        return out
+
+    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Keeps the sum, and nothing that goes into it."""
+        self._passes = True
+        try:
+            out = make()
+        finally:
+            self._passes = False
+        self._keep(_SUM, out)
+        return out
+
+    def keeps(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a tensor's memory, of any shape, is kept."""
+        return tensor.untyped_storage()._cdata in self._places
+
+    def _keep(self, operator: object, out: Any) -> None:
+        leaves, spec = tree_flatten(out)
+        result = _Result(operator, list(leaves), spec)
+        for place, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor):
+                if self.is_summand:
+                    result.leaves[place] = _Shape(leaf)
+                else:
+                    # The tensor itself becomes one of the graph, which then would hold itself.
+                    result.leaves[place] = leaf.detach()
+                    self._places[leaf.untyped_storage()._cdata] = result, place
+        self.results.append(result)
+
+    def _copy_ahead(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Copies the kept results into whose memory an operator is about to write."""
+        for leaf in _written(func, args, kwargs):
+            found = self._places.pop(leaf.untyped_storage()._cdata, None)
+            if found is not None:
+                result, place = found
+                result.leaves[place] = result.leaves[place].clone()
+
+
+class _SecondRun(_Run):
+    """Takes what `KEPT` operators returned in the first run."""
+
+    def __init__(self, results: _Results) -> None:
+        super().__init__(results)
+        self._has_begun = False
+
+    def __enter__(self) -> Any:
+        if self._has_begun:
+            raise RuntimeError(
+                "recompute=selective: a layer's kept results were asked for twice; a graph that is kept "
+                "(retain_graph=True) runs backward once here; nearest that works: recompute=full"
+            )
+        self._has_begun = True
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs one operator, or returns what it returned."""
+        return self._take(func) if func in KEPT else func(*args, **(kwargs or {}))
+
+    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns the first run's sum."""
+        out: torch.Tensor = self._take(_SUM)
+        return out
+
+    def _take(self, operator: object) -> Any:
+        result = self.results.popleft() if self.results else None
+        if result is None or result.operator is not operator:
+            first = "none" if result is None else result.operator
+            raise RuntimeError(_ORDER.format(second=operator, first=first))
+        leaves = [leaf.empty() if isinstance(leaf, _Shape) else leaf for leaf in result.leaves]
+        return tree_unflatten(leaves, result.spec)
+
+
+def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of a layer's two runs for torch's ``checkpoint``, one pair a call."""
+    results: _Results = deque()
+    return _FirstRun(results), _SecondRun(results)
+
+
+def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Returns a sum over ranks, of any shape; selective recompute keeps it in place of all that ``make`` computes."""
+    run = _RUN.get()
+    return make() if run is None else run.sum_of(make)
+
+
+def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> torch.Tensor:
+    """Returns a product that nothing reads but a sum over ranks (`kept_sum`), which selective recompute keeps.
+
+    Args:
+        multiply: makes it of the factors.
+        factors: (..., K) and a weight of either orientation; the product is (..., N).
+    """
+    # Dynamo can't trace what looks for a run, and compiled layers have none.
+    run = None if torch.compiler.is_compiling() else _RUN.get()
+    if run is None:
+        return multiply(*factors)
+    run.is_summand = True
+    try:
+        return multiply(*factors)
+    finally:
+        run.is_summand = False
+
+
+def own_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a contiguous tensor that other code than torch's may write into: a copy where its memory is kept."""
+    run = _RUN.get()
+    if run is not None and run.keeps(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.contiguous()
+
+
+_WRITTEN: dict[Any, tuple[tuple[int, str], ...]] = {}
+"""Of each operator met, place and name of the arguments that it writes into."""
+
+
+def _writes(func: Any) -> bool:
+    if func not in _WRITTEN:
+        arguments = enumerate(func._schema.arguments)
+        _WRITTEN[func] = tuple(
+            (place, item.name) for place, item in arguments if item.alias_info is not None and item.alias_info.is_write
+        )
+    return bool(_WRITTEN[func])
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors that an operator writes into."""
+    for place, name in _WRITTEN[func]:
+        value = args[place] if place < len(args) else kwargs.get(name)
+        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))

@@ -1,0 +1,180 @@
+"""What selective recompute keeps, which isn't computed again, and that what code writes into it changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+
+from meshwright.parallel import selective
+from meshwright.parallel.recompute import apply
+from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 32, dtype=torch.bfloat16))
+
+    def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return functional.silu(torch._grouped_mm(tokens, self.weight, offs=ends)).sin()
+
+
+class Counted(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append("product" if func.overloadpacket is GROUPED_PRODUCT else func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_selective_recompute_keeps_the_products_of_experts() -> None:
+    tokens, ends = torch.randn(64, 16, dtype=torch.bfloat16), torch.tensor([10, 20, 40, 64], dtype=torch.int32)
+    found = {}
+    for mode in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        experts = Experts()
+        if mode != "none":
+            apply([experts], mode, None)
+        with Counted() as counted:
+            experts(tokens.clone().requires_grad_(), ends).square().sum().backward()
+        assert experts.weight.grad is not None
+        found[mode] = counted.names.count("product"), counted.names.count("silu"), experts.weight.grad
+    assert [found[mode][:2] for mode in found] == [(3, 1), (3, 2), (4, 2)]
+    assert all(torch.equal(found[mode][2], found["none"][2]) for mode in found)
+
+
+class Layer(nn.Module):
+    """A block whose code goes on with the results of a product in some way."""
+
+    def __init__(self, go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+        self.go_on = go_on
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.go_on(self.up(x))
+        heads = h.view(2, 4, 2, 4).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        batched = self.go_on(torch.bmm(h, h.transpose(1, 2)))
+        return x + torch.sin(batched @ self.down(torch.sin(h) * mixed.transpose(1, 2).reshape(2, 4, 8) * h))
+
+
+def added(x: torch.Tensor) -> torch.Tensor:
+    x += 0.5
+    return x
+
+
+def added_as_lists(x: torch.Tensor) -> torch.Tensor:
+    torch._foreach_add_([x], 0.5)
+    return x
+
+
+def half_doubled(x: torch.Tensor) -> torch.Tensor:
+    x[..., :2].mul_(2.0)
+    return x
+
+
+def out_of_place(x: torch.Tensor) -> torch.Tensor:
+    return torch.add(x, 0.25, out=x) if not x.requires_grad else x.add_(0.25)
+
+
+WAYS = {
+    "read": torch.sin,
+    "+=": added,
+    "activation": lambda x: functional.silu(x, inplace=True),
+    "twice": lambda x: x.add_(1.0).tanh_(),
+    "a part": half_doubled,
+    "lists": added_as_lists,
+    "rows": lambda x: x.index_fill_(0, torch.tensor([0]), 2.0),
+    "zeros": lambda x: x.masked_fill_(x > 0, 0.0),
+    "out": out_of_place,
+}
+
+
+def gradients(way: str, mode: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    layer, x = Layer(WAYS[way]).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+    if mode != "none":
+        apply([layer], mode, None)
+    y = layer(layer(x))
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_code_may_write_into_what_is_kept(way: str) -> None:
+    for plain, recomputed in zip(gradients(way, "none"), gradients(way, "selective"), strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_code_that_reads_alone_costs_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = []
+    plain = selective._FirstRun._copy_ahead
+
+    def counted(run: Any, func: Any, args: Any, kwargs: Any) -> None:
+        before = len(run._places)
+        plain(run, func, args, kwargs)
+        copied.append(before - len(run._places))
+
+    monkeypatch.setattr(selective._FirstRun, "_copy_ahead", counted)
+    gradients("read", "selective")
+    assert sum(copied) == 0
+    gradients("+=", "selective")
+    # Of each call of the layer two products.
+    assert sum(copied) == 4
+
+
+def test_a_graph_runs_backward_once_and_says_so() -> None:
+    layer, x = Layer(torch.sin), torch.randn(2, 4, 8, requires_grad=True)
+    apply([layer], "selective", None)
+    loss = layer(x).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="kept results were asked for twice.*nearest that works: recompute=full"):
+        loss.backward()
+
+
+class Changing(nn.Module):
+    """Computes something else in each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.randn(8, 8)), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        h = x @ self.weight if self.calls % 2 else torch.bmm(x[None], self.weight[None])[0]
+        return torch.sin(h).cos()
+
+
+def test_a_layer_that_computes_something_else_again_is_named() -> None:
+    layer = Changing()
+    apply([layer], "selective", None)
+    with pytest.raises(RuntimeError, match="second run came to aten.bmm.* where its first had aten.mm.*recompute=full"):
+        layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+def test_what_is_kept_is_free_after_backward() -> None:
+    stored: list[StorageWeakRef] = []
+    plain = selective._FirstRun._keep
+
+    def seen(run: Any, operator: object, out: Any) -> None:
+        plain(run, operator, out)
+        leaves = [leaf for leaf in run.results[-1].leaves if isinstance(leaf, torch.Tensor)]
+        stored.extend(StorageWeakRef(leaf.untyped_storage()) for leaf in leaves)
+
+    layer, x = Layer(torch.sin), torch.randn(2, 4, 8, requires_grad=True)
+    apply([layer], "selective", None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(selective._FirstRun, "_keep", seen)
+        y = layer(x)
+    assert len(stored) >= 3 and not any(reference.expired() for reference in stored)
+    y.sum().backward()
+    del y
+    assert all(reference.expired() for reference in stored)
