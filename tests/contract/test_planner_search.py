@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping
 
@@ -23,7 +24,7 @@ from meshwright.planner.choose import (
     search_space,
 )
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, array_fields, splits_backward
+from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, array_fields, splits_backward
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
@@ -75,9 +76,12 @@ def _everything(asked: Question) -> tuple[float, int, str]:
     for offload in OFFLOADS:
         whole = expand(job, asked.space, cores(job, asked.space), (offload,))
         count += whole.count
-        for some in range(1, layers + 1):
+        for some, rest in itertools.product(range(1, layers + 1), ("none", "selective")):
             share = np.where(whole.recompute > 0, some / layers, 1.0)
-            prices = price_many(job, dataclasses.replace(whole, recompute_share=share), asked.machine, asked.runtime)
+            # Beside layers of which all is recomputed the others may keep products.
+            others = np.where(whole.recompute == RECOMPUTES.index("full"), float(RECOMPUTES.index(rest)), 0.0)
+            mixed = dataclasses.replace(whole, recompute_share=share, recompute_rest=others)
+            prices = price_many(job, mixed, asked.machine, asked.runtime)
             fits = (prices.peak <= asked.usable_bytes) & (prices.host <= HOST_USABLE * host.memory_bytes)
             fastest = float(prices.step_s[fits].min(initial=np.inf))
             least, best = (fastest, offload) if fastest < least else (least, best)
@@ -123,17 +127,27 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
         return list(zip(*(getattr(batch, name).tolist() for name in names)))
 
     fitting, allowed = dict[tuple[float, ...], set[int]](), asked.space.runs(whole)
-    plain = whole.take(whole.recompute == 0)
-    fits_plain = price_many(job, plain, asked.machine, asked.runtime).peak <= asked.usable_bytes
-    for some in range(layers, 0, -1):
-        batch = dataclasses.replace(whole, recompute_share=np.full(whole.count, some / layers))
-        fits = price_many(job, batch, asked.machine, asked.runtime).peak <= asked.usable_bytes
-        recomputes = fits & allowed & (batch.recompute > 0) & ~splits_backward(batch.schedule)
-        for key in keys(batch.take(recomputes)):
-            fitting.setdefault(key, set()).add(some)
-    place = names.index("recompute")
-    needless = {(*key[:place], *key[place + 1 :]) for key in keys(plain.take(fits_plain))}
-    fitting = {key: some for key, some in fitting.items() if (*key[:place], *key[place + 1 :]) not in needless}
+    needless, place = set[tuple[float, ...]](), names.index("recompute_rest")
+    for rest in map(RECOMPUTES.index, ("none", "selective")):
+        # Where all layers may do what the others do, none has to do more.
+        plain = whole.take(whole.recompute == rest)
+        fits_plain = price_many(job, plain, asked.machine, asked.runtime).peak <= asked.usable_bytes
+        less = dataclasses.replace(plain, recompute_rest=plain.recompute).take(fits_plain)
+        for mode in range(rest + 1, 3):
+            needless |= set(keys(dataclasses.replace(less, recompute=np.full(less.count, float(mode)))))
+            others = np.full(whole.count, float(rest))
+            for some in range(layers, 0, -1):
+                share = np.full(whole.count, some / layers)
+                batch = dataclasses.replace(whole, recompute_share=share, recompute_rest=others)
+                fits = price_many(job, batch, asked.machine, asked.runtime).peak <= asked.usable_bytes
+                recomputes = fits & allowed & (batch.recompute == mode) & ~splits_backward(batch.schedule)
+                for key in keys(batch.take(recomputes)):
+                    fitting.setdefault(key, set()).add(some)
+    # A layout of which all layers do the one has no others.
+    fitting = {
+        key: some for key, some in fitting.items() if key not in needless and (key[place] == 0.0 or min(some) < layers)
+    }
+    assert {key[place] for key in fitting} == {0.0, 1.0}
     found = search(job, asked.space, asked.machine, asked.runtime, asked.usable_bytes, keep=10**6).best
     assert found is not None
     best = found[0].take(found[0].recompute > 0)
@@ -146,7 +160,8 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
     assert len(alone) > 20 and {key: given[key] for key in alone} == {key: min(fitting[key]) for key in alone}
     # Where not even all fit, no number of them is looked for.
     for key in (key for key in piped if layers in fitting[key]):
-        assert given[key] in fitting[key] and given[key] - 1 not in fitting[key]
+        found_layers = given.get(key, layers)
+        assert found_layers in fitting[key] and found_layers - 1 not in fitting[key]
 
 
 @pytest.mark.parametrize("text", ["2x4xa100-40@ethernet-10g", "8xh100"])

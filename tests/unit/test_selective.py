@@ -136,7 +136,7 @@ def test_a_graph_runs_backward_once_and_says_so() -> None:
     apply([layer], "selective", None)
     loss = layer(x).sum()
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="kept results were asked for twice.*nearest that works: recompute=full"):
+    with pytest.raises(RuntimeError, match=r"kept results were asked for twice.*nearest that works: recompute=full"):
         loss.backward()
 
 
@@ -156,7 +156,7 @@ class Changing(nn.Module):
 def test_a_layer_that_computes_something_else_again_is_named() -> None:
     layer = Changing()
     apply([layer], "selective", None)
-    with pytest.raises(RuntimeError, match="second run came to aten.bmm.* where its first had aten.mm.*recompute=full"):
+    with pytest.raises(RuntimeError, match=r"second run came to aten.bmm.* where its first had aten.mm.*recompute=full"):
         layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 

@@ -1,0 +1,58 @@
+"""What selective recompute keeps of a layer that ranks of tp split: sums in place of summands, as the plan has it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.cluster.cluster import Cluster
+from meshwright.models.measure import measure_shape
+from meshwright.parallel import selective
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.spec.layout import Layout
+from meshwright.train.model_analysis import analyse_model
+from tests.ranks.group import run_ranks
+from tests.ranks.test_traffic import ROWS, TOKENS, model, trained
+
+LAYERS, WIDTH, FFN, HEADS = 4, 32, 64, 4
+
+
+@pytest.mark.parametrize("more", ["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"])
+def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
+    layout = Layout.parse(f"tp=2,recompute=selective{more}")
+    facts = analyse_model(model("llama"), layout)
+
+    def work(rank: int) -> list[int]:
+        torch.set_num_threads(1)
+        kept: list[int] = []
+        plain = selective._SecondRun.__enter__
+
+        def begin(run: Any) -> Any:
+            leaves = [leaf for result in run.results for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
+            storages = {leaf.untyped_storage()._cdata: leaf.untyped_storage().nbytes() for leaf in leaves}
+            kept.append(sum(storages.values()))
+            return plain(run)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(selective._SecondRun, "__enter__", begin)
+            trained("llama", layout, facts, rank)
+        return kept
+
+    tokens, tp = ROWS * TOKENS, 2
+    # In float32: queries, keys, values, what attention returned and its log-sum-exps, both branches up; and two sums.
+    split = WIDTH + 2 * WIDTH // 2 + WIDTH + HEADS + 2 * FFN
+    by_hand = 4 * tokens * (split / tp + 2 * WIDTH / (tp if layout.sequence else 1))
+    for kept in run_ranks(2, work, timeout=250):
+        assert kept == [by_hand] * (3 * LAYERS)
+    job = PricedJob(shape=measure_shape(model("llama")), sequence=TOKENS, rows=ROWS, precision="float32")
+    machine, batch = Machine.of(Cluster.parse("2xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
+    cost = PricedModel(job, batch, machine, MESHWRIGHT).price_bytes(job.shape.blocks[0])
+    input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
+    planned = float(np.asarray(cost.saved - cost.spared).item()) - input_bytes
+    assert planned == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
