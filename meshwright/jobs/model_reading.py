@@ -103,7 +103,8 @@ def make_measure(built: BuiltModel, sequence: int, precision: str) -> Measure:
         sequence: tokens a row.
         precision: of compute.
     """
-    dtype, read_partition = DTYPES[precision], functools.partial(layer_bytes, float8=precision in FLOAT8_RECIPES)
+    dtype, width = DTYPES[precision], built.structure.width or 0
+    read_partition = functools.partial(layer_bytes, float8=precision in FLOAT8_RECIPES, width=width)
 
     @functools.cache
     def table(degree: int) -> ShardingTable:

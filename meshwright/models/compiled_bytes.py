@@ -7,6 +7,7 @@ Source: torch 2.11 and 2.13, torch/_functorch/partitioners.py (min_cut_remateria
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,9 @@ from meshwright.torch_compat.partitioner import operator_types, partitions
 from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, tree_flatten, tree_unflatten
 
 
-def layer_bytes(layer: nn.Module, call: Callable[..., torch.Tensor], arguments: Any, float8: bool) -> KeptBytes:
+def layer_bytes(
+    layer: nn.Module, call: Callable[..., torch.Tensor], arguments: Any, float8: bool, width: int
+) -> KeptBytes:
     """Returns what a compiled layer keeps, and what else its backward has at once.
 
     Args:
@@ -35,6 +38,7 @@ def layer_bytes(layer: nn.Module, call: Callable[..., torch.Tensor], arguments: 
         arguments: (args, kwargs) with fake tensors; those to which gradients flow require them. The others are other
             modules' too, and aren't counted.
         float8: its products are in float8.
+        width: D, of the hidden state.
     """
     leaves, spec = tree_flatten(arguments)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -53,13 +57,14 @@ def layer_bytes(layer: nn.Module, call: Callable[..., torch.Tensor], arguments: 
     tensors = [*own, *(leaves[place] for place in places)]
     # What neither is made by the layer nor is its input.
     lent = [index for index, tensor in enumerate(tensors) if index < len(own) or not tensor.requires_grad]
-    found = partitions(function, tensors, len(weights), (None, selective_policy, _recompute_all))
+    selective_by_width = functools.partial(selective_policy, width=width)
+    found = partitions(function, tensors, len(weights), (None, selective_by_width, _recompute_all))
     saved, selective, full = (_saved_bytes(partition, lent) for partition in found)
     working, *further = (_working_bytes(backward, lent, len(weights)) for _, backward in found)
     return KeptBytes(saved=(saved, selective, full), working=(working, further[0], further[1]))
 
 
-def _recompute_all(_operator: object) -> CheckpointPolicy:
+def _recompute_all(_operator: object, _arguments: object) -> CheckpointPolicy:
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 

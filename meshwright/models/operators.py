@@ -6,6 +6,7 @@ operator, and autograd's hooks see which tensors are saved for backward.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from meshwright.models.fused import Call, fused
 from meshwright.parallel.axis_group import DifferentiableCollectives
+from meshwright.parallel.selective import is_kept
 from meshwright.spec.model_shape import KeptBytes, ModuleWork, Operator
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, FakeTensorMode, TorchDispatchMode, tree_flatten
 
@@ -89,9 +91,9 @@ class _FinishedCollective:
 class _Counter(TorchDispatchMode):
     """Records every operator, and the memory that its results take until they are freed."""
 
-    def __init__(self, rows: list[Operator]) -> None:
+    def __init__(self, rows: list[Operator], width: int) -> None:
         super().__init__()
-        self.rows = rows
+        self.rows, self._width = rows, width
         self.calls: list[Call] = []
         self.memory = LiveStorages()
 
@@ -99,6 +101,8 @@ class _Counter(TorchDispatchMode):
         """Runs and records one operator."""
         out = func(*args, **(kwargs or {}))
         row = _operator_of(func, args, kwargs or {}, out)
+        if row is not None and row.kept_bytes and not is_kept(func, args, self._width):
+            row = dataclasses.replace(row, kept_bytes=0)
         if row is not None:
             self.rows.append(row)
             self.calls.append(Call.of(row, (args, kwargs), out))
@@ -201,6 +205,7 @@ def measure_work(
     call: Callable[[], torch.Tensor],
     inputs: Sequence[torch.Tensor],
     lent: Sequence[torch.Tensor] = (),
+    width: int = 0,
 ) -> ModuleWork:
     """Runs a module forward and backward on fake tensors and returns its operators and saved bytes.
 
@@ -209,13 +214,14 @@ def measure_work(
         call: runs it; returns the tensor from which gradients start.
         inputs: tensors of any shape that gradients flow to.
         lent: tensors that other modules keep too: tables of positions, masks; they aren't counted as saved.
+        width: D, of the hidden state; selective recompute keeps no product that sums fewer values.
     """
     work = ModuleWork()
     unsaved_storages = {
         parameter.untyped_storage()._cdata for parameter in (*module.parameters(), *module.buffers(), *lent)
     }
     saved: dict[int, StorageWeakRef] = {}
-    backward_counter = _Counter(work.backward)
+    backward_counter = _Counter(work.backward, width)
 
     def pack(item: torch.Tensor) -> torch.Tensor:
         # weights and lent tables are in memory anyway; a view counts by its storage, once
@@ -227,7 +233,8 @@ def measure_work(
         return item
 
     # pack sees every tensor that autograd saves for backward
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), _Counter(work.forward) as forward_counter:
+    forward_counter = _Counter(work.forward, width)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda item: item), forward_counter:
         out = call()
     saved_bytes = backward_counter.memory.most_bytes(())
     targets = [parameter for parameter in (*inputs, *module.parameters()) if parameter.requires_grad]

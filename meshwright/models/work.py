@@ -60,7 +60,7 @@ def measure_model(
     axis_group = BlankGroup(degree)
     module = _as_run(built, table, axis_group, split_tokens)
     layers = [module.get_submodule(name) for name in built.structure.layers]
-    kinds = _LayerKinds(layers, axis_group, partition)
+    kinds = _LayerKinds(layers, axis_group, partition, built.structure.width or 0)
     tokens = torch.zeros(rows, sequence, dtype=torch.int64)
 
     def call() -> torch.Tensor:
@@ -156,10 +156,12 @@ class _Masks(RandomSource):
 class _LayerKinds:
     """Replaces every layer by one that measures its kind at the first call, and otherwise passes its input on."""
 
-    def __init__(self, layers: list[Any], axis_group: BlankGroup, partition: Callable[..., KeptBytes] | None) -> None:
+    def __init__(
+        self, layers: list[Any], axis_group: BlankGroup, partition: Callable[..., KeptBytes] | None, width: int
+    ) -> None:
         self.works: list[ModuleWork] = []
         self.counts: list[int] = []
-        self._layers, self._axis_group, self._partition = layers, axis_group, partition
+        self._layers, self._axis_group, self._partition, self._width = layers, axis_group, partition, width
         self._kind_index: dict[Any, int] = {}
         self._outputs: list[Any] = []
 
@@ -224,7 +226,7 @@ class _LayerKinds:
             )
 
         with _HiddenFromModes(), torch.enable_grad():
-            work = measure_work(layer, partial(call, *leaf_args, **leaf_kwargs), inputs, lent)
+            work = measure_work(layer, partial(call, *leaf_args, **leaf_kwargs), inputs, lent, self._width)
             if self._partition is not None:
                 work.compiled = self._partition(layer, call, (leaf_args, leaf_kwargs))
         work.sent = self._axis_group.sent[sent_before:]

@@ -59,5 +59,7 @@ class ModelSource:
     """Modules outside the layers that ZeRO may gather by themselves."""
     halve: Halve | None = None
     """Takes the rows of a micro-batch apart; None where its loss isn't the sum over two halves of them."""
+    width: int = 0
+    """D, of the hidden state; 0 where the model's structure doesn't say."""
     moving: Sequence[str] = ()
     """Names of the buffers that forward changes while it trains."""

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.kept_exchange import keeping_contexts
 from meshwright.parallel.moving_buffers import MovingBuffers
-from meshwright.parallel.selective import KEPT, selective_contexts
+from meshwright.parallel.selective import is_kept, selective_contexts
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.tensors import PROFILER_MARKS
@@ -28,6 +28,7 @@ def apply(
     make_repeatable: Callable[[Forward], Forward] | None,
     keeps_exchange: bool = False,
     is_compiled: bool = False,
+    width: int = 0,
 ) -> None:
     """Makes layers recompute: their forward is replaced by one that drops what the mode doesn't keep.
 
@@ -38,14 +39,15 @@ def apply(
             from the same values and change none. `parallel.model_checkpointing` restores random numbers.
         keeps_exchange: whether what layers receive from their experts' ranks is kept (`Layout.ep_keep`).
         is_compiled: whether the compiler traces layers with their recompute, for which it knows torch's contexts alone.
+        width: D, of the hidden state; products that sum fewer values aren't kept by ``selective``.
     """
     contexts: dict[str, Any] = {}
     if mode == "selective" and not is_compiled:
-        contexts["context_fn"] = selective_contexts
+        contexts["context_fn"] = functools.partial(selective_contexts, width)
     elif mode == "selective":
         # A profiler's marks, as FSDP2 sets around what it gathers, compute nothing, and needn't be in both runs.
         SAC_IGNORED_OPS.update(PROFILER_MARKS)
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy(width))
     if keeps_exchange:
         contexts["context_fn"] = functools.partial(keeping_contexts, contexts.get("context_fn"))
     for layer in layers:
@@ -67,13 +69,16 @@ def _recomputing(
     return lambda *args, **kwargs: checkpoint(repeatable_forward(plain), *args, **options, **kwargs)
 
 
-def selective_policy(operator: object) -> CheckpointPolicy:
-    """Returns whether ``selective`` keeps what an operator returns, or may compute it again."""
-    return CheckpointPolicy.MUST_SAVE if operator in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_policy(operator: object, arguments: Sequence[Any], width: int) -> CheckpointPolicy:
+    """Returns whether ``selective`` keeps what an operator returns, or may compute it again (`selective.is_kept`)."""
+    return CheckpointPolicy.MUST_SAVE if is_kept(operator, arguments, width) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _policy(_context: object, operator: object, *_args: object, **_kwargs: object) -> CheckpointPolicy:
-    return selective_policy(operator)
+def _policy(width: int) -> Callable[..., CheckpointPolicy]:
+    def policy(_context: object, operator: object, *arguments: object, **_kwargs: object) -> CheckpointPolicy:
+        return selective_policy(operator, arguments, width)
+
+    return policy
 
 
 def check(layout: Layout, layers: int) -> None:
@@ -86,14 +91,14 @@ def check(layout: Layout, layers: int) -> None:
 
 
 def _apply(context: TransformContext) -> None:
-    names = context.source.layers
+    names, width = context.source.layers, context.source.width
     modes = dict(zip(names, context.layout.recompute.modes(len(names))))
     for stage in context.stages:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in modes]:
             if layer in stage.layers and modes[name] != "none":
                 moving = MovingBuffers([layer], context.source.moving, name)
                 repeatable = moving.with_saved_values if moving else None
-                apply([layer], modes[name], repeatable, context.layout.ep_keep, context.layout.compile)
+                apply([layer], modes[name], repeatable, context.layout.ep_keep, context.layout.compile, width)
 
 
 TRANSFORM = Transform(

@@ -1,4 +1,8 @@
-"""Selective recompute: what products of matrices and attention return is kept, everything else runs again.
+"""Selective recompute: what wide products of matrices and attention return is kept, everything else runs again.
+
+To compute a value of a product again takes 2 K operations, where it sums K of them, and to keep it two bytes whatever K
+is. So products that sum fewer values than the hidden state has, D, run again: multi-head latent attention's way up from
+its latents, the way down of small experts, adapters of low rank, and attention's scores where no kernel fuses them.
 
 torch's own contexts (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) serve compiled layers. Eager ones
 need more than they do (torch 2.13):
@@ -16,9 +20,9 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import torch
 
@@ -34,22 +38,19 @@ from meshwright.torch_compat.tensors import (
 )
 from meshwright.torch_compat.varlen import VARLEN_OPERATOR
 
-KEPT = frozenset(
-    operator.default
-    for operator in (
-        torch.ops.aten.mm,
-        torch.ops.aten.addmm,
-        torch.ops.aten.bmm,
-        torch.ops.aten.baddbmm,
-        FLOAT8_PRODUCT,
-        GROUPED_PRODUCT,
-        *FUSED_ATTENTION,
-        VARLEN_OPERATOR,
-        REFERENCE_OPERATOR,
-        RING_OPERATOR,
-    )
+PRODUCTS: dict[Any, int] = {
+    torch.ops.aten.mm.default: 0,
+    torch.ops.aten.addmm.default: 1,
+    torch.ops.aten.bmm.default: 0,
+    torch.ops.aten.baddbmm.default: 1,
+    cast("Any", FLOAT8_PRODUCT).default: 0,
+    cast("Any", GROUPED_PRODUCT).default: 0,
+}
+"""Products of matrices, and which of their arguments is the left factor, (..., M, K)."""
+ATTENTION: frozenset[Any] = frozenset(
+    cast("Any", operator).default for operator in (*FUSED_ATTENTION, VARLEN_OPERATOR, REFERENCE_OPERATOR, RING_OPERATOR)
 )
-"""Operators whose outputs are kept: matrix products and fused attention, dear to compute, small to hold."""
+"""Fused attention, whose results are always kept: dear to compute, small to hold."""
 _SUM = "a sum over ranks"
 """What stands for an operator among kept results."""
 _ORDER = (
@@ -84,13 +85,12 @@ class _Run(TorchDispatchMode):
 
     Args:
         results: what the call's first run kept, in order.
+        width: D, of the hidden state.
     """
 
-    def __init__(self, results: _Results) -> None:
+    def __init__(self, results: _Results, width: int) -> None:
         super().__init__()
-        self.results = results
-        self.is_summand = False
-        """Whether products are made whose only reader is a sum over ranks."""
+        self.results, self.width = results, width
         self._tokens: list[contextvars.Token[_Run | None]] = []
 
     def __enter__(self) -> Any:
@@ -111,13 +111,14 @@ class _Run(TorchDispatchMode):
 
 
 _RUN: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("selective run", default=None)
+_IS_SUMMAND: contextvars.ContextVar[bool] = contextvars.ContextVar("summand", default=False)
 
 
 class _FirstRun(_Run):
-    """Keeps what `KEPT` operators return."""
+    """Keeps what operators return that are `is_kept`."""
 
-    def __init__(self, results: _Results) -> None:
-        super().__init__(results)
+    def __init__(self, results: _Results, width: int) -> None:
+        super().__init__(results, width)
         self._passes = False
         self._places: dict[int, tuple[_Result, int]] = {}
         """Of each kept storage, by its address, the result and which of its leaves it is."""
@@ -130,7 +131,7 @@ class _FirstRun(_Run):
         if self._places and _writes(func):
             self._copy_ahead(func, args, kwargs)
         out = func(*args, **kwargs)
-        if func in KEPT:
+        if is_kept(func, args, self.width):
             self._keep(func, out)
         return out
 
@@ -153,7 +154,7 @@ class _FirstRun(_Run):
         result = _Result(operator, list(leaves), spec)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if self.is_summand:
+                if is_summand():
                     result.leaves[place] = _Shape(leaf)
                 else:
                     # The tensor itself becomes one of the graph, which then would hold itself.
@@ -171,10 +172,10 @@ class _FirstRun(_Run):
 
 
 class _SecondRun(_Run):
-    """Takes what `KEPT` operators returned in the first run."""
+    """Takes what kept operators returned in the first run."""
 
-    def __init__(self, results: _Results) -> None:
-        super().__init__(results)
+    def __init__(self, results: _Results, width: int) -> None:
+        super().__init__(results, width)
         self._has_begun = False
 
     def __enter__(self) -> Any:
@@ -188,7 +189,7 @@ class _SecondRun(_Run):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator, or returns what it returned."""
-        return self._take(func) if func in KEPT else func(*args, **(kwargs or {}))
+        return self._take(func) if is_kept(func, args, self.width) else func(*args, **(kwargs or {}))
 
     def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns the first run's sum."""
@@ -204,10 +205,24 @@ class _SecondRun(_Run):
         return tree_unflatten(leaves, result.spec)
 
 
-def selective_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of a layer's two runs for torch's ``checkpoint``, one pair a call."""
+def selective_contexts(width: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of a layer's two runs for torch's ``checkpoint``, one pair a call; ``width`` is D."""
     results: _Results = deque()
-    return _FirstRun(results), _SecondRun(results)
+    return _FirstRun(results, width), _SecondRun(results, width)
+
+
+def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
+    """Returns whether selective recompute keeps what an operator returns.
+
+    Args:
+        operator: of torch.
+        arguments: of its call, in order; tensors or what else has a ``shape``.
+        width: D, of the hidden state.
+    """
+    if operator in ATTENTION or is_summand():
+        return operator in ATTENTION or operator in PRODUCTS
+    left = PRODUCTS.get(operator)
+    return left is not None and int(arguments[left].shape[-1]) >= width
 
 
 def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -223,15 +238,19 @@ def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> to
         multiply: makes it of the factors.
         factors: (..., K) and a weight of either orientation; the product is (..., N).
     """
-    # Dynamo can't trace what looks for a run, and compiled layers have none.
-    run = None if torch.compiler.is_compiling() else _RUN.get()
-    if run is None:
+    # Dynamo can't trace variables of a context, and compiled layers keep nothing here.
+    if torch.compiler.is_compiling():
         return multiply(*factors)
-    run.is_summand = True
+    token = _IS_SUMMAND.set(True)
     try:
         return multiply(*factors)
     finally:
-        run.is_summand = False
+        _IS_SUMMAND.reset(token)
+
+
+def is_summand() -> bool:
+    """Returns whether a product is made whose only reader is a sum over ranks."""
+    return _IS_SUMMAND.get()
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:

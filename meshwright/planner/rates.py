@@ -186,7 +186,8 @@ class MeasuredTimes:
                     pass_time.cp = np.maximum(0.0, pass_time.cp - pass_time.attention)
         # Recompute stops at the last tensor that backward needs, so the last product isn't computed again.
         full_s = forward.compute - operators.last_s * self._share
-        backward.recompute = full * full_s + selective * forward.elementwise
+        selective_s = forward.elementwise + operators.narrow_s * self._share
+        backward.recompute = full * full_s + selective * selective_s
         inspection_s = selective * operators.operators * calibration.host_s("selective_operator")
         forward.host = forward.host + inspection_s
         backward.host = backward.host + inspection_s

@@ -215,6 +215,7 @@ def make_model_source(built: BuiltModel, analysis: ModelAnalysis, fill: Fill | N
         table=analysis.table,
         layer_graph=analysis.layer_graph,
         experts=analysis.experts,
+        width=built.structure.width or 0,
     )
 
 

@@ -35,8 +35,8 @@ PRIVATE_NAMES = (
 )
 Partition = tuple[Any, Any]
 """Graph modules of forward, which returns its outputs and what is kept, and of backward."""
-Policy = Callable[[object], CheckpointPolicy]
-"""Says of an operator whether what it returns is kept or computed again."""
+Policy = Callable[[object, Sequence[Any]], CheckpointPolicy]
+"""Says of an operator and its arguments whether what it returns is kept or computed again."""
 
 
 def partitions(
@@ -88,7 +88,8 @@ def _tagged(joint: Any, policy: Policy | None) -> Any:
         # The tracer notes which operators backward added.
         if policy is not None and node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
             made_by = node.args[0] if node.target is operator.getitem else node
-            node.meta |= {"recompute": policy(made_by.target), "ac_graph_id": 0}
+            arguments = [getattr(item, "meta", {}).get("val", item) for item in made_by.args]
+            node.meta |= {"recompute": policy(made_by.target, arguments), "ac_graph_id": 0}
     return torch.fx.GraphModule(joint, graph)
 
 

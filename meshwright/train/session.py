@@ -203,6 +203,7 @@ def make_model_source(model: BuiltModel, layout: Layout, facts: ModelAnalysis, f
         ends=trial.ends,
         weigh=None if trial.objective.plain else partial(_weights, trial.objective),
         terms=tuple(term.name for term in trial.objective.reported),
+        width=model.structure.width or 0,
         counts_targets=trial.objective.counts_targets,
         moving=tuple(buffer.name for buffer in trial.moving),
         fill=model.tensor if filled else _no_values,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.forward import model_forward
 from meshwright.models.measure import measure_shape
 from meshwright.models.work import measure_model
+from meshwright.parallel import recompute, selective
 from meshwright.planner.cost.operators import price_operators
 from meshwright.spec.model_shape import ModelWork
 
@@ -46,12 +48,18 @@ def test_operators_are_the_closed_forms(name: str) -> None:
     assert all(item.is_meta for item in model.module.parameters())
 
 
-def _really_saved(model: BuiltModel) -> int:
-    """Bytes that autograd keeps in a real forward, parameters left out."""
+def real(model: BuiltModel) -> nn.Module:
+    """The model with values, on processor cores."""
     module = model.module.to_empty(device="cpu")
-    model.fill_buffers(module, "cpu")
+    model.fill_buffers(module, torch.device("cpu"))
     for item in module.parameters():
         torch.nn.init.normal_(item, std=0.02)
+    return module
+
+
+def _really_saved(model: BuiltModel) -> int:
+    """Bytes that autograd keeps in a real forward, parameters left out."""
+    module = real(model)
     own = {item.untyped_storage().data_ptr() for item in (*module.parameters(), *module.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -75,6 +83,33 @@ def test_kept_bytes_are_those_of_a_real_forward(name: str) -> None:
     saved, selective, full = layer.kept.saved
     assert full == ROWS * TOKENS * 64 * 4
     assert full < selective < saved
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3"])
+def test_selective_recompute_keeps_the_bytes_that_are_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted on fake tensors, and on what real layers keep; products narrower than the model are in neither."""
+    kept: list[int] = []
+    leave = selective._FirstRun.__exit__
+
+    def counted(run: Any, *error: Any) -> None:
+        tensors = [leaf for result in run.results for leaf in result.leaves if isinstance(leaf, torch.Tensor)]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
+        kept.append(sum(storage.nbytes() for storage in storages.values()))
+        leave(run, *error)
+
+    monkeypatch.setattr(selective._FirstRun, "__exit__", counted)
+    model = built(name)
+    work, module = measure_model(model, ROWS, TOKENS, torch.float32), real(model).train()
+    recompute.apply([module.get_submodule(layer) for layer in model.structure.layers], "selective", None, width=64)
+    model_forward(module, model.structure, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
+    planned = [
+        kind.kept.saved[1] - kind.kept.saved[2] for kind, count in zip(work.layers, work.counts) for _ in range(count)
+    ]
+    assert sorted(kept) == pytest.approx(sorted(planned), rel=0.002)
+    narrow = [item for kind in work.layers for item in kind.forward if item.kind == "product" and not item.kept_bytes]
+    assert {item.sizes[-1] < 64 for item in narrow} <= {True}
+    # The way up from latents is.
+    assert bool(narrow) == (name == "deepseek_v3")
 
 
 class Wrapped(nn.Module):

@@ -51,6 +51,34 @@ def test_selective_recompute_keeps_the_products_of_experts() -> None:
     assert all(torch.equal(found[mode][2], found["none"][2]) for mode in found)
 
 
+@pytest.mark.parametrize(("width", "products"), [(0, 3), (16, 3), (17, 4)])
+def test_products_that_sum_fewer_values_than_the_width_run_again(width: int, products: int) -> None:
+    tokens, ends = torch.randn(64, 16, dtype=torch.bfloat16), torch.tensor([10, 20, 40, 64], dtype=torch.int32)
+    experts = Experts()
+    apply([experts], "selective", None, width=width)
+    with Counted() as counted:
+        experts(tokens.requires_grad_(), ends).square().sum().backward()
+    assert counted.names.count("product") == products
+
+
+@pytest.mark.parametrize(
+    ("call", "summed"),
+    [
+        (torch.mm, (torch.zeros(3, 8), torch.zeros(8, 2))),
+        (torch.addmm, (torch.zeros(2), torch.zeros(3, 8), torch.zeros(8, 2))),
+        (torch.bmm, (torch.zeros(1, 3, 8), torch.zeros(1, 8, 2))),
+        (torch.baddbmm, (torch.zeros(2), torch.zeros(1, 3, 8), torch.zeros(1, 8, 2))),
+    ],
+)
+def test_what_a_product_sums_is_read_off_its_left_factor(call: Any, summed: tuple[torch.Tensor, ...]) -> None:
+    for width, kept in ((8, True), (9, False)):
+        operator = getattr(torch.ops.aten, call.__name__).default
+        assert selective.is_kept(operator, summed, width) is kept
+        # Of a summand the sum over ranks is kept, whatever is summed in it.
+        assert selective.summand(lambda *factors: selective.is_kept(operator, factors, 99), *summed)
+    assert not selective.is_kept(torch.ops.aten.add.Tensor, summed[-2:], 0)
+
+
 class Layer(nn.Module):
     """A block whose code goes on with the results of a product in some way."""
 
@@ -156,7 +184,7 @@ class Changing(nn.Module):
 def test_a_layer_that_computes_something_else_again_is_named() -> None:
     layer = Changing()
     apply([layer], "selective", None)
-    with pytest.raises(RuntimeError, match=r"second run came to aten.bmm.* where its first had aten.mm.*recompute=full"):
+    with pytest.raises(RuntimeError, match=r"second run came to aten.bmm.* first had aten.mm.*recompute=full"):
         layer(torch.randn(4, 8, requires_grad=True)).sum().backward()
 
 

@@ -11,6 +11,7 @@ from typing import Self
 
 from meshwright.array_types import Values
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.spec.model_shape import LayerShape, Product
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +31,9 @@ class ActivationModel:
     """The same as tokens, where that is how the device decides."""
     selective_share: float = 1.0
     """Share of the products whose results ``selective`` recompute keeps."""
+    selective_is_wide: bool = False
+    """Whether ``selective`` recompute keeps sums over tp in place of their summands, and else the products alone that
+    sum as many values as the hidden state has (`parallel.selective`)."""
     compiled: bool = False
     """Whether layers are compiled: element-wise results are computed again, and neither kept nor written."""
     working_width: float = 0.0
@@ -55,6 +59,11 @@ class ActivationModel:
             scores: of a token, over all heads.
         """
         return 4.0 * heads, 0.0  # the log-sum-exp, in float32
+
+    def is_kept(self, product: Product, layer: LayerShape, layouts: LayoutBatch) -> Array:
+        """Returns whether ``selective`` recompute keeps what a layer's product makes, or its sum over tp, (N,) bool."""
+        is_summed = (layouts.tp > 1) & (product.split == "rows") & (not product.experts)
+        return is_summed | (product.inner >= layer.width)
 
     def buffer_bytes(self, layouts: LayoutBatch, elements: Array, largest_product: int) -> Values:
         """Returns further bytes that are allocated only while a layer runs, (N,) or a scalar.

@@ -149,7 +149,7 @@ class PricedModel:
             repeated.matmul = runtime.repeated_matmul_s(repeated.matmul, last_product_s)
         if layer.experts and runtime.pairs_in_turns and self.layouts.paired_share.any():
             self._pair_passes(layer, forward, backward, repeated)
-        self._add_recompute(forward, repeated, backward, kept)
+        self._add_recompute(layer, forward, repeated, backward, kept)
         for pass_time in (forward, backward):
             pass_time.host = runtime.layer_host_s(pass_time.host, pass_time.busy, self.layouts.tp)
         cost = self.price_bytes(layer)
@@ -480,10 +480,42 @@ class PricedModel:
         sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
         return 0.0, is_split * (4.0 * w * local_elements + sums)
 
-    def _add_recompute(self, forward: PassTime, repeated: PassTime, backward: PassTime, kept: PassTime) -> None:
+    def _narrow_products_s(self, layer: LayerShape) -> Values:
+        """Returns seconds of the products that selective recompute computes again, (N,) or 0."""
+        saved = self.engine.saved
+        if not saved.selective_is_wide:
+            return 0.0
+        # It stops ahead of the last one, unless experts' results are weighed behind it.
+        products = layer.products if layer.experts else layer.products[:-1]
+        narrow = [product for product in products if product.inner < layer.width]
+        again = (~saved.is_kept(item, layer, self.layouts) * self.product_s(item, layer) for item in narrow)
+        return sum(again, 0.0)
+
+    def _kept_products(self, layer: LayerShape) -> tuple[Values, Values]:
+        """Returns features of a token that selective recompute keeps: (those outside, those that tp divides)."""
+        saved = self.engine.saved
+        if not saved.selective_is_wide:
+            # Attention's output and the feed-forward part's; queries, keys, values and the branches up.
+            qkv = layer.query_width + layer.key_width + layer.value_width
+            return 2.0 * layer.width, qkv + layer.ffn * (2.0 if layer.gated else 1.0)
+        outside: Values = 0.0
+        inside: Values = 0.0
+        for product in layer.products:
+            features = saved.is_kept(product, layer, self.layouts) * product.outer
+            features = features * (layer.active_experts if product.experts else 1)
+            if product.split == "columns" or product.experts:
+                inside = inside + features
+            else:
+                outside = outside + features
+        return outside, inside
+
+    def _add_recompute(
+        self, layer: LayerShape, forward: PassTime, repeated: PassTime, backward: PassTime, kept: PassTime
+    ) -> None:
         """Adds recompute to backward.
 
         Args:
+            layer: the layer.
             forward: of the layer.
             repeated: the forward that is computed again.
             backward: of the layer.
@@ -492,6 +524,7 @@ class PricedModel:
         full, selective, block = (self.layouts.share_of(mode) for mode in (FULL, SELECTIVE, BLOCK))
         all_s = repeated.matmul + repeated.attention + repeated.elementwise
         selective_s = repeated.elementwise + (1.0 - self.engine.saved.selective_share) * repeated.matmul
+        selective_s = selective_s + self._narrow_products_s(layer)
         # Full recompute repeats the forward, selective all but the kept products, block the attention scores.
         scores_s = self.engine.runtime.recomputed_scores_s(repeated.attention)
         backward.recompute = full * all_s + selective * selective_s + block * scores_s
@@ -524,9 +557,9 @@ class PricedModel:
         # tp divides heads and F; what lies outside its linears is divided by sequence parallelism alone.
         context_saved, context_transient = self._context_bytes(layer)
         all_bytes = self.tokens * (outside_tp / self.token_shards + (inside_tp + scores) / layouts.tp) + context_saved
-        # Selective recompute keeps a share of the products' outputs: attention output, feed-forward output, qkv, up.
-        inside_outputs = qkv + layer.ffn * (2.0 if layer.gated else 1.0)
-        product_outputs = 2 * layer.width / self.token_shards + inside_outputs / layouts.tp
+        # Selective recompute keeps a share of the products' outputs.
+        kept_outside, kept_inside = self._kept_products(layer)
+        product_outputs = kept_outside / self.token_shards + kept_inside / layouts.tp
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp

@@ -93,6 +93,7 @@ MESHWRIGHT = FrameworkProfile(
     # As autograd makes it, in the type of compute (`parallel.compute_copies`).
     states=StateBytesPerParameter(lone_gradient=2.0, compute_copies=True),
     saved=ActivationModel(
+        selective_is_wide=True,
         gate_extra=2.0,
         rms_extra=4.0,
         logits=2.0,

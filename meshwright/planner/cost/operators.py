@@ -39,6 +39,8 @@ class WorkSeconds:
     """Number of operators of a forward."""
     last_s: float = 0.0
     """Seconds of the last product of a forward."""
+    narrow_s: float = 0.0
+    """Seconds of the products of a forward that selective recompute computes again."""
 
     def plus(self, other: WorkSeconds, times: float = 1.0) -> WorkSeconds:
         """Returns this plus ``times`` times another."""
@@ -51,6 +53,7 @@ class WorkSeconds:
             backward=backward,
             operators=self.operators + times * other.operators,
             last_s=self.last_s + times * other.last_s,
+            narrow_s=self.narrow_s + times * other.narrow_s,
         )
 
 
@@ -81,14 +84,14 @@ def price_operators(
     seconds_by_operator: dict[tuple[Operator, bool], float] = {}
 
     def price(forward: Sequence[Operator], backward: Sequence[Operator]) -> WorkSeconds:
+        products = [operator for operator in forward if operator.kind == "product"]
         return WorkSeconds(
             forward=_pass_seconds(forward, calibration, dtype, busy, False, seconds_by_operator),
             backward=_pass_seconds(backward, calibration, dtype, busy, True, seconds_by_operator),
             operators=len(forward),
-            last_s=next(
-                (seconds_by_operator[operator, False] for operator in reversed(forward) if operator.kind == "product"),
-                0.0,
-            ),
+            last_s=sum(seconds_by_operator[operator, False] for operator in products[-1:]),
+            # Recompute stops ahead of the last one.
+            narrow_s=sum(seconds_by_operator[operator, False] for operator in products[:-1] if not operator.kept_bytes),
         )
 
     layer = price((), ())
