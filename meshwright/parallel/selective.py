@@ -51,6 +51,7 @@ ATTENTION: frozenset[Any] = frozenset(
     cast("Any", operator).default for operator in (*FUSED_ATTENTION, VARLEN_OPERATOR, REFERENCE_OPERATOR, RING_OPERATOR)
 )
 """Fused attention, whose results are always kept: dear to compute, small to hold."""
+CANDIDATES = ATTENTION | PRODUCTS.keys()
 _SUM = "a sum over ranks"
 """What stands for an operator among kept results."""
 _ORDER = (
@@ -128,10 +129,12 @@ class _FirstRun(_Run):
         kwargs = kwargs or {}
         if self._passes:
             return func(*args, **kwargs)
-        if self._places and _writes(func):
+        if func not in _WRITTEN:
+            _WRITTEN[func] = _written_arguments(func)
+        if self._places and _WRITTEN[func]:
             self._copy_ahead(func, args, kwargs)
         out = func(*args, **kwargs)
-        if is_kept(func, args, self.width):
+        if func in CANDIDATES and is_kept(func, args, self.width):
             self._keep(func, out)
         return out
 
@@ -189,7 +192,9 @@ class _SecondRun(_Run):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator, or returns what it returned."""
-        return self._take(func) if is_kept(func, args, self.width) else func(*args, **(kwargs or {}))
+        if func in CANDIDATES and is_kept(func, args, self.width):
+            return self._take(func)
+        return func(*args, **(kwargs or {}))
 
     def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Returns the first run's sum."""
@@ -219,10 +224,10 @@ def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
         arguments: of its call, in order; tensors or what else has a ``shape``.
         width: D, of the hidden state.
     """
-    if operator in ATTENTION or is_summand():
-        return operator in ATTENTION or operator in PRODUCTS
     left = PRODUCTS.get(operator)
-    return left is not None and int(arguments[left].shape[-1]) >= width
+    if left is None:
+        return operator in ATTENTION
+    return is_summand() or int(arguments[left].shape[-1]) >= width
 
 
 def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -265,13 +270,9 @@ _WRITTEN: dict[Any, tuple[tuple[int, str], ...]] = {}
 """Of each operator met, place and name of the arguments that it writes into."""
 
 
-def _writes(func: Any) -> bool:
-    if func not in _WRITTEN:
-        arguments = enumerate(func._schema.arguments)
-        _WRITTEN[func] = tuple(
-            (place, item.name) for place, item in arguments if item.alias_info is not None and item.alias_info.is_write
-        )
-    return bool(_WRITTEN[func])
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    infos = ((place, item.name, item.alias_info) for place, item in enumerate(func._schema.arguments))
+    return tuple((place, name) for place, name, info in infos if info is not None and info.is_write)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:

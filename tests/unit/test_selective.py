@@ -71,11 +71,11 @@ def test_products_that_sum_fewer_values_than_the_width_run_again(width: int, pro
     ],
 )
 def test_what_a_product_sums_is_read_off_its_left_factor(call: Any, summed: tuple[torch.Tensor, ...]) -> None:
+    operator = getattr(torch.ops.aten, call.__name__).default
     for width, kept in ((8, True), (9, False)):
-        operator = getattr(torch.ops.aten, call.__name__).default
         assert selective.is_kept(operator, summed, width) is kept
-        # Of a summand the sum over ranks is kept, whatever is summed in it.
-        assert selective.summand(lambda *factors: selective.is_kept(operator, factors, 99), *summed)
+    # Of a summand the sum over ranks is kept, whatever is summed in it.
+    assert selective.summand(lambda *factors: selective.is_kept(operator, factors, 99), *summed)
     assert not selective.is_kept(torch.ops.aten.add.Tensor, summed[-2:], 0)
 
 
