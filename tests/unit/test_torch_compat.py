@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import torch_compat
 from meshwright.torch_compat import PrivateName, dtensors, fsdp2, pipelining, tensors, torchao_import
+from meshwright.torch_compat.tensors import TorchFunction
 from tests.ranks.group import run_ranks
 
 MODULES = [
@@ -111,13 +112,16 @@ def _use_a_sharded_unit(rank: int) -> None:
         unit(batch).sum().backward()
         (gradient,) = fsdp2.gathered_tensors(unit)[1]
         assert gradient.dtype == torch.float32 and gradient.tolist() == [[count, 2.0 * count]] * 4
-    # As the second half of a backward leaves it: a gradient in the type of compute, which no hook has added up.
-    unit.unshard()  # type: ignore[operator]
-    (gathered,) = unit.parameters()
-    gathered.grad = torch.full((4, 2), 4.0, dtype=torch.bfloat16)
-    fsdp2.accumulate_unsharded_gradients(unit)
+    # Second halves of a backward, which call no hook of FSDP2: bf16 would round 256 and 1 to 256.
+    for scale in (256.0, 1.0):
+        received = batch.clone().requires_grad_()
+        output, output_grad = unit(received), torch.full((1, 4), scale, dtype=torch.bfloat16)
+        _, groups = pipelining.stage_backward_input([output], [output_grad], [received], unit.parameters())
+        unit.unshard()  # type: ignore[operator]
+        pipelining.stage_backward_weight(unit.parameters(), groups)
+        fsdp2.accumulate_unsharded_gradients(unit)
     (gradient,) = fsdp2.gathered_tensors(unit)[1]
-    assert gathered.grad is None and gradient.tolist() == [[6.0, 8.0]] * 4
+    assert gradient.dtype == torch.float32 and gradient.tolist() == [[259.0, 518.0]] * 4
     fsdp2.clear_unsharded_gradients(unit)
     assert fsdp2.gathered_tensors(unit)[1] == []
     unit.set_requires_gradient_sync(True)  # type: ignore[operator]
@@ -163,6 +167,27 @@ def test_a_recomputed_forward_knows_that_it_runs_in_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     torch_checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()
     assert seen == [False, True]
+
+
+def test_a_checkpoint_computes_again_what_was_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put under a name that torch no longer calls it would be passed over, and recompute draw other numbers."""
+    for name, value in list(vars(torch_checkpoint).items()):
+        if name.startswith("_checkpoint_without_reentrant"):
+            monkeypatch.setattr(torch_checkpoint, name, value)
+    recomputed = []
+
+    def recording(generator: TorchFunction) -> TorchFunction:
+        def generate(function: TorchFunction, *arguments: object, **kwargs: object) -> object:
+            return generator(lambda x: recomputed.append(x) or function(x), *arguments, **kwargs)
+
+        return generate
+
+    tensors.wrap_checkpoint_generator(recording)
+    x = torch.ones(1, requires_grad=True)
+    output = torch_checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
+    assert recomputed == []
+    output.sum().backward()
+    assert len(recomputed) == 1
 
 
 def test_modes_are_seen_and_left() -> None:
