@@ -135,7 +135,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
-        "sum of the micro-batches' gradients in float32; None without one; torch 2.15 has it as a property of the gradient",
+        "sum of the micro-batches' gradients in float32; None without one; in 2.15 the gradient itself",
         of_instances=True,
     ),
     PrivateName(
@@ -252,7 +252,12 @@ class _CompletePostBackward:
                 shard = fsdp_param.sharded_param
                 self._reached[shard] = self._reached.get(shard, False) or has_gradient
                 if not has_gradient:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            # FSDP2 reduces one dtype: beside float32 sums, gradients of the last micro-batch alone become sums too.
+            if any(_accumulated_gradient(fsdp_param) is not None for fsdp_param, _ in trained):
+                for fsdp_param, _ in trained:
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    fsdp_param.to_accumulated_grad_if_needed()
         type(group).post_backward(group, *unused)
 
     def keep_gathered(self) -> None:

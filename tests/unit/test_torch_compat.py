@@ -130,6 +130,46 @@ def _use_a_sharded_unit(rank: int) -> None:
     assert tensors.local_tensor(weight.grad).tolist() == [[1.0, 2.0]] * 2  # the mean of two ranks with the same batch
 
 
+@pytest.mark.parametrize("last_in_backward", [True, False])
+def test_weights_that_few_or_no_micro_batches_reach_are_sent_with_the_sums_of_others(last_in_backward: bool) -> None:
+    """Sums are float32 and gradients of one micro-batch bf16, which FSDP2 refuses to send together.
+
+    Pipelines send after all backwards, other layouts in the last one.
+    """
+    run_ranks(2, lambda rank: _leave_weights_out(rank, last_in_backward))
+
+
+class _PartlyUsed(nn.Module):
+    """Three weights, (2, 2) each: every forward uses the first, ``late`` ones the second too, none the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.late, self.unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        return x @ self.used + (x @ self.late if late else 0.0)
+
+
+def _leave_weights_out(rank: int, last_in_backward: bool) -> None:
+    unit, reached, batch = _PartlyUsed(), dict[torch.Tensor, bool](), torch.tensor([[1.0, 2.0]])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy, reshard_after_forward=False)
+    fsdp2.complete_gradients(unit, reached)
+    for late in (False, True):
+        sends = late and last_in_backward
+        unit.set_requires_gradient_sync(sends)  # type: ignore[operator]
+        unit.set_reshard_after_backward(sends)  # type: ignore[operator]
+        unit(batch, late).sum().backward()
+    if not last_in_backward:
+        unit.set_requires_gradient_sync(True)  # type: ignore[operator]
+        for group in fsdp2.fsdp_groups(unit):
+            group.post_backward()
+        unit.reshard()  # type: ignore[operator]
+    gradients = [tensors.local_tensor(weight.grad).tolist() for weight in (unit.used, unit.late, unit.unused)]
+    assert gradients == [[[2.0 + 2.0 * rank] * 2], [[1.0 + rank] * 2], [[0.0, 0.0]]]
+    assert list(reached.values()) == [True, True, False]
+
+
 def test_attributes_that_are_used_in_place_do_what_they_are_used_for() -> None:
     module = nn.Module()
     module.register_parameter("absent", None)
