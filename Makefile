@@ -22,8 +22,8 @@ unexport PYTHONDONTWRITEBYTECODE
 OLDEST := torch==2.11.0 transformers==5.17.0
 NEWEST := torch transformers
 ON_NEWEST := $(addprefix tests/ranks/test_,pipeline.py traffic.py reshard.py train_auto.py launch.py) tests/contract/test_verify.py
-# What of torch is private may differ between its versions.
-PRIVATE := tests/unit/test_torch_compat.py
+# What of torch is private may differ between its versions, and how a process with its libraries ends.
+PRIVATE := tests/unit/test_torch_compat.py tests/unit/test_process_end.py
 # Products in float8 need torchao, which only these environments install: every import of transformers would import it.
 FLOAT8 := tests/ranks/test_float8.py
 # Kernels whose values Triton's interpreter computes; it comes with CUDA builds alone.

@@ -50,10 +50,12 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.accumulate_unsharded_grad_if_needed",
         "second halves of a backward call no hook of FSDP2, which adds up micro-batches in float32",
+        until="2.14",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.to_accumulated_grad_if_needed",
         "the same",
+        until="2.14",
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._module_info",
@@ -133,7 +135,7 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad",
-        "sum of the micro-batches' gradients in float32; None without one",
+        "sum of the micro-batches' gradients in float32; None without one; in 2.15 the gradient itself",
         of_instances=True,
     ),
     PrivateName(
@@ -206,6 +208,15 @@ def _unsharded_parameter(fsdp_param: Any) -> nn.Parameter | None:
     return parameter
 
 
+def _accumulated_gradient(fsdp_param: Any) -> torch.Tensor | None:
+    """Returns the float32 sum beside the gradient, of the full shape; None where the gradient itself is the sum.
+
+    It is so in torch 2.15, whose property of the same name is that gradient.
+    """
+    gradient: torch.Tensor | None = vars(fsdp_param).get("unsharded_accumulated_grad")
+    return gradient
+
+
 class _CompletePostBackward:
     """Replaces `FSDPParamGroup.post_backward` of one group: fills in zeros for weights that backward didn't reach.
 
@@ -233,7 +244,7 @@ class _CompletePostBackward:
         pairs = [(fsdp_param, _unsharded_parameter(fsdp_param)) for fsdp_param in group.fsdp_params]
         trained = [(fsdp_param, item) for fsdp_param, item in pairs if item is not None and item.requires_grad]
         is_reached = [
-            parameter.grad is not None or fsdp_param.unsharded_accumulated_grad is not None
+            parameter.grad is not None or _accumulated_gradient(fsdp_param) is not None
             for fsdp_param, parameter in trained
         ]
         if group.reduce_grads and any(is_reached):
@@ -241,7 +252,12 @@ class _CompletePostBackward:
                 shard = fsdp_param.sharded_param
                 self._reached[shard] = self._reached.get(shard, False) or has_gradient
                 if not has_gradient:
-                    parameter.grad = torch.zeros_like(parameter)
+                    parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+            # FSDP2 reduces one dtype: beside float32 sums, gradients of the last micro-batch alone become sums too.
+            if any(_accumulated_gradient(fsdp_param) is not None for fsdp_param, _ in trained):
+                for fsdp_param, _ in trained:
+                    fsdp_param.accumulate_unsharded_grad_if_needed()
+                    fsdp_param.to_accumulated_grad_if_needed()
         type(group).post_backward(group, *unused)
 
     def keep_gathered(self) -> None:
@@ -309,15 +325,19 @@ def set_post_forward_mesh(unit: nn.Module, mesh: DeviceMesh) -> None:
 def clear_unsharded_gradients(module: nn.Module) -> None:
     """Drops the gradients that FSDP2 keeps in gathered parameters between micro-batches."""
     for fsdp_param in fsdp_parameters(module):
-        fsdp_param.unsharded_accumulated_grad = None
+        if _accumulated_gradient(fsdp_param) is not None:
+            fsdp_param.unsharded_accumulated_grad = None
         if (parameter := _unsharded_parameter(fsdp_param)) is not None:
             parameter.grad = None
 
 
 def accumulate_unsharded_gradients(module: nn.Module) -> None:
-    """Adds gradients in the compute dtype to FSDP2's float32 sums, as `FSDPParamGroup.post_backward` does."""
+    """Adds gradients in the compute dtype to FSDP2's float32 sums, as `FSDPParamGroup.post_backward` does.
+
+    In torch 2.15 autograd adds them up in the gathered parameters' own gradients, which are float32 then.
+    """
     for fsdp_param in fsdp_parameters(module):
-        if _unsharded_parameter(fsdp_param) is not None:
+        if hasattr(fsdp_param, "accumulate_unsharded_grad_if_needed") and _unsharded_parameter(fsdp_param) is not None:
             fsdp_param.accumulate_unsharded_grad_if_needed()
             fsdp_param.to_accumulated_grad_if_needed()
 
@@ -334,6 +354,6 @@ def gathered_tensors(unit: nn.Module) -> tuple[list[torch.Tensor], list[torch.Te
             if (part := vars(fsdp_param).get("_sharded_post_forward_param_data")) is not None:
                 parameters.append(part)
             if (parameter := _unsharded_parameter(fsdp_param)) is not None:
-                held_gradients = (parameter.grad, fsdp_param.unsharded_accumulated_grad)
+                held_gradients = (parameter.grad, _accumulated_gradient(fsdp_param))
                 gradients.extend(grad for grad in held_gradients if grad is not None)
     return parameters, gradients

@@ -64,7 +64,8 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.distributed.pipelining:PipelineStage._get_init_p2p_neighbors_ops",
-        "torch 2.11 sends to a stage of the same rank too, which gloo refuses",
+        "torch 2.11 sends to a stage of the same rank too, which gloo refuses; torch 2.15 has no first exchange",
+        until="2.14",
     ),
     PrivateName(
         "torch.distributed.pipelining.schedules:_PipelineScheduleRuntime._prepare_schedule_with_comms",

@@ -136,7 +136,12 @@ PRIVATE_NAMES = (
     ),
     PrivateName(
         "torch.utils.checkpoint:_checkpoint_without_reentrant_generator",
-        "a model's own checkpoints call it",
+        "a model's own checkpoints call it; since torch 2.14 for callers outside of torch alone",
+    ),
+    PrivateName(
+        "torch.utils.checkpoint:_checkpoint_without_reentrant_generator_impl",
+        "the same since torch 2.14",
+        since="2.14",
     ),
     PrivateName(
         "torch:_foreach_norm",
@@ -295,6 +300,7 @@ def wrap_checkpoint_generator(wrap: Callable[[TorchFunction], TorchFunction]) ->
     Args:
         wrap: torch's own generator function to the one that takes its place.
     """
-    torch_checkpoint._checkpoint_without_reentrant_generator = wrap(
-        torch_checkpoint._checkpoint_without_reentrant_generator
-    )
+    name = "_checkpoint_without_reentrant_generator_impl"  # called by torch 2.14 and 2.15
+    if not hasattr(torch_checkpoint, name):
+        name = "_checkpoint_without_reentrant_generator"
+    setattr(torch_checkpoint, name, wrap(getattr(torch_checkpoint, name)))

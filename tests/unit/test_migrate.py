@@ -224,6 +224,14 @@ def test_megatrons_script_is_read_and_never_run(tmp_path: Path, monkeypatch: pyt
     assert "data-path = $3: write paths" in missing and "rampup-batch-size = 16 16 1000: " in missing
 
 
+def test_flags_of_a_variable_that_only_a_condition_sets_are_undecided(tmp_path: Path) -> None:
+    text = 'if [ "$DEBUG" = 1 ]; then\n  EXTRA=(--fp8-format hybrid)\nfi\n'
+    text += "torchrun --nproc_per_node 4 pretrain_gpt.py ${EXTRA[@]} --micro-batch-size 1 --bf16\n"
+    recipe = migrated(tmp_path, ".sh", text)
+    assert any(line.startswith("--fp8-format hybrid: under a condition of the script") for line in recipe.missing)
+    assert 'precision = "bf16"' in recipe.text or "precision=bf16" in recipe.text
+
+
 def keys_of(foreign: Foreign) -> list[str]:
     tables = (foreign.settings, foreign.needless, foreign.missing, foreign.layout_keys)
     return [key.replace("*", "x") for table in tables for key in table]

@@ -27,6 +27,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshwright import torch_compat
 from meshwright.torch_compat import PrivateName, dtensors, fsdp2, pipelining, tensors, torchao_import
+from meshwright.torch_compat.tensors import TorchFunction
 from tests.ranks.group import run_ranks
 
 MODULES = [
@@ -111,19 +112,62 @@ def _use_a_sharded_unit(rank: int) -> None:
         unit(batch).sum().backward()
         (gradient,) = fsdp2.gathered_tensors(unit)[1]
         assert gradient.dtype == torch.float32 and gradient.tolist() == [[count, 2.0 * count]] * 4
-    # As the second half of a backward leaves it: a gradient in the type of compute, which no hook has added up.
-    unit.unshard()  # type: ignore[operator]
-    (gathered,) = unit.parameters()
-    gathered.grad = torch.full((4, 2), 4.0, dtype=torch.bfloat16)
-    fsdp2.accumulate_unsharded_gradients(unit)
+    # Second halves of a backward, which call no hook of FSDP2: bf16 would round 256 and 1 to 256.
+    for scale in (256.0, 1.0):
+        received = batch.clone().requires_grad_()
+        output, output_grad = unit(received), torch.full((1, 4), scale, dtype=torch.bfloat16)
+        _, groups = pipelining.stage_backward_input([output], [output_grad], [received], unit.parameters())
+        unit.unshard()  # type: ignore[operator]
+        pipelining.stage_backward_weight(unit.parameters(), groups)
+        fsdp2.accumulate_unsharded_gradients(unit)
     (gradient,) = fsdp2.gathered_tensors(unit)[1]
-    assert gathered.grad is None and gradient.tolist() == [[6.0, 8.0]] * 4
+    assert gradient.dtype == torch.float32 and gradient.tolist() == [[259.0, 518.0]] * 4
     fsdp2.clear_unsharded_gradients(unit)
     assert fsdp2.gathered_tensors(unit)[1] == []
     unit.set_requires_gradient_sync(True)  # type: ignore[operator]
     unit(batch).sum().backward()
     (weight,) = unit.parameters()
     assert tensors.local_tensor(weight.grad).tolist() == [[1.0, 2.0]] * 2  # the mean of two ranks with the same batch
+
+
+@pytest.mark.parametrize("last_in_backward", [True, False])
+def test_weights_that_few_or_no_micro_batches_reach_are_sent_with_the_sums_of_others(last_in_backward: bool) -> None:
+    """Sums are float32 and gradients of one micro-batch bf16, which FSDP2 refuses to send together.
+
+    Pipelines send after all backwards, other layouts in the last one.
+    """
+    run_ranks(2, lambda rank: _leave_weights_out(rank, last_in_backward))
+
+
+class _PartlyUsed(nn.Module):
+    """Three weights, (2, 2) each: every forward uses the first, ``late`` ones the second too, none the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.late, self.unused = (nn.Parameter(torch.ones(2, 2)) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, late: bool) -> torch.Tensor:
+        return x @ self.used + (x @ self.late if late else 0.0)
+
+
+def _leave_weights_out(rank: int, last_in_backward: bool) -> None:
+    unit, reached, batch = _PartlyUsed(), dict[torch.Tensor, bool](), torch.tensor([[1.0, 2.0]])
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy, reshard_after_forward=False)
+    fsdp2.complete_gradients(unit, reached)
+    for late in (False, True):
+        sends = late and last_in_backward
+        unit.set_requires_gradient_sync(sends)  # type: ignore[operator]
+        unit.set_reshard_after_backward(sends)  # type: ignore[operator]
+        unit(batch, late).sum().backward()
+    if not last_in_backward:
+        unit.set_requires_gradient_sync(True)  # type: ignore[operator]
+        for group in fsdp2.fsdp_groups(unit):
+            group.post_backward()
+        unit.reshard()  # type: ignore[operator]
+    gradients = [tensors.local_tensor(weight.grad).tolist() for weight in (unit.used, unit.late, unit.unused)]
+    assert gradients == [[[2.0 + 2.0 * rank] * 2], [[1.0 + rank] * 2], [[0.0, 0.0]]]
+    assert list(reached.values()) == [True, True, False]
 
 
 def test_attributes_that_are_used_in_place_do_what_they_are_used_for() -> None:
@@ -163,6 +207,27 @@ def test_a_recomputed_forward_knows_that_it_runs_in_backward() -> None:
     x = torch.ones(2, requires_grad=True)
     torch_checkpoint.checkpoint(forward, x, use_reentrant=False).sum().backward()
     assert seen == [False, True]
+
+
+def test_a_checkpoint_computes_again_what_was_put_in_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put under a name that torch no longer calls it would be passed over, and recompute draw other numbers."""
+    for name, value in list(vars(torch_checkpoint).items()):
+        if name.startswith("_checkpoint_without_reentrant"):
+            monkeypatch.setattr(torch_checkpoint, name, value)
+    recomputed = []
+
+    def recording(generator: TorchFunction) -> TorchFunction:
+        def generate(function: TorchFunction, *arguments: object, **kwargs: object) -> object:
+            return generator(lambda x: recomputed.append(x) or function(x), *arguments, **kwargs)
+
+        return generate
+
+    tensors.wrap_checkpoint_generator(recording)
+    x = torch.ones(1, requires_grad=True)
+    output = torch_checkpoint.checkpoint(torch.exp, x, use_reentrant=False)
+    assert recomputed == []
+    output.sum().backward()
+    assert len(recomputed) == 1
 
 
 def test_modes_are_seen_and_left() -> None:

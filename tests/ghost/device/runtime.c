@@ -3,8 +3,10 @@
 #include "ghost.h"
 
 #include <cuda_runtime_api.h>
+#include <cudnn_version.h>
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <library_types.h>
 #include <limits.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -426,4 +428,10 @@ int cublasLtMatmulAlgoGetHeuristic(
 }
 int cublasGetVersion_v2(void *handle, int *version) { *version = 130002; return 0; }
 size_t cublasGetCudartVersion(void) { return CUDART_VERSION; }
+/* Older than what torch 2.15 prefers to its own attention of documents, which is called here as a kernel that does nothing. */
 size_t cudnnGetVersion(void) { return 90100; }
+/* The version by its parts, which torch compares with that it was compiled against. */
+int cudnnGetProperty(libraryPropertyType part, int *value) {
+    *value = part == MAJOR_VERSION ? CUDNN_MAJOR : part == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
+    return 0;
+}
