@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from meshwright.strategy import HybridParallelStrategy, PipelineEngine
 from tests.own_models import Batch, equal, gpt2, mean_loss, output, plain_model, rows, world
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
 class OwnOptimizer(torch.optim.Optimizer):
@@ -74,7 +75,7 @@ def modes_under(_rank: int, text: str) -> list[list[str]]:
     return [names_in_eval(model)]
 
 
-@pytest.mark.parametrize("text", ["shard=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("text", further(["shard=2", "tp=2", "pp=2"]))
 def test_submodules_keep_their_modes(text: str) -> None:
     wanted = names_in_eval(with_quiet_block())
     assert wanted[0] == "transformer.h.0"
@@ -216,7 +217,7 @@ def dropped_losses(_rank: int, text: str, batches: list[Batch], load: str, save:
     return losses
 
 
-@pytest.mark.parametrize("text", ["shard=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("text", further(["shard=2", "pp=2,microbatches=2"]))
 def test_dropout_goes_on_after_a_resume(text: str, tmp_path: Path) -> None:
     batches = rows()
     whole = run_ranks(2, dropped_losses, text, batches, "", "", False)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import Running, call, curve, events, words, write_corpus
+from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 PLACES = ("start", "restore", "data", "forward", "collective", "backward", "optimizer", "snapshot", "checkpoint")
@@ -83,7 +84,7 @@ def expected(root: Path) -> dict[int, tuple[float, float]]:
     return curve(root / "whole")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", further([0, 1]))
 def test_ranks_die_at_places_drawn_by_lot(seed: int, root: Path, expected: dict) -> None:
     """In starts, while the state is taken up, in the first steps after, two at once: no step that was copied is lost.
 

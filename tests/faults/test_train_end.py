@@ -15,7 +15,7 @@ from meshwright.jobs import train
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, words, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 ANY = -1
 """Every rank."""
@@ -142,7 +142,7 @@ def _raises(trainer: Trainer) -> None:
     raise ZeroDivisionError("planted fault")
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("replicate=2", 1), ("shard=2,zero=3", 0)])
+@pytest.mark.parametrize(("layout", "rank"), further([("replicate=2", 1), ("shard=2,zero=3", 0)]))
 def test_a_rank_that_raises_takes_the_others_down(layout: str, rank: int, root: Path) -> None:
     run = root / f"raised-{rank}"
     argv = words(root, run.name, layout=layout, devices=2)

@@ -39,7 +39,7 @@ from tests.own_models import plain_model
 from tests.ranks.group import run_ranks
 from tests.ranks.test_compression import ROWS, TOKENS, VOCAB, firsts_along, gradients, model
 from tests.runs import call, curve, events, words, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 ROW_COUNT, COLUMN_COUNT, RANK = 30, 44, 3
 
@@ -212,7 +212,7 @@ def run(folder: Path, name: str, layout: str, *more: str) -> dict[int, tuple[flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("choice", further(CHOICES))
 def test_a_resume_is_to_the_bit_and_other_numbers_of_copies_owe_the_same(choice: str, tmp_path: Path) -> None:
     write_corpus(tmp_path / "corpus.txt")
 
