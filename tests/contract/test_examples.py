@@ -50,7 +50,7 @@ def test_all_import_the_public_api_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", cases(SCRIPTS, ("quickstart.py", "sketch_hybrid.py"), extended=("sketch_pipeline.py",))
+    "name", cases(SCRIPTS, ("quickstart.py",), extended=("sketch_hybrid.py", "sketch_pipeline.py"))
 )
 def test_script_runs(name: str, tmp_path: Path) -> None:
     arguments, result = SCRIPTS[name]

@@ -211,7 +211,7 @@ def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):
     assert [group.cuttings for group in groups] == [group.cuttings for group in wanted]
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", further(["mamba", "mamba2"], (1,)))
 def test_a_clone_without_heads_covers_the_model_or_is_refused(name, monkeypatch):
     monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
     built = build_meta(ModelConfig(name=name, layers=1, width=128), 64, 32)

@@ -77,16 +77,19 @@ def own_loop(
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [
-        (plain_model, "replicate=2"),
-        (plain_model, "shard=2,zero=1"),
-        (plain_model, "shard=2,zero=3,recompute=full"),
-        (plain_model, "replicate=2,tp=2"),
-        (gpt2, "shard=2,tp=2"),
-        (wrapped, "tp=2"),
-        (wrapped, "shard=2,zero=3"),
-        (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
-    ],
+    further(
+        [
+            (plain_model, "replicate=2"),
+            (plain_model, "shard=2,zero=1"),
+            (plain_model, "shard=2,zero=3,recompute=full"),
+            (plain_model, "replicate=2,tp=2"),
+            (gpt2, "shard=2,tp=2"),
+            (wrapped, "tp=2"),
+            (wrapped, "shard=2,zero=3"),
+            (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
+        ],
+        (2, 4, 5),
+    ),
 )
 def test_a_loop_of_ones_own_equals_one_device(make: Callable[[], nn.Module], text: str) -> None:
     equal(run_ranks(world(text), own_loop, text, make, rows(), timeout=250), plainly(make, rows()))

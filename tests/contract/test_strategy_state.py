@@ -102,7 +102,7 @@ def losses_after_early_state(_rank: int, name: str, early: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", further(OPTIMIZERS, ("adamw", "own")))
 def test_a_state_that_is_asked_for_before_the_first_step_changes_no_training(name: str) -> None:
     model = plain_model()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -249,20 +249,23 @@ def frozen_stage_losses(rank: int, text: str, frozen: list[str], make: str) -> l
 
 @pytest.mark.parametrize(
     ("text", "frozen", "make"),
-    [
-        ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "called"),
-        ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "made"),
-        (
-            "pp=2,microbatches=2,schedule=zerobubble",
-            ["transformer.h.1", "transformer.ln_f", "transformer.wte"],
-            "called",
-        ),
-        (
-            "pp=2,shard=2,microbatches=2,schedule=zerobubble",
-            ["transformer.h.0", "transformer.wpe", "transformer.wte"],
-            "called",
-        ),
-    ],
+    further(
+        [
+            ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "called"),
+            ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "made"),
+            (
+                "pp=2,microbatches=2,schedule=zerobubble",
+                ["transformer.h.1", "transformer.ln_f", "transformer.wte"],
+                "called",
+            ),
+            (
+                "pp=2,shard=2,microbatches=2,schedule=zerobubble",
+                ["transformer.h.0", "transformer.wpe", "transformer.wte"],
+                "called",
+            ),
+        ],
+        (0, 1),
+    ),
 )
 def test_a_stage_may_be_frozen_as_a_whole(text: str, frozen: list[str], make: str) -> None:
     model = gpt2()

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.runs import Running, call, curve, events, words, write_corpus
-from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 PLACES = ("start", "restore", "data", "forward", "collective", "backward", "optimizer", "snapshot", "checkpoint")
@@ -84,7 +83,8 @@ def expected(root: Path) -> dict[int, tuple[float, float]]:
     return curve(root / "whole")
 
 
-@pytest.mark.parametrize("seed", further([0, 1]))
+@pytest.mark.extended("test_recovery.py::test_killed_in_every_phase_of_a_step")
+@pytest.mark.parametrize("seed", [0, 1])
 def test_ranks_die_at_places_drawn_by_lot(seed: int, root: Path, expected: dict) -> None:
     """In starts, while the state is taken up, in the first steps after, two at once: no step that was copied is lost.
 
