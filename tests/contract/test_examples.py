@@ -60,6 +60,7 @@ def test_script_runs(name: str, tmp_path: Path) -> None:
     assert result in done.stdout
 
 
+@pytest.mark.extended("test_own_loop_is_proven")
 @pytest.mark.slow
 def test_own_model_is_proven(tmp_path: Path) -> None:
     words = ["-m", "meshwright", "verify", "--model", "examples.my_model:build", "--layout", "shard=2", "--steps", "1"]

@@ -57,7 +57,7 @@ def test_tokens_that_meet_far_apart_are_seen_in_the_rows_of_the_run(span: int, l
         analyse_model(build_meta(chunked(span)), Layout.parse(layout), tokens=240)
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
+@pytest.mark.parametrize("layout", further(["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"]))
 def test_rows_too_short_for_tokens_to_meet_are_split(layout: str) -> None:
     facts = analyse_model(build_meta(chunked(64)), Layout.parse(layout), tokens=48)
     assert facts.table is not None
@@ -151,7 +151,7 @@ def test_a_clone_keeps_the_ratio_of_heads(heads: int, kv_heads: int, parts: int)
     assert build_meta(small, 64, 16).hf_config.num_key_value_heads == small.kv_heads
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"])
+@pytest.mark.parametrize("name", further(["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"], (0, 2)))
 def test_a_clone_has_every_kind_of_layer_beside_its_neighbours(name: str) -> None:
     built = build_meta(ModelConfig(name=name, layers=16), 64, 32)
     wanted = kind_pairs(kinds_of_layers(built))

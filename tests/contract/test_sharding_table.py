@@ -272,13 +272,16 @@ def test_a_user_s_rows_override_what_was_read() -> None:
 
 @pytest.mark.parametrize(
     ("name", "heads", "kv_heads", "degree", "whole"),
-    [
-        ("llama", 8, 2, 8, 0),
-        ("llama", 6, 3, 2, 4),
-        ("gemma3_text", 4, 1, 2, 2),
-        ("gpt2", 4, None, 8, 2),
-        ("mixtral", 4, 2, 2, 0),
-    ],
+    further(
+        [
+            ("llama", 8, 2, 8, 0),
+            ("llama", 6, 3, 2, 4),
+            ("gemma3_text", 4, 1, 2, 2),
+            ("gpt2", 4, None, 8, 2),
+            ("mixtral", 4, 2, 2, 0),
+        ],
+        (0, 4),
+    ),
 )
 def test_a_matrix_is_split_or_has_a_reason(name, heads, kv_heads, degree, whole):
     config = ModelConfig(name=name, layers=1, width=12 * heads, heads=heads, kv_heads=kv_heads)

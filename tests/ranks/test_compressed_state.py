@@ -94,7 +94,7 @@ BUFFERED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", further([False, True]))
+@pytest.mark.parametrize("experts", further([False, True], (1,)))
 def test_buffers_are_freed_and_hooks_that_exchange_tokens_do_not_wait(experts: bool) -> None:
     texts = BUFFERED[experts]
     # As a run analyses one layout after another: what doesn't depend on the layout is read once.
