@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 READY := $(VENV)/.ready
 # Whole files side by side, in the order of tests/conftest.py: tests start few ranks and wait for processes much of their time.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# What has a target of its own.
+OWN := not long and not cluster and not soak
 RECIPE ?= recipes/first.toml
 BENCHMARKS ?= $(wildcard benchmarks/bench_*.py)
 
@@ -32,7 +34,7 @@ ENDS := .venv-ghost .venv-newest
 CRT_OF_RUNTIME := import importlib.metadata as m; \
   print("nvidia-cuda-crt~=" + ".".join(m.version("nvidia-cuda-runtime").split(".")[:2]) + ".0")
 
-.PHONY: help venv train test long soak clusters quick check docs bench ghost newest fuzz mutants clean
+.PHONY: help venv train test extended long soak clusters quick check docs bench ghost newest fuzz mutants clean
 
 help: ## what there is to type
 	@sed -n 's/^\([a-z]*\):.*## /make \1\t/p' Makefile
@@ -59,7 +61,10 @@ check: $(READY) ## style, types, import floors, docstrings
 	@$(BIN)/python -m tests.house.source
 
 test: check ## what must hold, in two processes; pytest's summary comes last
-	@$(BIN)/python -m pytest -m "not long and not cluster and not soak" $(TWO)
+	@$(BIN)/python -m pytest -m "$(OWN) and not extended" $(TWO)
+
+extended: $(READY) ## what make test holds for one model or layout, for the others
+	@$(BIN)/python -m pytest -m "$(OWN) and extended" $(TWO)
 
 docs: $(READY) ## build the site of docs/ into site/; a broken link, a missing anchor or page is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict

@@ -24,6 +24,7 @@ PRIVATE_NAMES = (
     PrivateName(
         "torch.distributed.tensor._dtensor_spec:DTensorSpec", "`DTensor.from_local` moves a shard to the mesh's device"
     ),
+    PrivateName("torch.distributed.tensor:DTensor._spec", "a shard like another's shares it, in place of a new one"),
     PrivateName(
         "torch.distributed.tensor._dtensor_spec:TensorMeta",
         "part of a DTensorSpec",
@@ -54,8 +55,11 @@ def dtensor_like(full: DTensor, local: torch.Tensor) -> DTensor:
 
     Unlike ``DTensor.from_local`` it leaves the shard where it is, in host memory for one.
     """
-    meta = TensorMeta(full.shape, full.stride(), local.dtype)
-    spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
+    spec = full._spec
+    # torch never changes a spec, and shares it among results too; a new one costs ten times the rest of this function
+    if spec.tensor_meta is None or spec.tensor_meta.dtype != local.dtype:
+        meta = TensorMeta(full.shape, full.stride(), local.dtype)
+        spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)  # type: ignore[abstract]
 
 

@@ -16,6 +16,7 @@ from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.odd_models import VOCAB, WIDTH
+from tests.tiers import further
 
 torch.set_num_threads(1)
 CONTEXT = 16
@@ -136,7 +137,7 @@ def test_both_halves_of_an_adapter_go_with_their_matrix() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("dropout", further([0.0, 0.2], (1,)))
 def test_adapters_train_as_on_one_device(dropout: float) -> None:
     batches = random_batches(2, 4, CONTEXT, VOCAB, documents=False)
     case = Case(build=partial(build, dropout), batches=batches, recipe=OptimizerRecipe(), timeout_s=100)

@@ -16,6 +16,7 @@ from meshwright.proof.plain_rounding import representable, round_weight
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, Compression, assign_buckets
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.tensors import TorchDispatchMode
+from tests.tiers import further
 
 SIZES = (0, 1, 255, 256, 257, 1000)
 UNITS = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
@@ -92,7 +93,7 @@ def test_zeros_denormals_and_huge_values(name: str, draw: str) -> None:
     assert torch.isnan(coded(torch.full((1,), 1e300, dtype=torch.float64), name, draw)).all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", further(FORMATS, (2, 3)))
 def test_the_mean_of_random_roundings_is_the_value(name: str) -> None:
     """The mean of n roundings, each off by at most one distance d, lies within 6 d / (2 sqrt(n)) of the value."""
     values, draws = torch.randn(256, dtype=torch.float64), 4000

@@ -72,7 +72,8 @@ def all_pass(verdicts: list[Verdict]) -> None:
     ("model", "part"),
     cases(
         [("llama", 0), ("mixtral", 0), ("llama", 1), ("gpt2", 0), ("qwen3", 1), ("gemma3_text", 1), ("falcon", 0)],
-        (0, 1),
+        (0,),
+        extended=(1,),
     ),
 )
 def test_pairs_of_axes(model: str, part: int) -> None:
@@ -81,15 +82,27 @@ def test_pairs_of_axes(model: str, part: int) -> None:
 
 @pytest.mark.slow
 def test_rows_and_layers_shared_out_by_speed() -> None:
-    texts = ("replicate=2,tp=2,rows=3-1", "pp=2,replicate=2,microbatches=2,rows=3-1", "shard=2,cp=2,zero=3,rows=1-3")
+    all_pass(prove("llama", ("replicate=2,tp=2,rows=3-1",), documents=True))
+    all_pass(prove("deep", ("pp=2,shard=2,zero=1,split=1-3,microbatches=4,rows=3-1",), rows=16))
+
+
+@pytest.mark.slow
+@pytest.mark.extended("test_rows_and_layers_shared_out_by_speed")
+def test_rows_and_layers_of_other_layouts_shared_out_by_speed() -> None:
+    texts = ("pp=2,replicate=2,microbatches=2,rows=3-1", "shard=2,cp=2,zero=3,rows=1-3")
     all_pass(prove("llama", texts, documents=True))
-    split = ("pp=2,split=3-1,microbatches=2", "pp=2,shard=2,zero=1,split=1-3,microbatches=4,rows=3-1")
-    all_pass(prove("deep", split, rows=16))
+    all_pass(prove("deep", ("pp=2,split=3-1,microbatches=2",), rows=16))
 
 
 @pytest.mark.slow
 def test_pairs_with_experts() -> None:
-    all_pass(prove("mixtral", ("shard=2,tp=2,ep=4,zero=1,sequence=true", "cp=2,tp=2,ep=2", "pp=2,shard=2,ep=2,zero=2")))
+    all_pass(prove("mixtral", ("shard=2,tp=2,ep=4,zero=1,sequence=true",)))
+
+
+@pytest.mark.slow
+@pytest.mark.extended("test_pairs_with_experts")
+def test_more_pairs_with_experts() -> None:
+    all_pass(prove("mixtral", ("cp=2,tp=2,ep=2", "pp=2,shard=2,ep=2,zero=2")))
 
 
 @pytest.mark.slow
@@ -117,7 +130,8 @@ def test_bloom_whose_heads_come_from_outside() -> None:
             ("mixtral", "shard=2,tp=2,replicate=2,ep=4,zero=2"),
             ("llama", "tp=8"),  # more ranks than heads: attention stays whole
         ],
-        (0, 4),
+        (4,),
+        extended=(0,),
     ),
 )
 def test_eight_ranks(model: str, text: str) -> None:
@@ -162,9 +176,14 @@ def test_sixteen_ranks_in_four_dims() -> None:
 @pytest.mark.slow
 def test_fewer_key_heads_than_ranks_and_heads_that_do_not_divide() -> None:
     """Two key heads can't be divided by 4 ranks, nor four heads by 3: those layers stay whole, and are right."""
-    texts = ("tp=4,sequence=true", "tp=3", "cp=4", "tp=4,shard=2,zero=3")
-    all_pass(prove("llama", texts, allow_whole=True))
+    all_pass(prove("llama", ("tp=4,sequence=true", "tp=3"), allow_whole=True))
     assert any(verdict.refused for verdict in prove("llama", ("tp=3",)))
+
+
+@pytest.mark.slow
+@pytest.mark.extended("test_fewer_key_heads_than_ranks_and_heads_that_do_not_divide")
+def test_fewer_key_heads_than_ranks_of_cp_and_of_shards() -> None:
+    all_pass(prove("llama", ("cp=4", "tp=4,shard=2,zero=3"), allow_whole=True))
 
 
 @pytest.mark.slow

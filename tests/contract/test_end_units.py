@@ -24,6 +24,7 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import build_program
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 torch.set_num_threads(1)
 VOCAB, CONTEXT = 61, 12
@@ -219,7 +220,9 @@ def test_units_are_what_nothing_else_reads(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain", "cast", "squared", "outside", "typed", "backward"])
+@pytest.mark.parametrize(
+    "name", further(["plain", "cast", "squared", "outside", "typed", "backward"], ("plain", "outside"))
+)
 def test_a_model_equals_one_device_whatever_reads_its_ends(name: str) -> None:
     batches = random_batches(1, 8, CONTEXT, VOCAB, documents=False)
     case = Case(build=lambda: build(name), batches=batches, recipe=OptimizerRecipe(), timeout_s=200)

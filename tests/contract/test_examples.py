@@ -49,7 +49,9 @@ def test_all_import_the_public_api_alone() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(SCRIPTS, ("quickstart.py", "sketch_hybrid.py", "sketch_pipeline.py")))
+@pytest.mark.parametrize(
+    "name", cases(SCRIPTS, ("quickstart.py",), extended=("sketch_hybrid.py", "sketch_pipeline.py"))
+)
 def test_script_runs(name: str, tmp_path: Path) -> None:
     arguments, result = SCRIPTS[name]
     words = [sys.executable, str(ROOT / "examples" / name), *arguments]
@@ -58,6 +60,7 @@ def test_script_runs(name: str, tmp_path: Path) -> None:
     assert result in done.stdout
 
 
+@pytest.mark.extended("test_own_loop_is_proven")
 @pytest.mark.slow
 def test_own_model_is_proven(tmp_path: Path) -> None:
     words = ["-m", "meshwright", "verify", "--model", "examples.my_model:build", "--layout", "shard=2", "--steps", "1"]

@@ -21,6 +21,7 @@ from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 SEQUENCE, VOCAB = 8, 61
 
@@ -55,7 +56,7 @@ def prove(proof: Case, *texts: str) -> None:
 TWO = ("shard=2,zero=3,ep=2,microbatches=2,recompute=full", "shard=2,zero=1,ep=2", "shard=2,zero=2,ep=2,microbatches=2")
 
 
-@pytest.mark.parametrize(("model", "number"), [("mixtral", 3), ("qwen3_moe", 1), ("deepseek_v2", 2)])
+@pytest.mark.parametrize(("model", "number"), further([("mixtral", 3), ("qwen3_moe", 1), ("deepseek_v2", 2)]))
 def test_two_ranks_with_half_the_experts_each(model: str, number: int) -> None:
     prove(case(config(model)), *TWO[:number])
 
@@ -65,13 +66,21 @@ def test_experts_are_sharded_and_copied_too() -> None:
         case(config("mixtral")),
         "shard=4,zero=3,ep=2,microbatches=2",
         "replicate=2,shard=2,zero=2,ep=2,microbatches=2",
-        "shard=4,zero=1,ep=4",
-        "pp=2,shard=2,zero=1,ep=2,microbatches=2",
     )
 
 
+@pytest.mark.extended("test_experts_are_sharded_and_copied_too")
+def test_experts_of_all_ranks_and_of_stages() -> None:
+    prove(case(config("mixtral")), "shard=4,zero=1,ep=4", "pp=2,shard=2,zero=1,ep=2,microbatches=2")
+
+
 def test_tokens_that_are_equal_on_ranks_are_sent_once() -> None:
-    prove(case(config("mixtral"), sequence=7), "tp=2,ep=2", "replicate=2,tp=2,ep=2", "shard=2,tp=2,ep=4,zero=3")
+    prove(case(config("mixtral"), sequence=7), "tp=2,ep=2")
+
+
+@pytest.mark.extended("test_tokens_that_are_equal_on_ranks_are_sent_once")
+def test_tokens_that_are_equal_on_some_ranks_are_sent_once_by_each_group() -> None:
+    prove(case(config("mixtral"), sequence=7), "replicate=2,tp=2,ep=2", "shard=2,tp=2,ep=4,zero=3")
 
 
 def test_experts_with_biases_and_uneven_runs_of_experts() -> None:

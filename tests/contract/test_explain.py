@@ -27,6 +27,7 @@ from meshwright.spec.layout import Layout
 from meshwright.torch_compat.fake_group import fake_process_group
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.session import make_model_source
+from tests.tiers import further
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -117,16 +118,19 @@ SMALL = {"layers": 2, "width": 32, "heads": 4}
 
 @pytest.mark.parametrize(
     ("sizes", "layer"),
-    [
-        ({"name": "gpt2", **SMALL}, "transformer.h.1"),
-        ({"name": "llama", "layers": 2, "width": 64, "heads": 8, "kv_heads": 2}, "model.layers.0"),
-        ({"name": "mixtral", **SMALL}, "model.layers.1"),
-        ({"name": "bloom", **SMALL}, "transformer.h.0"),
-        ({"name": "gpt_bigcode", **SMALL}, "transformer.h.0"),
-        ({"name": "llama", **SMALL}, "lm_head"),
-        ({"name": f"{__name__}:plain"}, "blocks.0"),
-        ({"name": f"{__name__}:mixed_behind"}, "blocks.0"),
-    ],
+    further(
+        [
+            ({"name": "gpt2", **SMALL}, "transformer.h.1"),
+            ({"name": "llama", "layers": 2, "width": 64, "heads": 8, "kv_heads": 2}, "model.layers.0"),
+            ({"name": "mixtral", **SMALL}, "model.layers.1"),
+            ({"name": "bloom", **SMALL}, "transformer.h.0"),
+            ({"name": "gpt_bigcode", **SMALL}, "transformer.h.0"),
+            ({"name": "llama", **SMALL}, "lm_head"),
+            ({"name": f"{__name__}:plain"}, "blocks.0"),
+            ({"name": f"{__name__}:mixed_behind"}, "blocks.0"),
+        ],
+        (0, 2, 5),
+    ),
     ids=lambda value: value if isinstance(value, str) else value["name"],
 )
 def test_the_runtime_holds_what_is_explained(sizes: dict[str, Any], layer: str) -> None:

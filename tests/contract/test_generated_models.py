@@ -5,12 +5,12 @@ import torch
 
 from tests.generated import oddities
 from tests.generated.prove import ODD_LAYOUTS, prove, prove_oddity, sound
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 torch.set_num_threads(1)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 5, 8])
+@pytest.mark.parametrize("seed", further([1, 2, 5, 8]))
 def test_a_random_model_equals_one_device_or_is_refused(seed: int) -> None:
     assert [verdict for verdict in prove(seed, 2) if not sound(verdict)] == []
 

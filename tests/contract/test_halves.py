@@ -18,8 +18,10 @@ from tests.contract.test_expert_parallel import case, config, layouts, prove
 from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model, traffic_of
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
+@pytest.mark.extended("test_every_axis_that_carries_tokens")
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_models(name: str) -> None:
     # Dense first layers and shared experts of DeepSeek; three rows of a micro-batch are halves of one and two.
@@ -31,6 +33,13 @@ def test_every_axis_that_carries_tokens() -> None:
         case(config("mixtral", experts=6), sequence=8),
         "shard=2,zero=2,ep=2,ep_halves=true,microbatches=2,recompute=full",
         "tp=2,ep=2,ep_halves=true",
+    )
+
+
+@pytest.mark.extended("test_every_axis_that_carries_tokens")
+def test_pairs_of_axes_that_carry_tokens() -> None:
+    prove(
+        case(config("mixtral", experts=6), sequence=8),
         "tp=2,sequence=true,shard=2,zero=1,ep=2,ep_halves=true",
         "shard=4,zero=1,ep=4,ep_node=2,ep_halves=true,ep_overlap=2",
         "cp=2,shard=2,zero=1,ep=2,ep_halves=true,recompute=selective",
@@ -41,13 +50,20 @@ def test_pipelines() -> None:
     # Halves of a backward would count once what two halves of rows use twice: zbv runs each backward whole.
     prove(
         case(config("mixtral", layers=4), rows=12),
-        "pp=2,shard=2,zero=1,ep=2,ep_halves=true,microbatches=2",
-        "pp=2,shard=2,zero=3,ep=2,ep_halves=true,microbatches=2,recompute=full",
-        "pp=2,tp=2,ep=2,ep_halves=true,microbatches=3,schedule=interleaved",
         "pp=2,shard=2,zero=1,ep=2,ep_halves=true,microbatches=2,schedule=zbv",
     )
     layout = Layout.parse("pp=2,shard=2,zero=1,ep=2,ep_halves=true,microbatches=4,schedule=zbv")
     assert "ep_halves=true" in layout.unsplit_backward_reason and not layout.pipeline().splits_backward
+
+
+@pytest.mark.extended("test_pipelines")
+def test_more_pipelines() -> None:
+    prove(
+        case(config("mixtral", layers=4), rows=12),
+        "pp=2,shard=2,zero=1,ep=2,ep_halves=true,microbatches=2",
+        "pp=2,shard=2,zero=3,ep=2,ep_halves=true,microbatches=2,recompute=full",
+        "pp=2,tp=2,ep=2,ep_halves=true,microbatches=3,schedule=interleaved",
+    )
 
 
 def own(overrides: dict[str, Any], dropout: float = 0.0) -> ModelConfig:
@@ -69,7 +85,7 @@ def test_documents_in_a_row() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["shard=4,zero=1,ep=2", "shard=4,zero=2,ep=2,microbatches=2", "pp=2,shard=2,zero=1,ep=2"]
+    "text", further(["shard=4,zero=1,ep=2", "shard=4,zero=2,ep=2,microbatches=2", "pp=2,shard=2,zero=1,ep=2"])
 )
 def test_weights_are_gathered_and_gradients_sent_once(text: str) -> None:
     # The experts' counts travel once for each half; a pipeline's first step also tries each half to learn its shapes.
@@ -110,7 +126,8 @@ def journeys_of(text: str) -> list[list[tuple[str, int]]]:
 
 
 @pytest.mark.parametrize(
-    ("more", "alone"), [("", 8), (",ep_node=1", 8), (",ep_halves=true", 2), (",ep_halves=true,ep_node=1", 2)]
+    ("more", "alone"),
+    further([("", 8), (",ep_node=1", 8), (",ep_halves=true", 2), (",ep_halves=true,ep_node=1", 2)], (0, 2)),
 )
 def test_one_half_travels_while_the_other_computes(more: str, alone: int) -> None:
     for events in journeys_of(f"shard=4,zero=1,ep=4{more}"):

@@ -43,6 +43,7 @@ from meshwright.train.step import Stepper
 from tests.contract import test_pipeline_models as models
 from tests.ranks.group import run_ranks
 from tests.runs import call, rows, words, write_corpus
+from tests.tiers import further
 
 
 def all_pass(name: str, outer: OuterRecipe, steps: int, *texts: str) -> None:
@@ -59,13 +60,22 @@ def test_diloco_on_islands_equals_a_plain_loop_on_one_device() -> None:
         OuterRecipe(),
         5,
         "islands=2",
+        "islands=2,shard=2,zero=2,microbatches=2",
+        "islands=2,pp=2,microbatches=2",
+    )
+
+
+@pytest.mark.extended("test_diloco_on_islands_equals_a_plain_loop_on_one_device")
+def test_diloco_on_islands_of_other_axes_equals_a_plain_loop_on_one_device() -> None:
+    all_pass(
+        "llama",
+        OuterRecipe(),
+        5,
         "islands=4,microbatches=2",
         "islands=2,replicate=2",
         "islands=2,shard=2,zero=1",
-        "islands=2,shard=2,zero=2,microbatches=2",
         "islands=2,shard=2,zero=3",
         "islands=2,tp=2",
-        "islands=2,pp=2,microbatches=2",
         "islands=2,cp=2",
     )
 
@@ -212,7 +222,7 @@ def test_an_exchange_keeps_the_mean_and_brings_islands_together(name: str) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["ring", "exponential"])
+@pytest.mark.parametrize("topology", further(["ring", "exponential"]))
 def test_gossip_saves_and_evaluates_the_mean_and_goes_on_to_the_bit(root: Path, topology: str) -> None:
     more = ("--outer", "local_sgd", "--outer.topology", topology, "--evaluation.every", "3")
     whole = train(root, "whole", "islands=4", 10, 4, *more)
@@ -246,7 +256,7 @@ def events(root: Path, run: str, kind: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["islands=2", "islands=2,shard=2,zero=2"])
+@pytest.mark.parametrize("layout", further(["islands=2", "islands=2,shard=2,zero=2"]))
 def test_a_run_goes_on_to_the_bit_within_a_round(root: Path, layout: str) -> None:
     """From memory after a killed rank of the second island, and from the disk of a run that ended."""
     devices = Layout.parse(layout).world
@@ -334,7 +344,7 @@ def rounded_sums(
 
 
 @pytest.mark.parametrize(
-    ("name", "text"), [("llama", "islands=2,replicate=2"), ("gpt2", "islands=2,pp=2,microbatches=2")]
+    ("name", "text"), further([("llama", "islands=2,replicate=2"), ("gpt2", "islands=2,pp=2,microbatches=2")])
 )
 def test_first_steps_are_summed_in_rounded_numbers_that_are_the_same_on_all_ranks(name: str, text: str) -> None:
     """Within one distance of each term's numbers and of the sum's, up or down by chance, otherwise in the next step.

@@ -31,11 +31,13 @@ from tests.contract.test_expert_parallel import case, config, prove
 from tests.contract.test_node_dispatch import ROWS, TOKENS, VOCAB, model, routed, run_step, traffic_of
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 KEEP = ",recompute=full,ep_keep=true"
 SELECTIVE = ",recompute=selective,ep_keep=true"
 
 
+@pytest.mark.extended("test_every_form_of_the_exchange")
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_models(name: str) -> None:
     proof = case(config(name, experts=6))
@@ -47,6 +49,13 @@ def test_every_form_of_the_exchange() -> None:
         case(config("mixtral", experts=6), sequence=7),
         f"shard=2,zero=3,ep=2,microbatches=2{KEEP}",
         f"shard=4,zero=3,ep=4,ep_node=1{SELECTIVE}",
+    )
+
+
+@pytest.mark.extended("test_every_form_of_the_exchange")
+def test_more_forms_of_the_exchange() -> None:
+    prove(
+        case(config("mixtral", experts=6), sequence=7),
         f"shard=4,zero=1,ep=4,ep_node=2,ep_overlap=2{KEEP}",
         # Seven tokens, which ranks of tp share with one that is padded.
         f"tp=2,ep=2,ep_overlap=2,microbatches=8{SELECTIVE}",
@@ -59,19 +68,30 @@ def test_with_halves_and_pairs() -> None:
         case(config("mixtral", layers=4), rows=12),
         f"shard=2,zero=1,ep=2,ep_halves=true{KEEP}",
         f"pp=2,shard=2,zero=1,ep=2,microbatches=6,schedule=dualpipev{KEEP}",
-        f"pp=2,tp=2,sequence=true,ep=2,ep_node=1,microbatches=6,schedule=dualpipev{SELECTIVE}",
     )
+
+
+@pytest.mark.extended("test_with_halves_and_pairs")
+def test_with_pairs_of_split_tokens() -> None:
+    text = f"pp=2,tp=2,sequence=true,ep=2,ep_node=1,microbatches=6,schedule=dualpipev{SELECTIVE}"
+    prove(case(config("mixtral", layers=4), rows=12), text)
 
 
 def test_random_numbers_are_those_of_each_row() -> None:
     drops = dataclasses.replace(config("mixtral"), dropout=0.3)
-    prove(case(drops), f"shard=2,zero=1,ep=2{KEEP}", f"cp=2,shard=2,zero=1,ep=4,ep_node=2{SELECTIVE}")
+    prove(case(drops), f"shard=2,zero=1,ep=2{KEEP}")
+
+
+@pytest.mark.extended("test_random_numbers_are_those_of_each_row")
+def test_random_numbers_are_those_of_each_token() -> None:
+    drops = dataclasses.replace(config("mixtral"), dropout=0.3)
+    prove(case(drops), f"cp=2,shard=2,zero=1,ep=4,ep_node=2{SELECTIVE}")
 
 
 @pytest.mark.parametrize(
     ("more", "mode"),
-    [("", "full"), ("", "selective"), (",ep_node=1", "full"), (",ep_node=2,ep_overlap=2", "selective"),
-     (",ep_halves=true", "full")],
+    further([("", "full"), ("", "selective"), (",ep_node=1", "full"), (",ep_node=2,ep_overlap=2", "selective"),
+     (",ep_halves=true", "full")], (0, 2)),
 )  # fmt: skip
 def test_no_row_travels_twice(more: str, mode: str) -> None:
     """Bytes by axis, of what ranks really send: those of a step that recomputes nothing."""
@@ -148,7 +168,7 @@ def planned_bytes(layout: Layout) -> float:
 
 
 @pytest.mark.parametrize("more", ["", ",compress_tokens=fp8"])
-@pytest.mark.parametrize("node", [0, 1, 2])
+@pytest.mark.parametrize("node", further([0, 1, 2], (0, 2)))
 def test_what_is_kept_is_what_is_planned_and_ends_with_its_layer(node: int, more: str) -> None:
     """Under a router that chooses every pair of experts as often, as the price takes it."""
     layout = Layout.parse(f"shard=4,zero=1,ep=4,ep_node={node}{KEEP}{more}")

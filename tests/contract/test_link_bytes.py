@@ -30,6 +30,7 @@ from meshwright.schedules.file import build_schedule
 from meshwright.schedules.spec import Placement, known_schedules
 from meshwright.spec.groups import gradient_axes
 from meshwright.spec.layout import Layout
+from tests.tiers import further
 
 SEQUENCE, ROWS = 1024, 64
 SIZES = {
@@ -159,7 +160,7 @@ def sends_floor_s(asked: Question, layout: Layout) -> float:
     return 2.0 * sent / (fabric.outside.rate * fabric.cards / fabric.devices)
 
 
-@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("rates", further(RATES, (0, 2)))
 @pytest.mark.parametrize("name", SIZES)
 def test_no_step_is_shorter_than_the_bytes_of_its_links(name: str, rates: str) -> None:
     asked, near_floor = question(name, rates), 0
@@ -191,7 +192,7 @@ def test_the_bound_of_a_core_is_below_the_price_of_its_variants(name: str) -> No
         assert closed_s >= bound_s * (1 - 1e-9), str(layout)
 
 
-@pytest.mark.parametrize("rates", RATES)
+@pytest.mark.parametrize("rates", further(RATES, (0, 2)))
 @pytest.mark.parametrize("name", SIZES)
 def test_a_pipeline_is_never_simulated_below_the_bound_of_its_search(name: str, rates: str) -> None:
     """Without the links' bytes too: what ranks wait for one another bounds the order of the actions itself."""

@@ -15,6 +15,7 @@ from meshwright.strategy.loop_proof import LoopCase, LoopVerdict, verify_loop
 from meshwright.strategy.one_device import OneDevice
 from tests import masked_loops
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
 def prove(function: str, *texts: str) -> list[LoopVerdict]:
@@ -85,7 +86,7 @@ def train_on_ranks(
 
 
 @pytest.mark.parametrize("with_head", [True, False])
-@pytest.mark.parametrize(("text", "microbatches"), [("pp=2", 4), ("replicate=2", 1), ("pp=2,replicate=2", 2)])
+@pytest.mark.parametrize(("text", "microbatches"), further([("pp=2", 4), ("replicate=2", 1), ("pp=2,replicate=2", 2)]))
 @pytest.mark.parametrize("loss", [masked_loops.row_mean, masked_loops.entropy])
 def test_a_mean_over_rows_and_one_over_targets_train_as_all_rows_at_once(
     loss: Callable[..., torch.Tensor], text: str, microbatches: int, with_head: bool
@@ -102,7 +103,9 @@ def test_a_mean_over_rows_and_one_over_targets_train_as_all_rows_at_once(
     assert [losses == pytest.approx(expected, rel=1e-10) for losses in found] == [True] * len(found), (found, expected)
 
 
-@pytest.mark.parametrize(("text", "microbatches"), [("pp=2", 4), ("replicate=2", 1), ("pp=2,replicate=2", 2)])
+@pytest.mark.parametrize(
+    ("text", "microbatches"), further([("pp=2", 4), ("replicate=2", 1), ("pp=2,replicate=2", 2)], (0, 1))
+)
 @pytest.mark.parametrize("loss", [masked_loops.padding_mean, masked_loops.entropy_sum])
 def test_a_loss_that_is_neither_is_refused_on_every_rank(
     loss: Callable[..., torch.Tensor], text: str, microbatches: int

@@ -30,6 +30,7 @@ from meshwright.spec.compression import assign_buckets
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator
 from meshwright.train.model_analysis import analyse_model
+from tests.tiers import further
 
 MODEL = ModelConfig(name="llama", layers=4, width=64, heads=4, ffn=128, vocab=256, context=32)
 RATE, ELEMENTS = 1e10, 1e9
@@ -172,7 +173,7 @@ def test_the_host_of_a_gpu_issues_its_step_while_the_device_is_at_work() -> None
 
 
 @pytest.mark.parametrize("attention", ["heads", "gather"])
-@pytest.mark.parametrize("precision", ["float32", "bf16"])
+@pytest.mark.parametrize("precision", further(["float32", "bf16"], (1,)))
 def test_cp_sends_tensors_of_the_type_of_compute(
     precision: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

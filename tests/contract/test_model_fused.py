@@ -14,6 +14,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.work import measure_model
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, drop_bytes, score_bytes
 from meshwright.spec.model_shape import ModelWork, Operator
+from tests.tiers import further
 
 SEQUENCE, ROWS, WIDTH, HEADS = 512, 2, 256, 4
 TOKENS = SEQUENCE * ROWS
@@ -34,7 +35,7 @@ def moved(work: ModelWork, back: bool = False) -> float:
     return sum(item.bytes for item in rows if item.kind == "element") / TOKENS / WIDTH
 
 
-@pytest.mark.parametrize(("name", "branches"), [("gpt2", 1), ("llama", 2)])
+@pytest.mark.parametrize(("name", "branches"), further([("gpt2", 1), ("llama", 2)]))
 def test_fused_layers_move_what_the_engine_says(name: str, branches: int) -> None:
     work, runtime = measured(name), MESHWRIGHT.runtime
     made = work.compiled()

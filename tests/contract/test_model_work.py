@@ -23,6 +23,7 @@ from meshwright.models.work import measure_model
 from meshwright.parallel import recompute, selective
 from meshwright.planner.cost.operators import price_operators
 from meshwright.spec.model_shape import ModelWork
+from tests.tiers import further
 
 ROWS, TOKENS, VOCAB = 2, 32, 96
 MODELS = ("llama", "gpt2", "qwen3", "bloom", "gemma3_text")
@@ -36,7 +37,7 @@ def flops(work: ModelWork, kind: str, backward: bool = False) -> float:
     return sum(count * item.flops for count, item in work.operators(backward) if item.kind == kind)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", further(MODELS, (0, 1)))
 def test_operators_are_the_closed_forms(name: str) -> None:
     model = built(name)
     work = measure_model(model, ROWS, TOKENS, torch.float32)
@@ -75,7 +76,7 @@ def _really_saved(model: BuiltModel) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
+@pytest.mark.parametrize("name", further(["llama", "gpt2", "gemma3_text"]))
 def test_kept_bytes_are_those_of_a_real_forward(name: str) -> None:
     work = measure_model(built(name), ROWS, TOKENS, torch.float32)
     assert work.saved_bytes == pytest.approx(_really_saved(built(name)), rel=0.005)

@@ -26,9 +26,10 @@ from meshwright.train.model_analysis import analyse_model
 from tests.contract.test_expert_parallel import case, config, layouts, prove
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
-@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("model", further(["mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"]))
 def test_two_nodes_of_two_ranks(model: str) -> None:
     # Six experts on four ranks: of two sizes; three rows on a rank are fewer than its padding.
     prove(case(config(model, experts=6), rows=12), "shard=4,zero=1,ep=4,ep_node=2,microbatches=3")
@@ -39,6 +40,13 @@ def test_every_axis_that_carries_tokens() -> None:
         case(config("mixtral"), sequence=8),
         "shard=4,zero=3,ep=4,ep_node=1,microbatches=2,recompute=full",
         "tp=4,ep=4,ep_node=2",
+    )
+
+
+@pytest.mark.extended("test_every_axis_that_carries_tokens")
+def test_pairs_of_axes_that_carry_tokens() -> None:
+    prove(
+        case(config("mixtral"), sequence=8),
         "shard=2,tp=2,sequence=true,zero=3,ep=4,ep_node=2,recompute=selective",
         "shard=2,cp=2,zero=2,ep=4,ep_node=2",
         "pp=2,shard=2,zero=1,ep=2,ep_node=1,microbatches=2",
@@ -54,13 +62,14 @@ def test_ranks_and_nodes_without_any_token() -> None:
 def test_chunks_that_travel_while_others_are_computed() -> None:
     # Seven tokens of a row: chunks of two sizes; with tp each rank has a share of them.
     proof = case(config("mixtral", experts=6), sequence=7)
-    prove(
-        proof,
-        "shard=2,zero=3,ep=2,ep_overlap=3,microbatches=2,recompute=full",
-        "shard=4,zero=1,ep=4,ep_node=2,ep_overlap=2",
-        "tp=4,ep=4,ep_node=1,ep_overlap=2",
-        "pp=2,shard=2,zero=1,ep=2,ep_overlap=2,microbatches=2",
-    )
+    prove(proof, "shard=2,zero=3,ep=2,ep_overlap=3,microbatches=2,recompute=full", "tp=4,ep=4,ep_node=1,ep_overlap=2")
+
+
+@pytest.mark.extended("test_chunks_that_travel_while_others_are_computed")
+def test_chunks_of_nodes_and_of_stages() -> None:
+    proof = case(config("mixtral", experts=6), sequence=7)
+    texts = ("shard=4,zero=1,ep=4,ep_node=2,ep_overlap=2", "pp=2,shard=2,zero=1,ep=2,ep_overlap=2,microbatches=2")
+    prove(proof, *texts)
 
 
 def test_bf16_is_as_near_as_by_expert() -> None:
@@ -197,15 +206,18 @@ def test_a_token_visits_a_node_once(run: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "shard=4,zero=1,ep=4,ep_node=1",
-        "shard=4,zero=1,ep=4,ep_node=2,recompute=full,ep_keep=true",
-        "shard=4,zero=1,ep=4,recompute=selective,ep_keep=true",
-        "shard=4,zero=1,ep=4,recompute=selective",
-        "tp=2,sequence=true,shard=2,zero=1,ep=4,ep_overlap=2,recompute=selective,ep_keep=true",
-        "shard=4,zero=1,ep=4,compress_tokens=fp8,recompute=full",
-        "shard=4,zero=1,ep=4,ep_node=2,compress_tokens=fp8,recompute=full,ep_keep=true",
-    ],
+    further(
+        [
+            "shard=4,zero=1,ep=4,ep_node=1",
+            "shard=4,zero=1,ep=4,ep_node=2,recompute=full,ep_keep=true",
+            "shard=4,zero=1,ep=4,recompute=selective,ep_keep=true",
+            "shard=4,zero=1,ep=4,recompute=selective",
+            "tp=2,sequence=true,shard=2,zero=1,ep=4,ep_overlap=2,recompute=selective,ep_keep=true",
+            "shard=4,zero=1,ep=4,compress_tokens=fp8,recompute=full",
+            "shard=4,zero=1,ep=4,ep_node=2,compress_tokens=fp8,recompute=full,ep_keep=true",
+        ],
+        (0, 4, 6),
+    ),
 )
 def test_the_plan_has_the_bytes_of_even_routers(text: str) -> None:
     found, layout = traffic_of(text, every_pair=True), Layout.parse(text)

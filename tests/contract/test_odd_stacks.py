@@ -55,7 +55,8 @@ def test_layers_are_found_however_they_are_held(name: str, layers: list[str]) ->
             ("dict_of_lists", ["tp=2", "pp=2,microbatches=2"]),
             ("state_in_a_dict", ["pp=2,microbatches=2", "pp=2,microbatches=4,schedule=zbv,stages=2"]),
         ],
-        ("dict_of_blocks", "one_shared", "state_in_a_dict"),
+        (1,),
+        extended=("dict_of_blocks", "state_in_a_dict"),
     ),
 )
 def test_they_equal_one_device(name: str, layouts: list[str]) -> None:

@@ -17,6 +17,7 @@ from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.units import format_seconds
+from tests.tiers import further
 
 SIZES = ("--model.layers", "2", "--model.width", "64", "--model.heads", "4", "--model.vocab", "256")
 MODELS = {"dense": ("llama", ()), "mixture": ("mixtral", ("--model.experts", "4"))}
@@ -48,7 +49,7 @@ def planned(argv: list[str], capsys: pytest.CaptureFixture[str], *layouts: str) 
     return dict(json.loads(capsys.readouterr().out))
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["catalogue", "calibrated"])
+@pytest.mark.parametrize("measured", further([False, True], (1,)), ids=["catalogue", "calibrated"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_no_layout_of_the_space_is_faster_than_the_plan(
     kind: str, measured: bool, calibration: Path, capsys: pytest.CaptureFixture[str]

@@ -19,6 +19,7 @@ from tests.contract.test_expert_parallel import case, config, prove
 from tests.contract.test_node_dispatch import TOKENS, VOCAB
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 ROWS = 12
 V = "schedule=dualpipev"
@@ -29,17 +30,25 @@ def test_pairs_equal_one_device() -> None:
         case(config("mixtral", layers=4), rows=ROWS),
         f"pp=2,shard=2,zero=1,ep=2,microbatches=6,{V}",
         f"pp=2,shard=2,zero=2,ep=2,ep_node=1,microbatches=6,{V},recompute=full",
+    )
+
+
+@pytest.mark.extended("test_pairs_equal_one_device")
+def test_pairs_of_more_layouts_equal_one_device() -> None:
+    prove(
+        case(config("mixtral", layers=4), rows=ROWS),
         f"pp=2,shard=2,zero=3,ep=2,microbatches=6,{V},recompute=selective",
         f"pp=2,tp=2,sequence=true,ep=2,ep_overlap=2,microbatches=6,{V}",
     )
 
 
+@pytest.mark.extended("test_pairs_equal_one_device")
 @pytest.mark.parametrize("name", ["deepseek_v3", "gpt_oss"])
 def test_models(name: str) -> None:
     prove(case(config(name, layers=4, experts=6), rows=ROWS), f"pp=2,shard=2,zero=1,ep=2,microbatches=6,{V}")
 
 
-@pytest.mark.parametrize("more", ["", ",recompute=full"])
+@pytest.mark.parametrize("more", further(["", ",recompute=full"], (1,)))
 def test_random_numbers_are_those_of_each_row(more: str) -> None:
     drops = dataclasses.replace(config("mixtral", layers=4), dropout=0.3)
     prove(case(drops, rows=ROWS), f"pp=2,shard=2,zero=1,ep=2,microbatches=6,{V}{more}")

@@ -72,11 +72,19 @@ def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
         "pp=2,microbatches=2,split=0-4",
         "pp=2,microbatches=2,split=4-0,loss_chunk=3",
         "pp=2,microbatches=4,schedule=interleaved,stages=3",
+    )
+
+
+@pytest.mark.extended("test_the_first_and_the_last_stage_may_have_no_layer")
+def test_both_ends_of_split_backwards_may_have_no_layer() -> None:
+    all_pass(
+        "gpt2",
         "pp=2,microbatches=4,schedule=zbv,split=0-3-1-0",
         "pp=3,microbatches=4,schedule=zerobubble,split=0-4-0",
     )
 
 
+@pytest.mark.extended("test_the_first_and_the_last_stage_may_have_no_layer")
 @pytest.mark.parametrize("zero", cases([3, 1]))
 def test_ends_without_a_layer_beside_other_axes(zero: int) -> None:
     all_pass(
@@ -103,9 +111,13 @@ def test_copies_of_a_pipeline_and_more_stages() -> None:
     all_pass(
         "llama",
         "pp=2,replicate=2,microbatches=2",
-        "pp=2,replicate=2,microbatches=4,schedule=zerobubble",
         "pp=4,microbatches=2,recompute=full",
     )
+
+
+@pytest.mark.extended("test_copies_of_a_pipeline_and_more_stages")
+def test_copies_of_a_pipeline_that_splits_its_backward() -> None:
+    all_pass("llama", "pp=2,replicate=2,microbatches=4,schedule=zerobubble")
 
 
 @pytest.mark.parametrize("name", cases(["gemma3_text", "marian"]))
@@ -125,8 +137,15 @@ def test_experts() -> None:
 def test_a_model_that_is_not_from_transformers() -> None:
     all_pass(
         "tests.plain_model:build",
-        "pp=2,microbatches=4,split=1-2",
         "pp=2,microbatches=2,shard=2,zero=3,recompute=full",
+    )
+
+
+@pytest.mark.extended("test_a_model_that_is_not_from_transformers")
+def test_uneven_stages_of_a_model_that_is_not_from_transformers() -> None:
+    all_pass(
+        "tests.plain_model:build",
+        "pp=2,microbatches=4,split=1-2",
         "pp=2,microbatches=2,schedule=interleaved,split=0-2-1-0",
     )
 
@@ -196,11 +215,14 @@ def test_a_weight_that_many_stages_read_is_one_weight() -> None:
     all_pass(
         name,
         "pp=2,microbatches=4,schedule=zbv",
-        "pp=2,shard=2,zero=2,microbatches=4,schedule=interleaved",
-        "pp=4,microbatches=2",
         # What comes between layers must not meet what stands for the last one in a stage with the head alone.
         "pp=2,microbatches=2,split=4-0",
     )
+
+
+@pytest.mark.extended("test_a_weight_that_many_stages_read_is_one_weight")
+def test_a_weight_that_more_stages_read_is_one_weight() -> None:
+    all_pass(f"{__name__}:fed", "pp=2,shard=2,zero=2,microbatches=4,schedule=interleaved", "pp=4,microbatches=2")
 
 
 def test_a_skip_is_carried_where_it_crosses_one_cut_alone() -> None:

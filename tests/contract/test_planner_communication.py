@@ -27,6 +27,7 @@ from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.space import cores, expand
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
+from tests.tiers import further
 
 DENSE = shape_from_sizes(TableSizes(name="dense", layers=8, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
@@ -54,7 +55,7 @@ def _seconds(kind: object, size: np.ndarray, before: np.ndarray, ranks: np.ndarr
 
 
 @pytest.mark.parametrize("name", ["dense", "mixture"])
-@pytest.mark.parametrize("cluster", ["16xh100", "16xa100-40@ethernet-100g", "64xrtx3090@ethernet-10g"])
+@pytest.mark.parametrize("cluster", further(["16xh100", "16xa100-40@ethernet-100g", "64xrtx3090@ethernet-10g"], (1,)))
 def test_no_step_is_shorter_than_what_a_wire_carries(name: str, cluster: str) -> None:
     shape = DENSE if name == "dense" else MIXTURE
     job = PricedJob(shape=shape, sequence=4096, rows=64)
@@ -109,13 +110,13 @@ def test_a_lone_micro_batch_waits_for_each_of_its_sends(stages: int, schedule: s
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [
+    further([
         ("untied", "shard=4,zero=3,microbatches=2"), ("tied", "shard=4,zero=3,microbatches=2"),
         ("untied", "shard=4,zero=3,precision=bf16"), ("untied", "shard=2,cp=2,zero=3,microbatches=2"),
         ("untied", "replicate=2,shard=2,zero=3,precision=bf16"), ("untied", "shard=4,zero=2,microbatches=2"),
         ("untied", "shard=4,zero=1"), ("untied", "replicate=4"),
         ("untied", "shard=4,zero=3,microbatches=2,secondary=2"), ("mixture", "shard=4,ep=2,zero=3,microbatches=2"),
-    ],
+    ], (0, 1, 2, 4)),
 )  # fmt: skip
 def test_state_is_priced_for_the_bytes_that_the_runtime_sends(name: str, layout: str) -> None:
     """The runtime's bytes over the wire's rate are the seconds, where nothing hides them; half of all are the ends."""

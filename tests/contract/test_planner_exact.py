@@ -33,6 +33,7 @@ from meshwright.planner.unequal import choose_unequal, price_unequal
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from tests.tiers import further
 
 CASES = 300
 QUICK = (*range(12), 171)
@@ -327,7 +328,7 @@ def check(seed: int) -> None:
     assert outcome.plan_s <= outcome.best_s * (1 + TIME_TOLERANCE) or math.isinf(outcome.best_s)
 
 
-@pytest.mark.parametrize("seed", QUICK)
+@pytest.mark.parametrize("seed", further(QUICK, (0, 1, 12)))
 def test_the_first_choice_is_the_fastest_of_its_space(seed: int) -> None:
     check(seed)
 

@@ -37,6 +37,7 @@ from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
 from meshwright.spec.layout import OFFLOADS, Layout
 from meshwright.units import format_seconds
+from tests.tiers import further
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
 MIXTURE = shape_from_sizes(
@@ -90,17 +91,20 @@ def _everything(asked: Question) -> tuple[float, int, str]:
 
 @pytest.mark.parametrize(
     ("text", "shape", "rows", "usable", "offload"),
-    [
-        ("8xh100", SHORT, 16, 0.2, "none"),
-        ("8xa100-40", MIXTURE, 8, 0.94, "none"),
-        ("4xa100-40", SHORT, 16, 0.5, "none"),
-        ("1xh100", SHORT, 64, 0.25, "parameters"),  # nothing else fits
-        ("2xa100-40", MIXTURE, 64, 0.3, "parameters"),
-        ("4xa100-40", SHORT, 512, 0.24, "optimizer"),  # others recompute more, or shard
-        ("4xh100", SHORT, 512, 0.165, "optimizer"),
-        ("4xh100", MIXTURE, 512, 0.22, "parameters"),
-        ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
-    ],
+    further(
+        [
+            ("8xh100", SHORT, 16, 0.2, "none"),
+            ("8xa100-40", MIXTURE, 8, 0.94, "none"),
+            ("4xa100-40", SHORT, 16, 0.5, "none"),
+            ("1xh100", SHORT, 64, 0.25, "parameters"),  # nothing else fits
+            ("2xa100-40", MIXTURE, 64, 0.3, "parameters"),
+            ("4xa100-40", SHORT, 512, 0.24, "optimizer"),  # others recompute more, or shard
+            ("4xh100", SHORT, 512, 0.165, "optimizer"),
+            ("4xh100", MIXTURE, 512, 0.22, "parameters"),
+            ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
+        ],
+        (0, 1, 3, 4),
+    ),
 )
 def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usable: float, offload: str) -> None:
     asked = question(text, shape, rows, usable=usable)
@@ -164,7 +168,7 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
         assert found_layers in fitting[key] and found_layers - 1 not in fitting[key]
 
 
-@pytest.mark.parametrize("text", ["2x4xa100-40@ethernet-10g", "8xh100"])
+@pytest.mark.parametrize("text", further(["2x4xa100-40@ethernet-10g", "8xh100"]))
 @pytest.mark.parametrize("shape", [SHORT, MIXTURE], ids=["dense", "mixture"])
 def test_a_limit_of_time_leaves_out_only_what_is_slower(text: str, shape: object) -> None:
     """Of a whole space, those under the limit have the same price to the bit, and no others are said to be faster."""
@@ -381,7 +385,7 @@ def test_uneven_stages_of_an_interleaved_pipeline_are_searched() -> None:
     assert not contains(asked.job, asked.space, every, asked.base, wasteful)
 
 
-@pytest.mark.parametrize("text", ["4x1xa100-40@ethernet-1g", "2x4xa100-40@ethernet-10g", "8xh100"])
+@pytest.mark.parametrize("text", further(["4x1xa100-40@ethernet-1g", "2x4xa100-40@ethernet-10g", "8xh100"], (1,)))
 @pytest.mark.parametrize("shape", [SHORT, MIXTURE], ids=["dense", "mixture"])
 def test_no_printed_price_of_the_space_is_below_the_fastest(text: str, shape: object) -> None:
     """Every layout that fits, its pipeline simulated; on slow networks bounds are far from what is printed."""

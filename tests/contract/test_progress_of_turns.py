@@ -23,6 +23,7 @@ from tests.contract.test_expert_parallel import config
 from tests.contract.test_node_dispatch import TOKENS, VOCAB
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 ROWS = 12
 Place = tuple[str, int]
@@ -94,7 +95,7 @@ def check(found: Sequence[tuple[Place, Place]], layers: set[int]) -> None:
     assert [stands for _, stands in found] == [awaits for awaits, _ in found]
 
 
-@pytest.mark.parametrize("more", ["ep=2", "ep=2,recompute=full", "ep=2,ep_node=1"])
+@pytest.mark.parametrize("more", further(["ep=2", "ep=2,recompute=full", "ep=2,ep_node=1"]))
 def test_of_halves(more: str, tmp_path: Path) -> None:
     for found in places(f"shard=2,zero=1,{more},ep_halves=true", tmp_path, 3):
         check(found, {0, 1, 2})

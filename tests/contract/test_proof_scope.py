@@ -32,6 +32,7 @@ from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, ShardingGroup
 from meshwright.train.model_analysis import analyse_model
 from tests.odd_models import VOCAB
+from tests.tiers import further
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -49,21 +50,21 @@ def case(config: ModelConfig, lengths: tuple[int, ...], rows: int = 4, allow_who
     return Case(build=build, batches=batches, recipe=OptimizerRecipe(), timeout_s=250, allow_whole=allow_whole)
 
 
-@pytest.mark.parametrize("span", [16, 32, 64, 100])
+@pytest.mark.parametrize("span", further([16, 32, 64, 100], (1,)))
 @pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
 def test_tokens_that_meet_far_apart_are_seen_in_the_rows_of_the_run(span: int, layout: str) -> None:
     with pytest.raises(PlanError, match="with rows of 240 tokens"):
         analyse_model(build_meta(chunked(span)), Layout.parse(layout), tokens=240)
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"])
+@pytest.mark.parametrize("layout", further(["cp=2", "cp=2,attention=gather", "tp=2,sequence=true"]))
 def test_rows_too_short_for_tokens_to_meet_are_split(layout: str) -> None:
     facts = analyse_model(build_meta(chunked(64)), Layout.parse(layout), tokens=48)
     assert facts.table is not None
     analyse_model(build_meta(chunked(0)), Layout.parse(layout), tokens=240)
 
 
-@pytest.mark.parametrize("span", [32, 100])
+@pytest.mark.parametrize("span", further([32, 100]))
 def test_the_proof_sees_what_a_blind_trial_let_pass(span: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "trial_tokens", lambda tokens, elements: (8, ""))
     (verdict,) = verify(case(chunked(span), (120, 24)), [Layout.parse("cp=2,precision=float64")])
@@ -150,7 +151,7 @@ def test_a_clone_keeps_the_ratio_of_heads(heads: int, kv_heads: int, parts: int)
     assert build_meta(small, 64, 16).hf_config.num_key_value_heads == small.kv_heads
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"])
+@pytest.mark.parametrize("name", further(["gemma3_text", "cohere2", "qwen3_next", "llama4_text", "jamba"], (0, 2)))
 def test_a_clone_has_every_kind_of_layer_beside_its_neighbours(name: str) -> None:
     built = build_meta(ModelConfig(name=name, layers=16), 64, 32)
     wanted = kind_pairs(kinds_of_layers(built))

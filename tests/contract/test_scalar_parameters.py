@@ -15,6 +15,7 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.session import build_program
 from tests.odd_models import VOCAB
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 torch.set_num_threads(1)
 
@@ -23,7 +24,7 @@ def build() -> BuiltModel:
     return build_meta(ModelConfig(name="tests.odd_models:gated"), vocab=VOCAB, context=8)
 
 
-@pytest.mark.parametrize("layout", ["shard=2,zero=1", "shard=2", "tp=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("layout", further(["shard=2,zero=1", "shard=2", "tp=2", "pp=2,microbatches=2"], (1, 2)))
 def test_a_number_trains_as_on_one_device(layout: str) -> None:
     batches = random_batches(2, 4, 8, VOCAB, documents=False)
     # Under tp the head stays whole: the scale multiplies its logits.

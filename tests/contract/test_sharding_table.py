@@ -23,6 +23,7 @@ from meshwright.spec.sharding_table import Block, CuttingKind, ShardingTable
 from meshwright.strategy.shared_analysis import CODEC
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.generated.oddities import VOCAB
+from tests.tiers import further
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -88,7 +89,7 @@ def read(name: str, degree: int = 2, **sizes: int) -> ShardingTable:
     return sharding_table(build_meta(ModelConfig(name=name, **sizes), 64, 32), degree)
 
 
-@pytest.mark.parametrize("name", SHARES)
+@pytest.mark.parametrize("name", further(SHARES, ("gpt2", "llama", "mixtral", "mamba")))
 def test_most_of_each_layer_is_split_and_no_weight_twice(name):
     sizes = {"layers": 2, "width": 32} | ({} if name == "mamba" else {"heads": 4})
     built = build_meta(ModelConfig(name=name, **sizes), 64, 32)
@@ -210,7 +211,7 @@ def test_what_is_cut_grows_with_a_narrow_clone_too(sizes, kinds, monkeypatch):
     assert [group.cuttings for group in groups] == [group.cuttings for group in wanted]
 
 
-@pytest.mark.parametrize("name", ["mamba", "mamba2"])
+@pytest.mark.parametrize("name", further(["mamba", "mamba2"], (1,)))
 def test_a_clone_without_heads_covers_the_model_or_is_refused(name, monkeypatch):
     monkeypatch.setattr("meshwright.models.analysis.clone.SMALL", 1)
     built = build_meta(ModelConfig(name=name, layers=1, width=128), 64, 32)
@@ -235,16 +236,19 @@ def test_a_large_model_is_read_off_a_narrow_clone():
 
 @pytest.mark.parametrize(
     ("sizes", "layout"),
-    [
-        ({"name": "mamba"}, "tp=2"),
-        ({"name": "bloom", "heads": 4}, "tp=2"),
-        ({"name": "olmo2", "heads": 4}, "tp=2"),
-        ({"name": "llama", "width": 48, "heads": 6}, "tp=4"),
-        ({"name": "gpt2", "width": 48, "heads": 3}, "tp=2"),
-        ({"name": "llama", "width": 64, "heads": 8, "kv_heads": 2}, "tp=4"),
-        ({"name": "llama", "width": 64, "heads": 4, "kv_heads": 1}, "tp=2"),
-        ({"name": f"{__name__}:fused_model", "layers": None, "width": None}, "tp=2"),
-    ],
+    further(
+        [
+            ({"name": "mamba"}, "tp=2"),
+            ({"name": "bloom", "heads": 4}, "tp=2"),
+            ({"name": "olmo2", "heads": 4}, "tp=2"),
+            ({"name": "llama", "width": 48, "heads": 6}, "tp=4"),
+            ({"name": "gpt2", "width": 48, "heads": 3}, "tp=2"),
+            ({"name": "llama", "width": 64, "heads": 8, "kv_heads": 2}, "tp=4"),
+            ({"name": "llama", "width": 64, "heads": 4, "kv_heads": 1}, "tp=2"),
+            ({"name": f"{__name__}:fused_model", "layers": None, "width": None}, "tp=2"),
+        ],
+        (0, 1, 3),
+    ),
 )
 def test_parts_train_as_the_whole(sizes, layout):
     config = ModelConfig(**({"layers": 1, "width": 32} | sizes))
@@ -268,13 +272,16 @@ def test_a_user_s_rows_override_what_was_read() -> None:
 
 @pytest.mark.parametrize(
     ("name", "heads", "kv_heads", "degree", "whole"),
-    [
-        ("llama", 8, 2, 8, 0),
-        ("llama", 6, 3, 2, 4),
-        ("gemma3_text", 4, 1, 2, 2),
-        ("gpt2", 4, None, 8, 2),
-        ("mixtral", 4, 2, 2, 0),
-    ],
+    further(
+        [
+            ("llama", 8, 2, 8, 0),
+            ("llama", 6, 3, 2, 4),
+            ("gemma3_text", 4, 1, 2, 2),
+            ("gpt2", 4, None, 8, 2),
+            ("mixtral", 4, 2, 2, 0),
+        ],
+        (0, 4),
+    ),
 )
 def test_a_matrix_is_split_or_has_a_reason(name, heads, kv_heads, degree, whole):
     config = ModelConfig(name=name, layers=1, width=12 * heads, heads=heads, kv_heads=kv_heads)

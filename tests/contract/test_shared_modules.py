@@ -12,6 +12,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
+from tests.tiers import further
 
 VOCAB, WIDTH, HEADS = 31, 16, 4
 
@@ -68,7 +69,7 @@ def shares_norm(vocab: int = VOCAB) -> nn.Module:
     return StackedModel(vocab, [Block(norm, make_mlp()) for _ in range(2)])
 
 
-@pytest.mark.parametrize("function", ["shares_mlp", "shares_norm"])
+@pytest.mark.parametrize("function", further(["shares_mlp", "shares_norm"]))
 def test_layers_that_share_a_module_train_as_on_one_rank(function: str) -> None:
     """With split tokens each rank has a summand of its gradient, under whichever name a stage knows it by."""
     config = ModelConfig(name=f"tests.contract.test_shared_modules:{function}")

@@ -12,6 +12,7 @@ from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import CuttingKind
 from tests.nano_models import VOCAB
+from tests.tiers import further
 
 TOKENS = 16
 LAYOUTS = (
@@ -47,7 +48,7 @@ def test_attention_is_split_whatever_it_reads_off_its_input(name: str) -> None:
         }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", further(LAYOUTS, (0, 2, 4)))
 def test_it_trains_as_one_device_does(layout: str) -> None:
     (verdict,) = verify(case("nano" if "cp" in layout else "by_shape"), [Layout.parse(f"{layout},precision=float64")])
     assert verdict.passed and verdict.worst.error < 1e-9, verdict.crashed or verdict.wrong

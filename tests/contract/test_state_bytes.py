@@ -24,6 +24,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.step import Stepper
 from tests.fake.recorder import build_rank
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 
@@ -115,7 +116,7 @@ def groups() -> list[tuple[str, int]]:
     return sorted({(name, Layout.parse(text).world) for name, (_, texts) in CASES.items() for text in texts})
 
 
-@pytest.mark.parametrize(("name", "world"), groups())
+@pytest.mark.parametrize(("name", "world"), further(groups(), (1, 3, 5)))
 def test_bytes_held_are_bytes_planned(name: str, world: int) -> None:
     texts = [text for text in CASES[name][1] if Layout.parse(text).world == world]
     for text, parts, found in measured(name, texts):

@@ -42,6 +42,7 @@ from tests.own_models import (
 )
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
 def own_loop(
@@ -76,16 +77,19 @@ def own_loop(
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [
-        (plain_model, "replicate=2"),
-        (plain_model, "shard=2,zero=1"),
-        (plain_model, "shard=2,zero=3,recompute=full"),
-        (plain_model, "replicate=2,tp=2"),
-        (gpt2, "shard=2,tp=2"),
-        (wrapped, "tp=2"),
-        (wrapped, "shard=2,zero=3"),
-        (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
-    ],
+    further(
+        [
+            (plain_model, "replicate=2"),
+            (plain_model, "shard=2,zero=1"),
+            (plain_model, "shard=2,zero=3,recompute=full"),
+            (plain_model, "replicate=2,tp=2"),
+            (gpt2, "shard=2,tp=2"),
+            (wrapped, "tp=2"),
+            (wrapped, "shard=2,zero=3"),
+            (mixtral, "replicate=2,shard=2,tp=2,ep=2"),
+        ],
+        (2, 4, 5),
+    ),
 )
 def test_a_loop_of_ones_own_equals_one_device(make: Callable[[], nn.Module], text: str) -> None:
     equal(run_ranks(world(text), own_loop, text, make, rows(), timeout=250), plainly(make, rows()))
@@ -382,7 +386,7 @@ def norms_of_results(_rank: int, text: str, make: Callable[[], nn.Module]) -> di
     return {"norms": norms, "kept": kept, "refusals": [(float(refusals),)]}
 
 
-@pytest.mark.parametrize("text", ["shard=2,tp=2", "replicate=2,tp=2", "shard=2,zero=3"])
+@pytest.mark.parametrize("text", further(["shard=2,tp=2", "replicate=2,tp=2", "shard=2,zero=3"]))
 def test_norms_of_what_is_computed_from_gradients_are_their_own(text: str) -> None:
     for result in run_ranks(world(text), norms_of_results, text, gpt2, timeout=250):
         for (norm, *same, zero), (kept,) in zip(result["norms"], result["kept"], strict=True):
@@ -393,7 +397,9 @@ def test_norms_of_what_is_computed_from_gradients_are_their_own(text: str) -> No
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [(gpt2, "shard=2,tp=2"), (mixtral, "replicate=2,shard=2,zero=2,ep=2"), (mixtral, "shard=2,tp=2,ep=4")],
+    further(
+        [(gpt2, "shard=2,tp=2"), (mixtral, "replicate=2,shard=2,zero=2,ep=2"), (mixtral, "shard=2,tp=2,ep=4")], (1,)
+    ),
 )
 def test_torch_clips_parts_of_several_meshes(make: Callable[[], nn.Module], text: str) -> None:
     """DTensors of two meshes, tensor parallel parts and experts have one norm, that of one device."""

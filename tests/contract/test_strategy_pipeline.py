@@ -28,6 +28,7 @@ from tests.own_models import (
     world,
 )
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
 def pipeline(
@@ -50,13 +51,16 @@ def pipeline(
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [
-        (convolutional, "pp=4,microbatches=4"),
-        (convolutional, "pp=2,replicate=2,microbatches=2,schedule=zbv"),
-        (flat_convolutional, "pp=3,microbatches=2"),
-        (gpt2, "pp=2,replicate=2,tp=2,microbatches=2"),
-        (mixtral, "pp=1,shard=2,ep=2,microbatches=2"),
-    ],
+    further(
+        [
+            (convolutional, "pp=4,microbatches=4"),
+            (convolutional, "pp=2,replicate=2,microbatches=2,schedule=zbv"),
+            (flat_convolutional, "pp=3,microbatches=2"),
+            (gpt2, "pp=2,replicate=2,tp=2,microbatches=2"),
+            (mixtral, "pp=1,shard=2,ep=2,microbatches=2"),
+        ],
+        (1, 3),
+    ),
 )
 def test_a_pipeline_of_ones_own_model_equals_one_device(make: Callable[[], nn.Module], text: str) -> None:
     image = make in (convolutional, flat_convolutional)
@@ -114,13 +118,16 @@ def choosy_weights(_rank: int, text: str, folder: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "pp=2,microbatches=4",
-        "pp=2,replicate=2,microbatches=2",
-        "pp=2,shard=2,zero=3,microbatches=2",
-        "pp=2,microbatches=2,schedule=zbv",
-        "shard=2,zero=2,microbatches=2,pp=1",
-    ],
+    further(
+        [
+            "pp=2,microbatches=4",
+            "pp=2,replicate=2,microbatches=2",
+            "pp=2,shard=2,zero=3,microbatches=2",
+            "pp=2,microbatches=2,schedule=zbv",
+            "shard=2,zero=2,microbatches=2,pp=1",
+        ],
+        (0, 2),
+    ),
 )
 def test_weights_that_no_row_reaches_stay_as_on_one_device(text: str, tmp_path: Path) -> None:
     model = choosy()

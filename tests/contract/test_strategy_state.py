@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from meshwright.strategy import HybridParallelStrategy, PipelineEngine
 from tests.own_models import Batch, equal, gpt2, mean_loss, output, plain_model, rows, world
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 
 class OwnOptimizer(torch.optim.Optimizer):
@@ -74,7 +75,7 @@ def modes_under(_rank: int, text: str) -> list[list[str]]:
     return [names_in_eval(model)]
 
 
-@pytest.mark.parametrize("text", ["shard=2", "tp=2", "pp=2"])
+@pytest.mark.parametrize("text", further(["shard=2", "tp=2", "pp=2"]))
 def test_submodules_keep_their_modes(text: str) -> None:
     wanted = names_in_eval(with_quiet_block())
     assert wanted[0] == "transformer.h.0"
@@ -101,7 +102,7 @@ def losses_after_early_state(_rank: int, name: str, early: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", further(OPTIMIZERS, ("adamw", "own")))
 def test_a_state_that_is_asked_for_before_the_first_step_changes_no_training(name: str) -> None:
     model = plain_model()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -216,7 +217,7 @@ def dropped_losses(_rank: int, text: str, batches: list[Batch], load: str, save:
     return losses
 
 
-@pytest.mark.parametrize("text", ["shard=2", "pp=2,microbatches=2"])
+@pytest.mark.parametrize("text", further(["shard=2", "pp=2,microbatches=2"]))
 def test_dropout_goes_on_after_a_resume(text: str, tmp_path: Path) -> None:
     batches = rows()
     whole = run_ranks(2, dropped_losses, text, batches, "", "", False)
@@ -248,20 +249,23 @@ def frozen_stage_losses(rank: int, text: str, frozen: list[str], make: str) -> l
 
 @pytest.mark.parametrize(
     ("text", "frozen", "make"),
-    [
-        ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "called"),
-        ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "made"),
-        (
-            "pp=2,microbatches=2,schedule=zerobubble",
-            ["transformer.h.1", "transformer.ln_f", "transformer.wte"],
-            "called",
-        ),
-        (
-            "pp=2,shard=2,microbatches=2,schedule=zerobubble",
-            ["transformer.h.0", "transformer.wpe", "transformer.wte"],
-            "called",
-        ),
-    ],
+    further(
+        [
+            ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "called"),
+            ("pp=2,microbatches=2", ["transformer.wte", "transformer.wpe", "transformer.h.0"], "made"),
+            (
+                "pp=2,microbatches=2,schedule=zerobubble",
+                ["transformer.h.1", "transformer.ln_f", "transformer.wte"],
+                "called",
+            ),
+            (
+                "pp=2,shard=2,microbatches=2,schedule=zerobubble",
+                ["transformer.h.0", "transformer.wpe", "transformer.wte"],
+                "called",
+            ),
+        ],
+        (0, 1),
+    ),
 )
 def test_a_stage_may_be_frozen_as_a_whole(text: str, frozen: list[str], make: str) -> None:
     model = gpt2()

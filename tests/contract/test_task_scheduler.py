@@ -66,7 +66,8 @@ def drawn(_rank: int, layout: str, average: bool = True) -> tuple[list[float], l
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), cases([("replicate=2", 2), ("shard=2,zero=1", 2), ("replicate=2,tp=2", 4)], each_time=(0, 1))
+    ("layout", "ranks"),
+    cases([("replicate=2", 2), ("shard=2,zero=1", 2), ("replicate=2,tp=2", 4)], (0,), extended=(1,)),
 )
 def test_who_draws_which_makes_no_difference(layout: str, ranks: int) -> None:
     ((losses, norms),) = run_ranks(1, one_device)

@@ -150,7 +150,7 @@ def work(context: RankContext, name: str, count: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", cases(SIZES, ("tied", "mixtral")))
+@pytest.mark.parametrize("name", cases(SIZES, ("tied",), extended=("mixtral",)))
 def test_the_program_sends_and_holds_what_was_planned(name: str) -> None:
     (text,) = run_contexts(1, work, name, 6, timeout=250)
     found = json.loads(text)

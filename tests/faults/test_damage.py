@@ -11,7 +11,7 @@ import pytest
 from meshwright.train.faults import Fault
 from meshwright.train.spoiler import Spoiler, _flip
 from tests.runs import call, curve, events, words, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 pytestmark = pytest.mark.slow
 OFTEN = ("--recovery.snapshot-every", "2", "--recovery.back-s", "1e-6")
@@ -42,7 +42,7 @@ def test_the_form_in_the_docstring_and_a_step_that_is_done_again(root: Path) -> 
     assert curve(run) == undisturbed(root) and not events(run, "step_skipped") and not events(run, "rank_lost")
 
 
-@pytest.mark.parametrize("of", ["weights", "moments"])
+@pytest.mark.parametrize("of", further(["weights", "moments"]))
 def test_a_small_flip_in_one_of_two_replicas_is_seen_named_and_undone(of: str, root: Path) -> None:
     """Far below what loss or norm would show; done again from the state before, the right value says which it was."""
     starts = {"weights": "in weights/", "moments": "in exp_avg"}

@@ -12,11 +12,12 @@ import pytest
 from meshwright.cli.main import main
 from tests.faults.test_recovery_nodes import ONE, TWO, Nodes, close, nodes, root, whole  # noqa: F401 (fixtures)
 from tests.runs import curve, rows, wait_until
+from tests.tiers import further
 
 pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 
-@pytest.mark.parametrize("node", [1, 0])
+@pytest.mark.parametrize("node", further([1, 0], (1,)))
 def test_a_node_leaves_and_comes_back(
     node: int,
     nodes: Callable[..., Nodes],  # noqa: F811
@@ -64,7 +65,7 @@ def test_a_drained_leader_may_end(nodes: Callable[..., Nodes], capsys: pytest.Ca
 ISLANDS = ("--outer.every", "5", "--checkpoint.every", "0", "--train.steps", "5000")
 
 
-@pytest.mark.parametrize("node", [1, 0])
+@pytest.mark.parametrize("node", further([1, 0], (1,)))
 def test_a_node_of_islands_leaves_at_sigterm_and_the_others_go_on(
     node: int,
     nodes: Callable[..., Nodes],  # noqa: F811

@@ -13,6 +13,7 @@ import torch
 from meshwright.cli.main import main
 from tests.faults.stories import raises
 from tests.runs import Running, call, curve, events, happened, last_step, rows, wait_until, words, write_corpus
+from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 STEPS = 24
@@ -103,11 +104,13 @@ def test_the_writer_of_checkpoints_is_killed_in_every_phase(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "ranks", "more"),
-    [
-        ("replicate=3,rows=3x2-2", 3, ()),
-        ("shard=2,tp=2,zero=3", 4, ()),
-        ("pp=2,tp=2,schedule=1f1b,microbatches=2", 4, ()),
-    ],
+    further(
+        [
+            ("replicate=3,rows=3x2-2", 3, ()),
+            ("shard=2,tp=2,zero=3", 4, ()),
+            ("pp=2,tp=2,schedule=1f1b,microbatches=2", 4, ()),
+        ]
+    ),
 )
 def test_a_lost_device_means_another_layout_and_the_same_curve(
     layout: str, ranks: int, more: tuple[str, ...], root: Path
@@ -144,32 +147,35 @@ def test_a_device_that_fails_twice_is_left_out(root: Path) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "fault", "told"),
-    [
-        (
-            "shard=2,zero=3",
-            "hang:rank=1,step=7,phase=forward.1",
+    further(
+        [
             (
-                "rank 1: shard 1 made no progress in forward of step 7, layer 1, for",
-                "rank 0 [shard 0] waits in backward of step 7, layer 1, for all_gather over shard of layer 1, ",
+                "shard=2,zero=3",
+                "hang:rank=1,step=7,phase=forward.1",
+                (
+                    "rank 1: shard 1 made no progress in forward of step 7, layer 1, for",
+                    "rank 0 [shard 0] waits in backward of step 7, layer 1, for all_gather over shard of layer 1, ",
+                ),
             ),
-        ),
-        (
-            "tp=2",
-            "gil:rank=0,step=7,phase=backward.0",
             (
-                "rank 0: tp 0 made no progress in backward of step 7, layer 0, for",
-                "rank 1 [tp 1] waits in backward of step 7, layer 0, for all_reduce over tp, ",
+                "tp=2",
+                "gil:rank=0,step=7,phase=backward.0",
+                (
+                    "rank 0: tp 0 made no progress in backward of step 7, layer 0, for",
+                    "rank 1 [tp 1] waits in backward of step 7, layer 0, for all_reduce over tp, ",
+                ),
             ),
-        ),
-        (
-            "pp=2,schedule=1f1b,microbatches=2",
-            "hang:rank=0,step=7,phase=forward.0",
             (
-                "rank 0: pp 0 made no progress in forward of step 7, layer 0, for",
-                "rank 1 [pp 1] waits in data of step 7 for receive over pp of the input of micro-batch 0 for stage 1 ",
+                "pp=2,schedule=1f1b,microbatches=2",
+                "hang:rank=0,step=7,phase=forward.0",
+                (
+                    "rank 0: pp 0 made no progress in forward of step 7, layer 0, for",
+                    "rank 1 [pp 1] waits in data of step 7 for receive over pp of the input of micro-batch 0 for "
+                    "stage 1 ",
+                ),
             ),
-        ),
-    ],
+        ]
+    ),
 )
 def test_a_hang_names_the_layer_under_every_kind_of_layout(
     layout: str, fault: str, told: tuple[str, ...], root: Path
@@ -179,7 +185,7 @@ def test_a_hang_names_the_layer_under_every_kind_of_layout(
     assert all(part in lost["why"] for part in told), lost["why"]
 
 
-@pytest.mark.parametrize("kind", ["hang", "gil", "stop"])
+@pytest.mark.parametrize("kind", further(["hang", "gil", "stop"], ("gil", "stop")))
 def test_a_rank_that_hangs_is_named_and_replaced(kind: str, root: Path) -> None:
     """With the layer that it runs, and what the other waits for: also where the interpreter can't say so any more."""
     fault = f"{kind}:rank=1,step=7,phase=backward.1"

@@ -83,6 +83,7 @@ def expected(root: Path) -> dict[int, tuple[float, float]]:
     return curve(root / "whole")
 
 
+@pytest.mark.extended("test_recovery.py::test_killed_in_every_phase_of_a_step")
 @pytest.mark.parametrize("seed", [0, 1])
 def test_ranks_die_at_places_drawn_by_lot(seed: int, root: Path, expected: dict) -> None:
     """In starts, while the state is taken up, in the first steps after, two at once: no step that was copied is lost.

@@ -110,6 +110,7 @@ def whole(folder: Path, kind: str, step: int, generation: int) -> dict[str, Any]
     return {name: value for name, (value, _) in tensors.items()}
 
 
+@pytest.mark.extended("test_recovery.py::test_a_lost_device_means_another_layout_and_the_same_curve")
 @pytest.mark.parametrize("name", cases(CHAINS))
 def test_each_layout_is_left_and_taken_up(name: str, root: Path) -> None:
     import torch

@@ -16,7 +16,7 @@ import pytest
 from meshwright.resilience import peers
 from meshwright.train.faults import WRITER
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, warm, words, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 pytestmark = pytest.mark.slow
 STEPS = 24
@@ -144,7 +144,7 @@ def test_a_killed_rank_is_replaced_on_its_node(nodes: Callable[..., Nodes], whol
     close(curve(run.run), whole)
 
 
-@pytest.mark.parametrize("lost", [1, 0])
+@pytest.mark.parametrize("lost", further([1, 0], (1,)))
 def test_a_killed_node_costs_no_step(lost: int, nodes: Callable[..., Nodes], whole: dict) -> None:
     """Of two, the follower or the leader; the other holds copies of all that the dead one held alone."""
     options = ("--checkpoint.every", "0", "--recovery.faults", HELD)

@@ -29,7 +29,7 @@ from meshwright.train.config import OuterConfig
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import read_key
 from tests.runs import events, rows, wait_until
-from tests.tiers import seeds
+from tests.tiers import further, seeds
 
 SHAPES: dict[str, tuple[int, ...]] = {"embed": (7, 3), "norm": (3,), "scale": (), "head": (5, 3)}
 SITES, GRACE_S, LIMIT_S = 3, 1.0, 2.5
@@ -308,7 +308,7 @@ def play(root: Path, seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", further(range(3)))
 def test_the_weights_are_the_replay_of_the_log_whatever_befalls_sites(tmp_path: Path, seed: int) -> None:
     play(tmp_path, seed)
 

@@ -15,7 +15,7 @@ from meshwright.jobs import train
 from meshwright.resilience.local_storage import LocalStorage
 from meshwright.train.trainer import Trainer
 from tests.runs import Running, call, curve, events, happened, last_step, wait_until, words, write_corpus
-from tests.tiers import cases
+from tests.tiers import cases, further
 
 ANY = -1
 """Every rank."""
@@ -70,7 +70,7 @@ def test_one_interrupt_ends_with_a_checkpoint_and_goes_on_to_the_bit(layout: str
     assert curve(run) == curve(whole)
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 1), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "expected"), further([(signal.SIGINT, 1), (signal.SIGTERM, 143)], (1,)))
 def test_an_interrupt_while_ranks_start_is_not_lost(number: int, expected: int, root: Path) -> None:
     """It comes after the launcher was made and before it waits for its ranks."""
     run = root / f"starting-{number}"
@@ -91,7 +91,7 @@ def test_an_interrupt_while_ranks_start_is_not_lost(number: int, expected: int, 
     assert [event["step"] for event in events(run, "checkpoint_saved")] == [ended["step"]]
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+@pytest.mark.parametrize(("number", "expected"), further([(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)]))
 def test_a_signal_before_ranks_begin_ends_the_command_at_once(number: int, expected: int, root: Path) -> None:
     run = root / f"planning-{number}"
 
@@ -142,7 +142,7 @@ def _raises(trainer: Trainer) -> None:
     raise ZeroDivisionError("planted fault")
 
 
-@pytest.mark.parametrize(("layout", "rank"), [("replicate=2", 1), ("shard=2,zero=3", 0)])
+@pytest.mark.parametrize(("layout", "rank"), further([("replicate=2", 1), ("shard=2,zero=3", 0)]))
 def test_a_rank_that_raises_takes_the_others_down(layout: str, rank: int, root: Path) -> None:
     run = root / f"raised-{rank}"
     argv = words(root, run.name, layout=layout, devices=2)

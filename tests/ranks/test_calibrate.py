@@ -110,6 +110,8 @@ def unasked_port() -> int:
 
 def test_nodes_measure_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "QUICK", TINY)
+    # Each node would take all cores of the machine, and their threads would wait for each other's in circles.
+    monkeypatch.setattr(Devices, "threads", lambda self, local_world: 1)
     meet = f"127.0.0.1:{unasked_port()}"
 
     def measure(node: int) -> None:

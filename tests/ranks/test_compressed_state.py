@@ -33,6 +33,7 @@ from tests.own_models import gpt2, mean_loss, plain_model, rows
 from tests.ranks.group import run_ranks
 from tests.ranks.test_compression import ROWS, TOKENS, VOCAB, model
 from tests.runs import call, curve, events, words, write_corpus
+from tests.tiers import further
 
 
 def overflowed(rank: int, text: str, facts: ModelAnalysis) -> list[tuple[float, float, bool]]:
@@ -93,7 +94,7 @@ BUFFERED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize("experts", further([False, True], (1,)))
 def test_buffers_are_freed_and_hooks_that_exchange_tokens_do_not_wait(experts: bool) -> None:
     texts = BUFFERED[experts]
     # As a run analyses one layout after another: what doesn't depend on the layout is read once.

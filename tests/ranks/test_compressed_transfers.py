@@ -31,6 +31,7 @@ from tests.ranks.group import run_ranks
 from tests.runs import call, curve, rows, words, write_corpus
 
 SIZE = 1 << 20
+TRANSFERS = 4
 
 
 def compressor(log: TrafficLog, key: RoundingKey, name: str = "int8") -> GradientCompressor:
@@ -141,7 +142,7 @@ def test_a_sum_needs_the_bytes_on_the_wire_twice_and_its_part_of_the_sum() -> No
 
 
 def counted(rank: int, name: str) -> tuple[int, int]:
-    """Returns bytes over loopback during ten transfers, by the kernel's counter, and what both ranks book.
+    """Returns bytes over loopback during `TRANSFERS`, by the kernel's counter, and what both ranks book.
 
     Args:
         rank: of two.
@@ -160,7 +161,7 @@ def counted(rank: int, name: str) -> tuple[int, int]:
     log.drain()
     dist.barrier()
     before = _loopback_bytes()
-    for _ in range(10):
+    for _ in range(TRANSFERS):
         start().wait()
     dist.barrier()
     return _loopback_bytes() - before, sum(total.bytes for total in log.drain())
@@ -187,7 +188,7 @@ def test_the_kernel_counts_the_bytes_that_are_booked() -> None:
     for line, (name, block_bytes) in zip(result.stdout.splitlines()[-3:], BLOCK_BYTES.items(), strict=True):
         kernel, booked = map(int, line.split())
         # A sum sends half of the blocks twice, a gather all of them once. Headers of packets come on top.
-        assert booked == 10 * 2 * (SIZE // 256) * block_bytes, name
+        assert booked == TRANSFERS * 2 * (SIZE // 256) * block_bytes, name
         assert booked <= kernel <= 1.03 * booked, name
 
 

@@ -32,6 +32,7 @@ from meshwright.train.session import build_program
 from meshwright.train.state import adopt_values, plain_values
 from meshwright.train.step import Stepper
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 
@@ -148,7 +149,7 @@ def test_masters_in_host_memory_have_the_usual_bits() -> None:
         assert own["types"] == {torch.float64 if "float64" in case else torch.float32}, case
 
 
-@pytest.mark.parametrize(("world", "texts"), [(1, ALONE), (2, SPLIT)])
+@pytest.mark.parametrize(("world", "texts"), further([(1, ALONE), (2, SPLIT)], (1,)))
 def test_bits_are_those_of_fsdp2_on_a_group_of_one(world: int, texts: list[str]) -> None:
     for name in MODELS:
         facts_of(name)

@@ -121,6 +121,7 @@ def test_weights_of_attention_that_are_made_again_are_the_same(monkeypatch: pyte
     all_pass(proven("gpt2", "replicate=1", "recompute=full", "recompute=selective"))
 
 
+@pytest.mark.extended("test_layouts_of_two_ranks_drop_what_one_device_drops")
 @pytest.mark.slow
 def test_layouts_of_four_ranks_drop_what_one_device_drops() -> None:
     all_pass(proven("gpt2", *FOUR))

@@ -34,6 +34,7 @@ from meshwright.train.session import build_program
 from meshwright.train.state import load_state, save_state, state_tensors
 from meshwright.train.step import Stepper
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 MODEL = ModelConfig(name="gpt2", layers=4, width=32)
 VOCAB, SEQUENCE = 61, 8
@@ -62,7 +63,9 @@ def plain_sums(batch: MicroBatch, change: float = 0.0) -> torch.Tensor:
         return cross_entropy_sums(logits, batch.targets, 1.0)[1]
 
 
-@pytest.mark.parametrize("layout", ["pp=2", "pp=2,schedule=zbv,microbatches=2", "pp=2,schedule=interleaved"])
+@pytest.mark.parametrize(
+    "layout", further(["pp=2", "pp=2,schedule=zbv,microbatches=2", "pp=2,schedule=interleaved"], (1,))
+)
 def test_evaluation_takes_any_shape_and_follows_weights(layout: str) -> None:
     def work(rank: int) -> list[Any]:
         program = program_of(layout)
@@ -160,7 +163,7 @@ def test_a_checkpoint_goes_on_under_another_layout(tmp_path: Path) -> None:
             assert found == pytest.approx(wanted[0], rel=1e-9)
 
 
-@pytest.mark.parametrize("layout", ["pp=2,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"])
+@pytest.mark.parametrize("layout", further(["pp=2,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"]))
 def test_receives_are_posted_before_a_step_computes(layout: str) -> None:
     """Gloo sends to nobody who hasn't said where to."""
 
@@ -175,7 +178,9 @@ def test_receives_are_posted_before_a_step_computes(layout: str) -> None:
         assert count and all(kind.startswith("RECV") for kind in kinds[:count])
 
 
-@pytest.mark.parametrize("layout", ["pp=2,schedule=1f1b,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"])
+@pytest.mark.parametrize(
+    "layout", further(["pp=2,schedule=1f1b,microbatches=4", "pp=2,schedule=interleaved,microbatches=4"])
+)
 def test_a_rank_that_stands_still_makes_no_other_hold_more(layout: str) -> None:
     """Of a step's most bytes, as torch's allocator counts them: what is early waits where it was to arrive anyway."""
 

@@ -95,7 +95,8 @@ def assembled(ranks: list[dict[str, Any]], name: str) -> dict[str, torch.Tensor]
             # Embedding and head, one weight, in stages without a layer.
             ("gpt2", "pp=3,microbatches=4,split=0-2-0", ["pp=2,microbatches=2,split=2-0", "shard=2,zero=3"]),
         ],
-        (1, 3),
+        (3,),
+        extended=(1,),
     ),
 )
 def test_any_layout_to_any_layout(name: str, saved: str, loaded: list[str], tmp_path: Path) -> None:

@@ -106,7 +106,11 @@ def trained(name: str, layout: Layout, facts: ModelAnalysis, rank: int) -> dict[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "world"),
-    cases([(("llama", "gemma3_text", "olmo2"), 2), (("mixtral",), 4), (("llama",), 4), (("mixtral",), 2)], (0, 1)),
+    cases(
+        [(("llama", "gemma3_text", "olmo2"), 2), (("mixtral",), 4), (("llama",), 4), (("mixtral",), 2)],
+        (0,),
+        extended=(1,),
+    ),
 )
 def test_no_axis_drifts_in_bytes(names: tuple[str, ...], world: int) -> None:
     texts = [(name, text) for name in names for text in CASES[name] if Layout.parse(text).world == world]

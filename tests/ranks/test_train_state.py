@@ -31,6 +31,7 @@ from meshwright.train.scaler import LossScaler
 from meshwright.train.session import _agree_on_kernels, build_program
 from meshwright.train.step import Stepper
 from tests.ranks.group import run_ranks
+from tests.tiers import further
 
 pytestmark = pytest.mark.slow
 
@@ -269,7 +270,9 @@ def test_a_group_is_left_behind_clean() -> None:
     assert run_ranks(2, work) == [True, True]
 
 
-@pytest.mark.parametrize("text", ["shard=2,zero=1,microbatches=2", "shard=2,zero=3", "replicate=2,shard=2,zero=2"])
+@pytest.mark.parametrize(
+    "text", further(["shard=2,zero=1,microbatches=2", "shard=2,zero=3", "replicate=2,shard=2,zero=2"], (0, 1))
+)
 def test_gradients_are_summed_while_backward_goes_on(text: str) -> None:
     """A scatter is under way as the next unit computes; what it gives is the same to the bit."""
     layout = Layout.parse(text)

@@ -34,6 +34,7 @@ from meshwright.train.island_checks import check_islands
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.run_config import RunConfig
 from tests.runs import warm_compiler
+from tests.tiers import further
 
 SIZES = "layers=12,width=768,heads=12,vocab=50304"
 SLOW = PlanConfig(sizes=SIZES, cluster="4x8xa100-80@ethernet-10g", batch=256, sequence=1024)
@@ -226,7 +227,7 @@ def test_a_run_on_gpus_compiles_where_its_steps_make_up_for_it(monkeypatch: pyte
     assert found == [False, True]
 
 
-@pytest.mark.parametrize("steps", [20, 1000])
+@pytest.mark.parametrize("steps", further([20, 1000], (1,)))
 def test_a_plan_for_gpus_is_compiled_where_the_run_is(
     steps: int, monkeypatch: pytest.MonkeyPatch, models: Models
 ) -> None:
@@ -266,7 +267,7 @@ def test_a_plan_says_where_compiled_layers_could_not_be_traced(monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("family", "dropout"), [("llama", "attention_dropout"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop")]
+    ("family", "dropout"), further([("llama", "attention_dropout"), ("gpt2", "embd_pdrop"), ("gpt2", "attn_pdrop")])
 )
 def test_a_model_that_draws_anywhere_is_not_compiled(
     family: str, dropout: str, monkeypatch: pytest.MonkeyPatch, models: Models

@@ -328,6 +328,21 @@ def test_detach_of_dtensors_is_what_torch_finds_by_trial() -> None:
     assert [known] == [tried] and [item[:-1] for item in more] == [item[:-1] for item in others]
 
 
+def test_a_shard_like_another_shares_its_spec_unless_its_type_is_another() -> None:
+    assert all(run_ranks(2, _shards_like_another))
+
+
+def _shards_like_another(rank: int) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    full = DTensor.from_local(torch.ones(3 - rank, 2), mesh, [Shard(0)], run_check=False, shape=(5, 2), stride=(2, 1))
+    local = torch.full((3 - rank, 2), 7.0)
+    alike: Any = dtensors.dtensor_like(full, local)
+    wide: Any = dtensors.dtensor_like(full, local.double())
+    assert alike._spec is full._spec and alike._local_tensor.data_ptr() == local.data_ptr()
+    assert wide.dtype == torch.float64 and full.dtype == torch.float32
+    return all(item.shape == (5, 2) and item.placements == full.placements for item in (alike, wide))
+
+
 def test_a_torch_without_the_trial_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dtensors.ShardingPropagator, dtensors._TRIAL)
     with dtensors.known_detach():

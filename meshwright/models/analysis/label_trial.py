@@ -60,25 +60,25 @@ def find_labels(clone: Clone, length: int, rows: Callable[[int], Rows], run: Run
     depends_on_targets = False
     for labels in label_conventions:
         try:
-            loss = run(tokens, targets, labels).loss
+            output = run(tokens, targets, labels)
         except TypeError:
-            # its forward has no argument shift_labels
-            continue
-        if loss is None:
+            continue  # its forward has no argument shift_labels
+        if output.loss is None:
             # its forward has targets, and returns no loss
             return ""
-        if (place := _raised_targets(run(tokens, targets, labels), targets)) is not None:
+        loss = float_of(output.loss)
+        if (place := _raised_targets(output, targets)) is not None:
             if place == 0:
                 return labels
             depends_on_targets = True
             continue
-        if float_of(run(tokens, first_target_changed, labels).loss) != float_of(loss):
+        if float_of(run(tokens, first_target_changed, labels).loss) != loss:
             return labels
         # Only now, since each takes forwards of a model that may be large.
         more_rows = more_rows or [first_rows, *telling_rows]
         if any(_last_token_meets_targets(item, clone.vocab, labels, run) for item in more_rows):
             return labels
-        depends_on_targets |= float_of(run(tokens, other_targets_changed, labels).loss) != float_of(loss)
+        depends_on_targets |= float_of(run(tokens, other_targets_changed, labels).loss) != loss
     if not depends_on_targets:
         raise ConfigError(
             f"the loss that the model's forward gives doesn't depend on its argument "

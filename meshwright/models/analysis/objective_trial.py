@@ -144,6 +144,7 @@ class _Trial:
     def __init__(self, clone: Clone) -> None:
         self.clone = clone
         self.length = self._fitting_length()
+        self._repeats: bool | None = None  # whether two calls in a row gave the same logits; None before that
 
     def objective(self) -> Objective:
         """Returns the terms of the model's loss."""
@@ -165,7 +166,9 @@ class _Trial:
             return self._objective_of_loss(labels, samples)
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
-        is_entropy = self._is_cross_entropy(as_counted, samples[0])
+        output = self._run_forward(samples[0], labels)
+        self._repeats = equal_tensors(first_output.logits, output.logits)
+        is_entropy = is_cross_entropy(output, as_counted.counted(samples[0].targets), self._trained(), TOLERANCE)
         targets = try_targets(self.clone, self.length, self._excess_of(as_counted) if is_entropy else None)
         if targets.shown or (targets.alike and self._is_cross_entropy_of_extremes(as_counted, samples[1])):
             return Objective(labels=labels)
@@ -221,9 +224,11 @@ class _Trial:
         for buffer in moving:
             if not buffer.name.startswith(prefixes):
                 return f"its forward changes the buffer '{buffer.name}' outside of its layers"
-        labels = "aligned" if self.clone.structure.target_argument else ""
-        first, second = (self._run_forward(self._sample(0), labels).logits for _ in range(2))
-        if first is not None and not equal_tensors(first, second):
+        if self._repeats is None:
+            labels = "aligned" if self.clone.structure.target_argument else ""
+            first, second = (self._run_forward(self._sample(0), labels).logits for _ in range(2))
+            self._repeats = first is None or equal_tensors(first, second)
+        if not self._repeats:
             return "two calls of its forward with the same rows and random numbers give other logits"
         return ""
 
@@ -295,11 +300,6 @@ class _Trial:
                 "and return the whole loss beside the logits, or detach the scalar"
             )
 
-    def _is_cross_entropy(self, objective: Objective, sample: _Sample) -> bool:
-        """Returns whether the loss is the cross-entropy of the logits, in its value and in every gradient."""
-        output, trained = self._run_forward(sample, objective.labels), self._trained()
-        return is_cross_entropy(output, objective.counted(sample.targets), trained, TOLERANCE)
-
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self.clone.module.parameters() if parameter.requires_grad]
 
@@ -314,8 +314,8 @@ class _Trial:
                 logits = self._run_forward(sample, objective.labels).logits
                 assert logits is not None
                 targets = extreme_targets(logits, sample.targets)
-                extreme = _Sample(sample.tokens, targets)
-                if not self._is_cross_entropy(objective, extreme):
+                output = self._run_forward(_Sample(sample.tokens, targets), objective.labels)
+                if not is_cross_entropy(output, objective.counted(targets), self._trained(), TOLERANCE):
                     return False
         return True
 
