@@ -101,7 +101,7 @@ def _everything(asked: Question) -> tuple[float, int, str]:
             ("4xa100-40", SHORT, 512, 0.24, "optimizer"),  # others recompute more, or shard
             ("4xh100", SHORT, 512, 0.165, "optimizer"),
             ("4xh100", MIXTURE, 512, 0.22, "parameters"),
-            ("2xgh200", MIXTURE, 512, 0.5, "parameters"),
+            ("2xgh200", MIXTURE, 512, 0.5, "optimizer"),
         ],
         (0, 1, 3, 4),
     ),
