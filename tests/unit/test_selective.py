@@ -274,3 +274,10 @@ def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tens
         found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(plain, compiled)
+
+
+def test_a_sum_leaves_alone_what_other_modes_see() -> None:
+    x = torch.randn(2, 4)
+    assert selective.own_copy(x) is x
+    with Counted():
+        assert selective.own_copy(x).data_ptr() != x.data_ptr()
