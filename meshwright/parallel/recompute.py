@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import SAC_IGNORED_OPS, CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.kept_exchange import keeping_contexts
 from meshwright.parallel.moving_buffers import MovingBuffers
-from meshwright.parallel.selective import is_kept, selective_contexts
+from meshwright.parallel.selective import is_kept, run_and_release, selective_contexts
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat.tensors import PROFILER_MARKS
@@ -47,7 +49,7 @@ def apply(
     elif mode == "selective":
         # A profiler's marks, as FSDP2 sets around what it gathers, compute nothing, and needn't be in both runs.
         SAC_IGNORED_OPS.update(PROFILER_MARKS)
-        contexts["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy(width))
+        contexts["context_fn"] = partial(_compiled_contexts, width)
     if keeps_exchange:
         contexts["context_fn"] = functools.partial(keeping_contexts, contexts.get("context_fn"))
     for layer in layers:
@@ -55,13 +57,17 @@ def apply(
             layer,
             ForwardLayer.RECOMPUTE,
             f"recompute={mode}",
-            partial(_recomputing, make_repeatable, contexts),
+            partial(_recomputing, make_repeatable, contexts, mode == "selective"),
         )
 
 
 def _recomputing(
-    make_repeatable: Callable[[Forward], Forward] | None, contexts: dict[str, Any], plain: Forward
+    make_repeatable: Callable[[Forward], Forward] | None,
+    contexts: dict[str, Any],
+    is_selective: bool,
+    layer_forward: Forward,
 ) -> Forward:
+    plain = partial(run_and_release, layer_forward) if is_selective else layer_forward
     options = {"use_reentrant": False, "preserve_rng_state": False, **contexts}
     if make_repeatable is None:
         return functools.partial(checkpoint, plain, **options)
@@ -72,6 +78,15 @@ def _recomputing(
 def selective_policy(operator: object, arguments: Sequence[Any], width: int) -> CheckpointPolicy:
     """Returns whether ``selective`` keeps what an operator returns, or may compute it again (`selective.is_kept`)."""
     return CheckpointPolicy.MUST_SAVE if is_kept(operator, arguments, width) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _compiled_contexts(width: int) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    # Where its code has what the compiler can't trace, a layer runs as it is.
+    if torch.compiler.is_compiling():
+        contexts: tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+        contexts = create_selective_checkpoint_contexts(_policy(width))
+        return contexts
+    return selective_contexts(width)
 
 
 def _policy(width: int) -> Callable[..., CheckpointPolicy]:

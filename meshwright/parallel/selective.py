@@ -9,7 +9,9 @@ need more than they do (torch 2.13):
 
 - Code may write into what a product returned, as ``h = self.up(x); h += x``. torch keeps that very memory, and its
   check of versions doesn't see it behind the view that a linear module makes: gradients were wrong without a word. Here
-  a kept result is copied ahead of the first operator that writes into it.
+  a kept result is copied ahead of the first operator that writes into it, and where the layer returns its memory.
+- Kernels that the compiler made write unseen. What they write into is one that has no gradient here: to all others
+  they write back by an operator of torch's.
 - Of a product that ranks of ``tp`` sum, the sum is kept and the summand isn't: with ``sequence`` it is 1 / tp as large,
   and nothing is summed twice. In the second run the product isn't computed either, as nothing reads it.
 
@@ -20,19 +22,21 @@ from __future__ import annotations
 
 import contextvars
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias, cast
 
 import torch
 
 from meshwright.parallel.document_attention import REFERENCE_OPERATOR
+from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.ring_attention import RING_OPERATOR
 from meshwright.torch_compat.tensors import (
     FLOAT8_PRODUCT,
     FUSED_ATTENTION,
     GROUPED_PRODUCT,
     TorchDispatchMode,
+    dispatch_mode,
     tree_flatten,
     tree_unflatten,
 )
@@ -81,7 +85,7 @@ class _Result:
 _Results: TypeAlias = "deque[_Result]"
 
 
-class _Run(TorchDispatchMode):
+class _SelectiveRun(TorchDispatchMode):
     """A run of one call of a layer.
 
     Args:
@@ -89,10 +93,18 @@ class _Run(TorchDispatchMode):
         width: D, of the hidden state.
     """
 
+    supports_higher_order_operators = True
+    """A layer may call flex attention, say."""
+
     def __init__(self, results: _Results, width: int) -> None:
         super().__init__()
         self.results, self.width = results, width
-        self._tokens: list[contextvars.Token[_Run | None]] = []
+        self._tokens: list[contextvars.Token[_SelectiveRun | None]] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Returns whether functions that a layer's own code has compiled run as the compiler made them."""
+        return True
 
     def __enter__(self) -> Any:
         self._tokens.append(_RUN.set(self))
@@ -110,12 +122,15 @@ class _Run(TorchDispatchMode):
         """Returns whether a tensor's memory, of any shape, is kept."""
         return False
 
+    def release(self, out: object) -> None:
+        """Lets other code write into the tensors, of any shape, of what the layer returns."""
 
-_RUN: contextvars.ContextVar[_Run | None] = contextvars.ContextVar("selective run", default=None)
+
+_RUN: contextvars.ContextVar[_SelectiveRun | None] = contextvars.ContextVar("selective run", default=None)
 _IS_SUMMAND: contextvars.ContextVar[bool] = contextvars.ContextVar("summand", default=False)
 
 
-class _FirstRun(_Run):
+class _FirstRun(_SelectiveRun):
     """Keeps what operators return that are `is_kept`."""
 
     def __init__(self, results: _Results, width: int) -> None:
@@ -131,7 +146,7 @@ class _FirstRun(_Run):
             return func(*args, **kwargs)
         if func not in _WRITTEN:
             _WRITTEN[func] = _written_arguments(func)
-        if self._places and _WRITTEN[func]:
+        if self._places and _WRITTEN[func] != ():
             self._copy_ahead(func, args, kwargs)
         out = func(*args, **kwargs)
         if func in CANDIDATES and is_kept(func, args, self.width):
@@ -167,14 +182,21 @@ class _FirstRun(_Run):
 
     def _copy_ahead(self, func: Any, args: Any, kwargs: Any) -> None:
         """Copies the kept results into whose memory an operator is about to write."""
-        for leaf in _written(func, args, kwargs):
+        self._copy_kept(_written(func, args, kwargs))
+
+    def release(self, out: object) -> None:
+        """Copies the kept results in whose memory the layer returns tensors, of any shape."""
+        self._copy_kept(leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, torch.Tensor))
+
+    def _copy_kept(self, tensors: Iterable[torch.Tensor]) -> None:
+        for leaf in tensors:
             found = self._places.pop(leaf.untyped_storage()._cdata, None)
             if found is not None:
                 result, place = found
                 result.leaves[place] = result.leaves[place].clone()
 
 
-class _SecondRun(_Run):
+class _SecondRun(_SelectiveRun):
     """Takes what kept operators returned in the first run."""
 
     def __init__(self, results: _Results, width: int) -> None:
@@ -230,6 +252,16 @@ def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
     return is_summand() or int(arguments[left].shape[-1]) >= width
 
 
+def run_and_release(plain: Forward, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a layer's forward returns; other code may then write into it."""
+    out = plain(*args, **kwargs)
+    # Dynamo can't trace variables of a context, and compiled layers keep nothing here.
+    run = None if torch.compiler.is_compiling() else _RUN.get()
+    if run is not None:
+        run.release(out)
+    return out
+
+
 def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Returns a sum over ranks, of any shape; selective recompute keeps it in place of all that ``make`` computes."""
     run = _RUN.get()
@@ -243,8 +275,7 @@ def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> to
         multiply: makes it of the factors.
         factors: (..., K) and a weight of either orientation; the product is (..., N).
     """
-    # Dynamo can't trace variables of a context, and compiled layers keep nothing here.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # as above
         return multiply(*factors)
     token = _IS_SUMMAND.set(True)
     try:
@@ -259,24 +290,35 @@ def is_summand() -> bool:
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous tensor that other code than torch's may write into: a copy where its memory is kept."""
+    """Returns a contiguous tensor, of any shape, that other code than torch's may write into.
+
+    It is a copy where the memory is kept. Other modes that look on, as those of a model's own selective checkpoint, may
+    keep what they see.
+    """
     run = _RUN.get()
-    if run is not None and run.keeps(tensor):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.contiguous()
+    may_be_kept = run.keeps(tensor) if run is not None else dispatch_mode() is not None
+    return tensor.clone(memory_format=torch.contiguous_format) if may_be_kept else tensor.contiguous()
 
 
-_WRITTEN: dict[Any, tuple[tuple[int, str], ...]] = {}
-"""Of each operator met, place and name of the arguments that it writes into."""
+_WRITTEN: dict[Any, tuple[tuple[int, str], ...] | None] = {}
+"""Of each operator met, place and name of the arguments that it writes into; None where that may be any."""
 
 
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    infos = ((place, item.name, item.alias_info) for place, item in enumerate(func._schema.arguments))
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...] | None:
+    schema = getattr(func, "_schema", None)
+    if schema is None:  # an operator of higher order
+        return None
+    if func.namespace == "c10d":
+        # Their schemas don't say that they write into the first argument: a result, in which some find what they send.
+        return tuple((0, item.name) for item in schema.arguments[:1])
+    infos = ((place, item.name, item.alias_info) for place, item in enumerate(schema.arguments))
     return tuple((place, name) for place, name, info in infos if info is not None and info.is_write)
 
 
 def _written(func: Any, args: Any, kwargs: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors that an operator writes into."""
-    for place, name in _WRITTEN[func]:
-        value = args[place] if place < len(args) else kwargs.get(name)
-        yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, torch.Tensor))
+    places = _WRITTEN[func]
+    values: Any = (args, kwargs)
+    if places is not None:
+        values = [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+    yield from (leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor))

@@ -238,14 +238,18 @@ class _SearchPass:
         keep less, so the fewest that fit are the fastest.
         """
         modes = len(self._space.recomputes)
-        if modes < 2:
-            return None
         eligible = np.flatnonzero(~splits_backward(batch.schedule))
+        if modes < 2 or not len(eligible):
+            return None
         # `expand` lists the recompute modes of a variant in a row: (variants, modes).
         peak_bytes = prices.peak[eligible].reshape(-1, modes)
         is_too_large = peak_bytes > self._memory_bytes
         # Of two modes the first doesn't fit and the second does: (variants, first, second).
-        rows, first, second = np.nonzero(is_too_large[:, :, None] & ~is_too_large[:, None, :])
+        pairs = is_too_large[:, :, None] & ~is_too_large[:, None, :]
+        # Codes rise with what layers recompute. One that recomputes more may need more while it does, and then all that
+        # recompute less may fit alone: that is no pair.
+        codes = batch.recompute[eligible[:modes]]
+        rows, first, second = np.nonzero(pairs & (codes[:, None] < codes))
         if not len(rows):
             return None
         whole = batch.take(eligible[rows * modes + second])

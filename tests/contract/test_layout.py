@@ -219,3 +219,11 @@ def test_a_secondary_copy_follows_the_ranks_that_share_the_state() -> None:
     assert str(layout) == "shard=4,cp=2,zero=3,secondary=4"
     for degrees, secondary in (({"shard": 8}, 4), ({"shard": 4}, 0), ({"shard": 8, "pp": 2}, 0), ({"replicate": 8}, 0)):
         assert layout.with_degrees(degrees).secondary == secondary
+
+
+def test_of_two_ways_of_recompute_the_first_has_evenly_spaced_layers() -> None:
+    recompute = Layout.parse("recompute=full:2+selective").recompute
+    assert recompute.modes(5) == ["full", "selective", "full", "selective", "selective"]
+    assert recompute.layers(5) == [0, 1, 2, 3, 4] and Layout.parse("recompute=full:2").recompute.layers(5) == [0, 2]
+    shares = [recompute.share(5), *(recompute.share(5, mode) for mode in ("full", "selective", "none"))]
+    assert shares == pytest.approx([0.4, 0.4, 0.6, 0.0])

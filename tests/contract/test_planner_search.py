@@ -24,7 +24,15 @@ from meshwright.planner.choose import (
     search_space,
 )
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
-from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, PricedJob, array_fields, splits_backward
+from meshwright.planner.cost.layout_batch import (
+    RECOMPUTES,
+    ActivationBytes,
+    LayoutBatch,
+    MeasuredBytes,
+    PricedJob,
+    array_fields,
+    splits_backward,
+)
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
@@ -166,6 +174,22 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
     for key in (key for key in piped if layers in fitting[key]):
         found_layers = given.get(key, layers)
         assert found_layers in fitting[key] and found_layers - 1 not in fitting[key]
+
+
+def test_other_layers_never_keep_less() -> None:
+    """Modules that take thrice as much as is priced while a layer recomputes fully, so that keeping more may fit."""
+    sizes = TableSizes(name="wide", layers=2, width=2048, heads=16, ffn=8192, vocab=32000)
+    asked = question("8xh100", shape_from_sizes(sizes), 256, usable=0.08, limits={"offloads": ("none",)})
+    same, thrice = (MeasuredBytes(real=(1.0, 1.0, times), closed=(1.0, 1.0, 1.0)) for times in (1.0, 3.0))
+    job = dataclasses.replace(asked.job, activations=ActivationBytes(saved=same, working=thrice))
+    found = search(job, asked.space, asked.machine, asked.runtime, asked.usable_bytes, keep=10**6).best
+    assert found is not None
+    batch = found[0]
+    shares = batch.recompute_share
+    assert (shares < 1.0).any() and (batch.recompute_rest < batch.recompute)[shares < 1.0].all()
+    for index in np.flatnonzero(shares < 1.0):
+        layout = layout_of(batch, int(index), asked.base, 2, {})
+        assert layout.recompute.share(2) == shares[index] and Layout.parse(str(layout)) == layout
 
 
 @pytest.mark.parametrize("text", further(["2x4xa100-40@ethernet-10g", "8xh100"]))

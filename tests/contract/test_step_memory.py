@@ -155,6 +155,22 @@ def test_one_recomputed_layer_has_as_much_at_once_as_all() -> None:
     assert more[0] > 0 and more == pytest.approx([more[2]] * 3)
 
 
+@pytest.mark.parametrize("axis", ["replicate=8", "tp=8", "tp=8,sequence=true"])
+def test_of_two_ways_of_recompute_each_layer_has_its_own_bytes_and_seconds(axis: str) -> None:
+    """Four layers that go over to selective recompute save as much beside fully recomputed ones as alone."""
+    shape = shape_from_sizes(TableSizes(name="some", layers=8, width=4096, heads=32, vocab=1000))
+    job = PricedJob(shape=shape, sequence=4096, rows=64)
+    spared, seconds = [], []
+    for more, less in (("full:4", "full:4+selective"), ("selective:2", "selective:6"), ("selective:1", "selective:5")):
+        before, after = (
+            price(job, Layout.parse(f"{axis},precision=bf16,recompute={how}"), CLUSTER) for how in (more, less)
+        )
+        spared.append(before.most["activations"] - after.most["activations"])
+        seconds.append(after.step_s - before.step_s)
+    assert spared[0] > 0.0 and spared == pytest.approx([spared[1]] * 3)
+    assert seconds[0] > 0.0 and seconds == pytest.approx([seconds[1]] * 3, rel=1e-6)
+
+
 @pytest.mark.parametrize("times", [None, 3.0])
 def test_a_stage_keeps_what_its_own_layers_keep(times: float | None) -> None:
     """Of 8 layers 0, 1, 3, 4 and 6 are five that recompute: the first of four stages has both of its own among them."""

@@ -7,10 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.measure import measure_shape
 from meshwright.parallel import selective
+from meshwright.parallel.recompute import apply
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -56,3 +59,32 @@ def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
     input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
     planned = float(np.asarray(cost.saved - cost.spared).item()) - input_bytes
     assert planned == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
+
+
+class Averaging(nn.Module):
+    """Its own code sums over ranks in the memory of a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scale = self.up(x).detach()
+        read = torch.sin(scale.clone())
+        dist.all_reduce(scale)
+        return x + self.down(torch.sin(scale * x) * read)
+
+
+def test_collectives_of_a_models_own_may_write_into_what_is_kept() -> None:
+    def gradients(rank: int) -> list[torch.Tensor]:
+        found = []
+        for mode in ("", "selective"):
+            torch.manual_seed(rank)
+            layer, x = Averaging(), torch.randn(2, 4, 8, requires_grad=True)
+            if mode:
+                apply([layer], mode, None)
+            found.append(torch.autograd.grad(layer(x).square().sum(), x)[0])
+        return found
+
+    for plain, recomputed in run_ranks(2, gradients):
+        assert torch.equal(plain, recomputed)

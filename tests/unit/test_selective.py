@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx import GraphModule
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
+from torch.nn.attention.flex_attention import flex_attention
 
-from meshwright.parallel import selective
+from meshwright.parallel import compiled_layers, selective
+from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
 
@@ -206,3 +209,101 @@ def test_what_is_kept_is_free_after_backward() -> None:
     y.sum().backward()
     del y
     assert all(reference.expired() for reference in stored)
+
+
+class TwoOutputs(nn.Module):
+    """Returns a product, and what it computes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.up(x)
+        return {"hidden": h, "score": self.down(torch.sin(h.clone()))}
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_other_code_may_write_into_what_a_layer_returns(mode: str) -> None:
+    found = []
+    for recomputed in (False, True):
+        torch.manual_seed(0)
+        layer, x = TwoOutputs(), torch.randn(2, 4, 8, requires_grad=True)
+        if recomputed:
+            apply([layer], mode, None)
+        out = layer(x)
+        out["hidden"] += x
+        loss = out["hidden"].square().sum() + out["score"].square().sum()
+        found.append(torch.autograd.grad(loss, [x, *layer.parameters()]))
+    for plain, again in zip(*found, strict=True):
+        assert torch.equal(plain, again)
+
+
+class Flexible(nn.Module):
+    """Calls an operator of higher order, which has no schema, on a product without a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = self.up(x.detach()).detach().view(2, 16, 2, 16).transpose(1, 2)
+        mixed = flex_attention(heads, heads, heads).transpose(1, 2).reshape(2, 16, 32)
+        return x + torch.sin(self.down(torch.sin(x) * mixed))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_layers_may_call_operators_of_higher_order() -> None:
+    found = []
+    for mode in ("", "selective"):
+        torch.manual_seed(0)
+        layer, x = Flexible(), torch.randn(2, 16, 32, requires_grad=True)
+        if mode:
+            apply([layer], mode, None)
+        found.append(torch.autograd.grad(layer(x).square().sum(), x)[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_functions_that_a_layer_has_compiled_run_compiled() -> None:
+    runs = []
+
+    def backend(graph: GraphModule, _example: list[torch.Tensor]) -> Callable[..., Any]:
+        def run(*args: torch.Tensor) -> object:
+            runs.append(graph)
+            return graph.forward(*args)
+
+        return run
+
+    layer, x = Layer(torch.compile(lambda h: torch.sin(h) + 1.0, backend=backend)), torch.randn(2, 4, 8)
+    apply([layer], "selective", None)
+    layer(x.requires_grad_()).sum().backward()
+    # Two calls in each run of the layer.
+    assert len(runs) == 4
+
+
+def with_a_break(x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x.add_(0.5)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize("go_on", [added, with_a_break])
+def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+        if is_compiled:
+            apply([layer], "selective", None, is_compiled=True)
+            wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", compiled_layers._compiled)
+        found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(plain, compiled)
+
+
+def test_a_sum_leaves_alone_what_other_modes_see() -> None:
+    x = torch.randn(2, 4)
+    assert selective.own_copy(x) is x
+    with Counted():
+        assert selective.own_copy(x).data_ptr() != x.data_ptr()
