@@ -17,12 +17,11 @@ from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import (
     RECOMPUTES,
-    ActivationBytes,
     Array,
     LayoutBatch,
-    MeasuredBytes,
     PricedJob,
 )
+from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredBytes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute

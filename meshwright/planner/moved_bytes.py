@@ -14,7 +14,8 @@ import numpy as np
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
-from meshwright.planner.cost.layout_batch import LayoutBatch, MovedBytes, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.measured_bytes import MovedBytes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator

@@ -27,7 +27,7 @@ from meshwright.planner.cost.offload import HOST_USABLE, host_update_bound_s
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import bound_step_s, memory_by_recompute, price_many
 from meshwright.planner.cost.prices import Prices
-from meshwright.planner.cost.rank_bytes import MemoryByRecompute
+from meshwright.planner.fewest_recomputed import fewest_recomputed
 from meshwright.planner.space import Space, cores, count, expand, leanest, lightest, variants_of_cores
 
 FEASIBILITY_BATCH = 4000
@@ -258,51 +258,13 @@ class _SearchPass:
         whole, rows, first, second = whole.take(runs), rows[runs], first[runs], second[runs]
         if not whole.count:
             return None
-        fewest = self._fewest_recomputed(whole, peak_bytes[rows, first], peak_bytes[rows, second])
-        layers = len(self._job.shape.blocks)
+        memory = memory_by_recompute(self._job, whole, self._machine, self._engine)
+        layers, peaks = len(self._job.shape.blocks), (peak_bytes[rows, first], peak_bytes[rows, second])
+        fewest = fewest_recomputed(memory, self._memory_bytes, layers, *peaks)
         is_partial = fewest < layers
         if not is_partial.any():
             return None
         return dataclasses.replace(whole.take(is_partial), recompute_share=fewest[is_partial] / layers)
-
-    def _fewest_recomputed(self, whole: LayoutBatch, rest_bytes: Array, whole_bytes: Array) -> Array:
-        """Returns the fewest layers of `recompute` with which layouts fit that do so with all, (N,) int64.
-
-        A peak is that of the fullest of several moments and ranks, so it falls with each further layer, not in
-        proportion. Most are found as if it did, others by bisection. Of a pipeline's evenly spaced layers a stage may
-        have one less when there is one more in all: then it is a number that fits where one less doesn't.
-
-        Args:
-            whole: N layouts that recompute all layers and fit.
-            rest_bytes: their peaks where all layers do what `recompute_rest` says, which don't fit, (N,).
-            whole_bytes: their own peaks, (N,).
-        """
-        fewest = np.empty(whole.count, int)
-        for index, memory in memory_by_recompute(self._job, whole, self._machine, self._engine):
-            fewest[index] = self._fewest_of_run(memory, rest_bytes[index], whole_bytes[index])
-        return fewest
-
-    def _fewest_of_run(self, memory: MemoryByRecompute, rest_bytes: Array, whole_bytes: Array) -> Array:
-        """Returns `_fewest_recomputed` of layouts with equally many pipeline ranks, whose ``memory`` is priced."""
-        layers, limit = len(self._job.shape.blocks), self._memory_bytes
-        # Numbers of layers: too few, and enough; the peaks of both.
-        bounds = np.stack([np.zeros(len(rest_bytes), int), np.full(len(rest_bytes), layers)])
-        peaks = np.stack([rest_bytes, whole_bytes])
-        between, attempts = np.arange(len(rest_bytes)), 0
-        while True:
-            is_open = bounds[1, between] - bounds[0, between] > 1
-            if not is_open.all():
-                between, memory = between[is_open], memory.take(is_open)
-            if not len(between):
-                return bounds[1]
-            (low, high), (above, below) = bounds[:, between], peaks[:, between]
-            # The second attempt on the line is one layer below the first.
-            on_line = low + np.ceil((above - limit) / (above - below) * (high - low)).astype(int)
-            tried = np.clip(on_line, low + 1, high - 1) if attempts < 2 else (low + high) // 2
-            tried_bytes = memory.at(tried / layers)["peak"].max(axis=1)
-            side = (tried_bytes <= limit).astype(int)
-            bounds[side, between], peaks[side, between] = tried, tried_bytes
-            attempts += 1
 
 
 def _fits_nowhere(batch: LayoutBatch, _memory: Mapping[str, Array]) -> Array:

@@ -26,13 +26,12 @@ from meshwright.planner.choose import (
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import (
     RECOMPUTES,
-    ActivationBytes,
     LayoutBatch,
-    MeasuredBytes,
     PricedJob,
     array_fields,
     splits_backward,
 )
+from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredBytes
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many

@@ -16,7 +16,8 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layers import PricedModel
-from meshwright.planner.cost.layout_batch import ActivationBytes, LayoutBatch, MeasuredBytes, PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
+from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredBytes
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
 from meshwright.spec.layout import Layout

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.array_types import Index
-from meshwright.planner.cost.layout_batch import ActivationBytes, Array
+from meshwright.planner.cost.layout_batch import Array
+from meshwright.planner.cost.measured_bytes import ActivationBytes
 from meshwright.planner.cost.stages import StageCut, block_kinds, recomputed_layers
 from meshwright.planner.cost.step_memory import ActivationParts
 from meshwright.spec.model_shape import ModelShape
