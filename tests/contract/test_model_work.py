@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.cluster.calibration import Calibration
+from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
 from meshwright.models import operators
 from meshwright.models.analysis.table import sharding_table
@@ -21,6 +22,10 @@ from meshwright.models.forward import model_forward
 from meshwright.models.measure import measure_shape
 from meshwright.models.work import measure_model
 from meshwright.parallel import recompute, selective
+from meshwright.planner.activation_bytes import count_activation_bytes
+from meshwright.planner.cost.groups import Machine
+from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.operators import price_operators
 from meshwright.spec.model_shape import ModelWork
 from tests.tiers import further
@@ -111,6 +116,16 @@ def test_selective_recompute_keeps_the_bytes_that_are_counted(name: str, monkeyp
     assert {item.sizes[-1] < 64 for item in narrow} <= {True}
     # The way up from latents is.
     assert bool(narrow) == (name == "deepseek_v3")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_the_closed_form_of_selective_recompute_has_what_modules_keep(name: str) -> None:
+    """Where no module is read, the sizes alone say what is kept: products of experts and latents too."""
+    model = build_meta(ModelConfig(name=name, layers=4, width=256, heads=4), vocab=512, context=128)
+    work = measure_model(model, 1, 128, torch.bfloat16)
+    job = PricedJob(shape=measure_shape(model), sequence=128, rows=1, precision="bf16")
+    counted = count_activation_bytes(job, Machine.of(Cluster.parse("8xh100")), MESHWRIGHT, work)
+    assert counted.saved.real[1] == pytest.approx(counted.saved.closed[1], rel=0.07)
 
 
 class Wrapped(nn.Module):
