@@ -38,6 +38,13 @@ def built(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=name, layers=3, width=64, heads=4), vocab=VOCAB, context=TOKENS)
 
 
+def latent(name: str, **sizes: int) -> ModelConfig:
+    """A model; of multi-head latent attention one whose latents and experts are narrower than it."""
+    ranks = {"q_lora_rank": 3 * sizes["width"] // 8, "kv_lora_rank": sizes["width"] // 4}
+    narrow = {**ranks, "moe_intermediate_size": sizes["width"] // 2} if name == "deepseek_v3" else {}
+    return ModelConfig(name=name, heads=4, overrides=narrow, **sizes)  # type: ignore[arg-type]
+
+
 def flops(work: ModelWork, kind: str, backward: bool = False) -> float:
     return sum(count * item.flops for count, item in work.operators(backward) if item.kind == kind)
 
@@ -104,7 +111,7 @@ def test_selective_recompute_keeps_the_bytes_that_are_counted(name: str, monkeyp
         leave(run, *error)
 
     monkeypatch.setattr(selective._FirstRun, "__exit__", counted)
-    model = built(name)
+    model = build_meta(latent(name, layers=3, width=64), vocab=VOCAB, context=TOKENS)
     work, module = measure_model(model, ROWS, TOKENS, torch.float32), real(model).train()
     recompute.apply([module.get_submodule(layer) for layer in model.structure.layers], "selective", None, width=64)
     model_forward(module, model.structure, torch.zeros(ROWS, TOKENS, dtype=torch.int64))
@@ -114,14 +121,14 @@ def test_selective_recompute_keeps_the_bytes_that_are_counted(name: str, monkeyp
     assert sorted(kept) == pytest.approx(sorted(planned), rel=0.002)
     narrow = [item for kind in work.layers for item in kind.forward if item.kind == "product" and not item.kept_bytes]
     assert {item.sizes[-1] < 64 for item in narrow} <= {True}
-    # The way up from latents is.
+    # The way up from latents is, and the way down of small experts.
     assert bool(narrow) == (name == "deepseek_v3")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text", "mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_the_closed_form_of_selective_recompute_has_what_modules_keep(name: str) -> None:
     """Where no module is read, the sizes alone say what is kept: products of experts and latents too."""
-    model = build_meta(ModelConfig(name=name, layers=4, width=256, heads=4), vocab=512, context=128)
+    model = build_meta(latent(name, layers=4, width=256), vocab=512, context=128)
     work = measure_model(model, 1, 128, torch.bfloat16)
     job = PricedJob(shape=measure_shape(model), sequence=128, rows=1, precision="bf16")
     counted = count_activation_bytes(job, Machine.of(Cluster.parse("8xh100")), MESHWRIGHT, work)
