@@ -252,11 +252,15 @@ def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
     return is_summand() or int(arguments[left].shape[-1]) >= width
 
 
+def _current_run() -> _SelectiveRun | None:
+    # Dynamo can't trace variables of a context, and compiled layers keep nothing here.
+    return None if torch.compiler.is_compiling() else _RUN.get()
+
+
 def run_and_release(plain: Forward, *args: Any, **kwargs: Any) -> Any:
     """Returns what a layer's forward returns; other code may then write into it."""
     out = plain(*args, **kwargs)
-    # Dynamo can't trace variables of a context, and compiled layers keep nothing here.
-    run = None if torch.compiler.is_compiling() else _RUN.get()
+    run = _current_run()
     if run is not None:
         run.release(out)
     return out
@@ -264,7 +268,7 @@ def run_and_release(plain: Forward, *args: Any, **kwargs: Any) -> Any:
 
 def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Returns a sum over ranks, of any shape; selective recompute keeps it in place of all that ``make`` computes."""
-    run = _RUN.get()
+    run = _current_run()
     return make() if run is None else run.sum_of(make)
 
 
@@ -275,7 +279,7 @@ def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> to
         multiply: makes it of the factors.
         factors: (..., K) and a weight of either orientation; the product is (..., N).
     """
-    if torch.compiler.is_compiling():  # as above
+    if torch.compiler.is_compiling():
         return multiply(*factors)
     token = _IS_SUMMAND.set(True)
     try:
