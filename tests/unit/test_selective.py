@@ -13,10 +13,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 from torch.nn.attention.flex_attention import flex_attention
 
+from meshwright.forking import fork_obstacle
+from meshwright.launch.contract import RankContext
 from meshwright.parallel import compiled_layers, selective
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
+from tests.ranks.group import run_contexts
 
 
 class Experts(nn.Module):
@@ -290,16 +293,25 @@ def with_a_break(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
 @pytest.mark.parametrize("go_on", [added, with_a_break])
 def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    found = []
-    for is_compiled in (False, True):
-        torch.manual_seed(0)
-        layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-        if is_compiled:
-            apply([layer], "selective", None, is_compiled=True)
-            wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", compiled_layers._compiled)
-        found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+    def work(_context: RankContext) -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+            if is_compiled:
+                apply([layer], "selective", None, is_compiled=True)
+                wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", compiled_layers._compiled)
+            found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+        return found
+
+    # The compiler's threads stay as long as their process, which then can't fork ranks for other tests.
+    (found,) = run_contexts(1, work)
     for plain, compiled in zip(*found, strict=True):
         torch.testing.assert_close(plain, compiled)
+
+
+def test_these_tests_leave_no_thread() -> None:
+    assert fork_obstacle() is None
 
 
 def test_a_sum_leaves_alone_what_other_modes_see() -> None:
