@@ -10,8 +10,8 @@ need more than they do (torch 2.13):
 - Code may write into what a product returned, as ``h = self.up(x); h += x``. torch keeps that very memory, and its
   check of versions doesn't see it behind the view that a linear module makes: gradients were wrong without a word. Here
   a kept result is copied ahead of the first operator that writes into it, and where the layer returns its memory.
-- What writes without an operator of torch's isn't seen: numpy, and functions that the layer's own code has compiled where
-  they write into a result without a gradient (into others they write back by an operator).
+  What writes without an operator of torch's isn't seen: numpy, and functions that the layer's own code has compiled
+  where they write into a result without a gradient (into others they write back by an operator).
 - Of a product that ranks of ``tp`` sum, the sum is kept and the summand isn't: with ``sequence`` it is 1 / tp as large,
   and nothing is summed twice. In the second run the product isn't computed either, as nothing reads it.
 
