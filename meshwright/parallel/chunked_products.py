@@ -37,6 +37,8 @@ class Overlap:
     """Chunks of tokens, 1 or more."""
     sequence: bool
     """Whether tokens are split over the ranks between the products."""
+    gathers_again: bool = False
+    """Whether backward gathers a compiled layer's tokens a second time, and forward keeps this rank's alone."""
 
 
 def row_forward(x: torch.Tensor, matrix: torch.Tensor, overlap: Overlap) -> torch.Tensor:

@@ -25,8 +25,8 @@ from meshwright.parallel.chunked_products import (
     row_forward,
     weight_grad,
 )
-from meshwright.parallel.group_operators import find_group
-from meshwright.torch_compat.compiler import keep_in_order
+from meshwright.parallel.collectives import all_gather_dim
+from meshwright.parallel.group_operators import define, find_group
 
 
 def row_product(x: torch.Tensor, weight: torch.Tensor, is_transposed: bool, overlap: Overlap) -> torch.Tensor:
@@ -138,7 +138,8 @@ class _ColumnProducts(torch.autograd.Function):
         else:
             outputs = column_forward(x, matrices, overlap)
         # Without a trained weight nothing reads the input again.
-        ctx.save_for_backward(*weights, *([outputs[0]] if any(are_trained) else []))
+        ctx.is_shard = group.is_traced and overlap.sequence and overlap.gathers_again
+        ctx.save_for_backward(*weights, *([x if ctx.is_shard else outputs[0]] if any(are_trained) else []))
         return tuple(outputs)
 
     @staticmethod
@@ -151,7 +152,10 @@ class _ColumnProducts(torch.autograd.Function):
         grads = [upstream[1 + number] for number in used]
         matrices = [weights[number].t() if ctx.are_transposed[number] else weights[number] for number in used]
         trained = [number for number in used if ctx.are_trained[number]]
-        call = (upstream[0], grads, matrices, x[0] if trained else None)
+        read = x[0] if trained else None
+        if read is not None and ctx.is_shard:
+            read = all_gather_dim(read, group, 1)
+        call = (upstream[0], grads, matrices, read)
         turned = [ctx.are_transposed[number] for number in used]
         are_trained = [ctx.are_trained[number] for number in used]
         if group.is_traced:
@@ -163,13 +167,25 @@ class _ColumnProducts(torch.autograd.Function):
         return (x_grad, None, None, None, *(grad_of.get(number) for number in range(count)))
 
 
-@torch.library.custom_op("meshwright::row_product", mutates_args=())
+def _row_shape(x: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, sequence: bool) -> torch.Tensor:
+    size = find_group(group).size if sequence else 1
+    return x.new_empty(x.shape[0], x.shape[1] // size, matrix.shape[1])
+
+
+@define("row_product", _row_shape, is_kept=True)
 def row_operator(x: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, sequence: bool) -> torch.Tensor:
     """Returns the sum over a group of x W: (B, S, N), with ``sequence`` this rank's tokens of it."""
     return row_forward(x, matrix, Overlap(find_group(group), chunks, sequence))
 
 
-@torch.library.custom_op("meshwright::row_product_backward", mutates_args=())
+def _row_backward_shapes(
+    grad: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, tokens, width = grad.shape
+    return grad.new_empty(rows, size * tokens, matrix.shape[0]), grad.new_empty(rows, size * tokens, width)
+
+
+@define("row_product_backward", _row_backward_shapes)
 def row_backward_operator(
     grad: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -177,7 +193,14 @@ def row_backward_operator(
     return row_backward(grad, matrix, Overlap(find_group(group), chunks, True))
 
 
-@torch.library.custom_op("meshwright::column_products", mutates_args=())
+def _column_shapes(
+    x: torch.Tensor, matrices: Sequence[torch.Tensor], group: str, chunks: int, size: int
+) -> list[torch.Tensor]:
+    rows, tokens = x.shape[0], size * x.shape[1]
+    return [x.new_empty(rows, tokens, width) for width in (x.shape[2], *(matrix.shape[1] for matrix in matrices))]
+
+
+@define("column_products", _column_shapes, is_kept=True)
 def column_operator(
     x: torch.Tensor, matrices: Sequence[torch.Tensor], group: str, chunks: int, size: int
 ) -> list[torch.Tensor]:
@@ -185,48 +208,7 @@ def column_operator(
     return column_forward(x, matrices, Overlap(find_group(group), chunks, True))
 
 
-@torch.library.custom_op("meshwright::column_products_backward", mutates_args=())
-def column_backward_operator(
-    input_grad: torch.Tensor | None,
-    grads: Sequence[torch.Tensor],
-    matrices: Sequence[torch.Tensor],
-    x: torch.Tensor | None,
-    are_transposed: Sequence[bool],
-    are_trained: Sequence[bool],
-    group: str,
-    chunks: int,
-    size: int,
-) -> list[torch.Tensor]:
-    """Returns the input gradient of column linears, (B, S or n, K), and that of each trained weight.
-
-    ``size`` is 0 without ``sequence``; the other arguments are those of `column_backward`.
-    """
-    overlap = Overlap(find_group(group), chunks, size > 0)
-    return column_backward(input_grad, grads, matrices, x, are_transposed, are_trained, overlap)
-
-
-@row_operator.register_fake
-def _(x: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, sequence: bool) -> torch.Tensor:
-    size = find_group(group).size if sequence else 1
-    return x.new_empty(x.shape[0], x.shape[1] // size, matrix.shape[1])
-
-
-@row_backward_operator.register_fake
-def _(
-    grad: torch.Tensor, matrix: torch.Tensor, group: str, chunks: int, size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rows, tokens, width = grad.shape
-    return grad.new_empty(rows, size * tokens, matrix.shape[0]), grad.new_empty(rows, size * tokens, width)
-
-
-@column_operator.register_fake
-def _(x: torch.Tensor, matrices: Sequence[torch.Tensor], group: str, chunks: int, size: int) -> list[torch.Tensor]:
-    rows, tokens = x.shape[0], size * x.shape[1]
-    return [x.new_empty(rows, tokens, width) for width in (x.shape[2], *(matrix.shape[1] for matrix in matrices))]
-
-
-@column_backward_operator.register_fake
-def _(
+def _column_backward_shapes(
     input_grad: torch.Tensor | None,
     grads: Sequence[torch.Tensor],
     matrices: Sequence[torch.Tensor],
@@ -246,5 +228,21 @@ def _(
     return [grads[0].new_empty(rows, tokens // max(1, size), width), *(grads[0].new_empty(shape) for shape in shapes)]
 
 
-for _operator in (row_operator, row_backward_operator, column_operator, column_backward_operator):
-    keep_in_order(_operator)
+@define("column_products_backward", _column_backward_shapes)
+def column_backward_operator(
+    input_grad: torch.Tensor | None,
+    grads: Sequence[torch.Tensor],
+    matrices: Sequence[torch.Tensor],
+    x: torch.Tensor | None,
+    are_transposed: Sequence[bool],
+    are_trained: Sequence[bool],
+    group: str,
+    chunks: int,
+    size: int,
+) -> list[torch.Tensor]:
+    """Returns the input gradient of column linears, (B, S or n, K), and that of each trained weight.
+
+    ``size`` is 0 without ``sequence``; the other arguments are those of `column_backward`.
+    """
+    overlap = Overlap(find_group(group), chunks, size > 0)
+    return column_backward(input_grad, grads, matrices, x, are_transposed, are_trained, overlap)

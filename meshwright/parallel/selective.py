@@ -249,7 +249,9 @@ def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
     left = PRODUCTS.get(operator)
     if left is None:
         return operator in ATTENTION
-    return is_summand() or int(arguments[left].shape[-1]) >= width
+    summed = arguments[left].shape[-1]
+    # A graph whose sizes are symbols doesn't know theirs.
+    return is_summand() or (isinstance(summed, int) and summed >= width)
 
 
 def _current_run() -> _SelectiveRun | None:

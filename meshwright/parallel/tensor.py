@@ -9,7 +9,7 @@ Source: Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al. (2022)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -67,6 +67,7 @@ def wrap_layer(
     copies: int,
     sequence: bool = False,
     chunks: int = 0,
+    gathers_again: bool = False,
 ) -> ShardedLayer:
     """Splits a layer over the ranks of the axis.
 
@@ -78,11 +79,13 @@ def wrap_layer(
         copies: ranks of the world that hold what the axis doesn't split.
         sequence: between the groups a rank has (B, S / size, D), its run of the tokens.
         chunks: of tokens, in which plain products compute beside the axis's traffic; 0 to wait for all of it.
+        gathers_again: see `Overlap.gathers_again`.
 
     Returns:
         The shards of its parameters and the gradients to sum, by their names in the model.
     """
-    sharded, overlap = ShardedLayer(), Overlap(axis_group, chunks, sequence) if chunks else None
+    overlap = Overlap(axis_group, chunks, sequence, gathers_again) if chunks else None
+    sharded = ShardedLayer()
     unsplit = {name for name, parameter in layer.named_parameters() if parameter.requires_grad}
     for group in rows.groups:
         shares = group.shares(axis_group.size)
@@ -306,6 +309,7 @@ def wrap_model(
     sequence: bool = False,
     ends: tuple[bool, bool] = (True, True),
     chunks: int = 0,
+    gathers_again: Collection[str] = (),
 ) -> ShardedLayer:
     """Splits every layer that a module has, and its embedding and head.
 
@@ -317,6 +321,7 @@ def wrap_model(
         sequence: between the groups of the layers a rank has its run of the tokens; outside of them all tokens.
         ends: whether the embedding is in this stage, and whether the head is.
         chunks: of tokens, in which plain products of layers compute beside the axis's traffic; 0 to wait for it.
+        gathers_again: names of layers that do so (`Overlap.gathers_again`).
 
     Returns:
         What became of the parameters.
@@ -325,7 +330,8 @@ def wrap_model(
     for name, rows in table.layers.items():
         layer = local_layer(module, name)
         if layer is not None:
-            sharded.add(wrap_layer(layer, name, rows, axis_group, copies, sequence, chunks))
+            is_gathered_again = name in gathers_again
+            sharded.add(wrap_layer(layer, name, rows, axis_group, copies, sequence, chunks, is_gathered_again))
     if table.vocabulary:
         sharded.add(wrap_vocabulary(module, table.vocabulary, table.vocab, axis_group, copies))
     if sequence:

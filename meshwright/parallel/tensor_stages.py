@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -24,7 +24,11 @@ from meshwright.spec.sharding_table import ShardingTable, vocabulary_span
 
 
 def split(
-    stages: Sequence[StageModule], table: ShardingTable, mesh: Mesh, expert_modules: Sequence[str]
+    stages: Sequence[StageModule],
+    table: ShardingTable,
+    mesh: Mesh,
+    expert_modules: Sequence[str],
+    gathers_again: Collection[str] = (),
 ) -> VocabShard | None:
     """Splits stages over ``tp``.
 
@@ -33,6 +37,7 @@ def split(
         table: of the whole model.
         mesh: ranks and groups.
         expert_modules: names of modules that another axis splits: experts, where tokens travel to them.
+        gathers_again: names of layers whose backward gathers tokens a second time (`chunked_products.Overlap`).
 
     Returns:
         The run of the vocabulary whose logits this rank has; None for all of it.
@@ -46,7 +51,9 @@ def split(
     neighbours = {number: mesh.subgroup(axis_group.axis, number) for number in _shared_by(table, axis_group.size)}
     for stage in stages:
         ends = (stage.is_first, stage.is_last)
-        sharded = tensor.wrap_model(stage.module, table, axis_group, copies, layout.sequence, ends, layout.tp_overlap)
+        sharded = tensor.wrap_model(
+            stage.module, table, axis_group, copies, layout.sequence, ends, layout.tp_overlap, gathers_again
+        )
         for name, shard in sharded.local_shards.items():
             stage.local_shards[name] = _with_tied_copies(shard, stage.local_shards.get(name), copies)
         # Experts that another axis spreads aren't split here, so their gradients are no summands.
@@ -161,7 +168,11 @@ def _apply(context: TransformContext) -> None:
     """Splits this rank's stages; experts that another axis spreads stay whole here."""
     assert context.source.table is not None
     spread = [rows.module for rows in context.source.experts] if context.layout.degree(Mechanics.EXPERTS) > 1 else []
-    context.view.vocab = split(context.stages, context.source.table, context.required_mesh, spread)
+    layout, layers = context.layout, context.source.layers
+    # Of a compiled layer that recomputes selectively the compiler can't keep some results of one operator alone.
+    modes = zip(layers, layout.recompute.modes(len(layers)))
+    gathers_again = {name for name, mode in modes if mode == "selective" and layout.compile}
+    context.view.vocab = split(context.stages, context.source.table, context.required_mesh, spread, gathers_again)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.TENSOR, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

@@ -242,7 +242,7 @@ class Question:
     @property
     def space(self) -> Space:
         """The layouts to choose from."""
-        limits = {"compiled": self.base.compile, **self.limits}
+        limits = self.limits
         if self.engine is None and self.job.shape.experts:
             limits = {"expert_nodes": fastest_nodes(self.job, self.machine, self.cluster.devices), **limits}
         space = Space(devices=self.cluster.devices, domain=self.cluster.domain, **limits)

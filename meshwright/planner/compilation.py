@@ -62,7 +62,7 @@ def consider_compiled(question: Question, choice: Choice, price: Callable[[Layou
 def _compiled(layouts: Iterable[Layout]) -> Iterator[Layout]:
     """Yields the compiled form of each layout that has one."""
     for layout in (dataclasses.replace(eager, compile=True) for eager in layouts if not eager.compile):
-        if not (layout.uncompiled_reason or layout.pipeline().splits_backward):
+        if not layout.pipeline().splits_backward:
             yield layout
 
 

@@ -103,7 +103,9 @@ class LayerTraffic:
 
     def _is_repeated(self, sent: LayerCollective, mode: str) -> bool:
         """Whether recompute runs a collective of forward again, in a layer that recomputes by a mode."""
-        if sent.kept_by_selective and mode == "selective":
+        # Of a compiled layer what lies between its graphs, as the exchange of tokens for heads, isn't computed again.
+        is_between_graphs = self._layout.compile and sent.group.axis == self._cp.axis
+        if mode == "selective" and (sent.kept_by_selective or is_between_graphs):
             return False
         if sent.kept_by_ep_keep and self._layout.ep_keep:
             return False

@@ -161,7 +161,7 @@ class _SearchPass:
 
     def _fits(self, batch: LayoutBatch, columns: Mapping[str, Array]) -> Array:
         """Returns (N,) bool: the layouts that fit, and in a second pass wouldn't fit without offload."""
-        fits = (columns["peak"] <= self._memory_bytes) & self._space.runs(batch)
+        fits = columns["peak"] <= self._memory_bytes
         if self._offloads != ("none",):
             fits &= columns["host"] <= self._host_bytes
         if not self._is_first:
@@ -254,10 +254,6 @@ class _SearchPass:
             return None
         whole = batch.take(eligible[rows * modes + second])
         whole = dataclasses.replace(whole, recompute_rest=batch.recompute[eligible[rows * modes + first]])
-        runs = self._space.runs(dataclasses.replace(whole, recompute_share=np.full(whole.count, 0.5)))
-        whole, rows, first, second = whole.take(runs), rows[runs], first[runs], second[runs]
-        if not whole.count:
-            return None
         memory = memory_by_recompute(self._job, whole, self._machine, self._engine)
         layers, peaks = len(self._job.shape.blocks), (peak_bytes[rows, first], peak_bytes[rows, second])
         fewest = fewest_recomputed(memory, self._memory_bytes, layers, *peaks)

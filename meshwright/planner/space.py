@@ -69,8 +69,6 @@ class Space:
     """State that may lie in host memory; searched only where it could beat every layout without."""
     expert_nodes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """`Layout.ep_node` of each degree of ep; 0 of others."""
-    compiled: bool = False
-    """Whether layers are compiled: then layers that exchange something can't recompute selectively."""
 
     def given(self, column: str) -> int | None:
         """Returns the product of the fixed degrees of a column's axes; None where no axis of it is fixed."""
@@ -95,13 +93,6 @@ class Space:
         for degree, run in self.expert_nodes.items():
             runs[ep == degree] = run
         return runs
-
-    def runs(self, batch: LayoutBatch) -> np.ndarray:
-        """Returns (N,) bool: the layouts of a batch whose layers run as asked, see `Layout.uncompiled_reason`."""
-        if not self.compiled:
-            return np.ones(batch.count, dtype=bool)
-        communicates = (batch.tp > 1) | (batch.cp > 1) | (batch.ep > 1)
-        return np.asarray(~communicates | (batch.share_of(RECOMPUTES.index("selective")) == 0.0))
 
 
 def divisors(number: int) -> list[int]:
@@ -449,8 +440,6 @@ def contains(job: PricedJob, space: Space, core_rows: np.ndarray, base: Layout, 
     core += [layout.microbatches, schedule_names().index(schedule), layout.stages_per_rank if is_pipelined else 1]
     variant = (sizes[COPIES], sizes[SHARDS], layout.zero, RECOMPUTES.index(mode))
     if not (core_rows == np.array(core, dtype=float)).all(axis=1).any() or variant not in variants(job, space, core):
-        return False
-    if layout.uncompiled_reason:
         return False
     free_fields = ("degrees", "zero", "microbatches", "recompute", "schedule", "stages", "offload")
     free_values = {field: getattr(layout, field) for field in free_fields}

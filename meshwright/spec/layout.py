@@ -439,17 +439,6 @@ class Layout:
         return any(self.degree(mechanics) > 1 for mechanics in IN_LAYERS)
 
     @property
-    def uncompiled_reason(self) -> str:
-        """Why the compiler would leave recomputed layers as they are, in a clause; empty where it wouldn't."""
-        if not (self.compile and "selective" in (self.recompute.mode, self.recompute.rest) and self.layers_communicate):
-            return ""
-        axes = ", ".join(self.format_degree(mechanics) for mechanics in IN_LAYERS if self.degree(mechanics) > 1)
-        return (
-            f"compile=true with recompute={self.recompute} and {axes}: torch.compile can't trace a layer that keeps "
-            "some results and exchanges others, and would run all layers uncompiled"
-        )
-
-    @property
     def stages_per_rank(self) -> int:
         """Stages that each rank of ``pp`` runs, 1 without a pipeline.
 

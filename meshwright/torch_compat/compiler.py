@@ -1,21 +1,34 @@
-"""Private names of torch.compile."""
+"""Private names of torch.compile.
+
+The compiler's modules are imported where they are called: that takes a second, and few runs compile layers.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import operator
 import shutil
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch._library.effects import EffectType
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.torch_compat import PrivateName
 
 PRIVATE_NAMES = (
     PrivateName(
-        "torch._library.effects:EffectType.ORDERED",
-        "collectives in a compiled graph must keep their order; the kinds of effects are public under no other name",
+        "torch._inductor.custom_graph_pass:CustomGraphPass",
+        "what the compiler's options take for a rewrite of its graphs, with a key for its cache on disk",
     ),
+    PrivateName("torch._dynamo.exc:Unsupported", "what tracing a whole function raises where it would break the graph"),
+    PrivateName("torch._dynamo.exc:UserError", "what it raises where the graph would depend on values"),
+    PrivateName("torch._dynamo.exc:FailOnRecompileLimitHit", "what it raises where it was traced too often"),
 )
+Rewrite = Callable[[torch.fx.Graph], None]
+Policy = Callable[[object, Sequence[Any]], CheckpointPolicy]
+"""Says of an operator and its arguments whether what it returns is kept or computed again."""
 
 
 def can_compile() -> bool:
@@ -23,6 +36,45 @@ def can_compile() -> bool:
     return importlib.util.find_spec("triton") is not None and any(map(shutil.which, ("cc", "gcc", "clang")))
 
 
-def keep_in_order(operator: Any) -> None:
-    """Keeps calls of an operator of `torch.library.custom_op` in the traced order, and none left out or repeated."""
-    operator.register_effect(EffectType.ORDERED)
+def graph_options(of_both: Rewrite, of_each: Rewrite, key: str) -> dict[str, Any]:
+    """Returns options of ``torch.compile`` that rewrite its graphs.
+
+    Args:
+        of_both: rewrites forward and backward while they are one graph, before it is decided what is kept between them.
+        of_each: rewrites each of the two, or the only one where nothing needs a gradient.
+        key: names what the two do: graphs are found again on disk by it.
+    """
+    base: Any = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
+
+    class GraphPass(base):  # type: ignore[misc]
+        def __init__(self, rewrite: Rewrite) -> None:
+            self._rewrite = rewrite
+
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            self._rewrite(graph)
+
+        def uuid(self) -> str:
+            return key
+
+    return {"joint_custom_pre_pass": GraphPass(of_both), "post_grad_custom_pre_pass": GraphPass(of_each)}
+
+
+def tracing_errors() -> tuple[type[Exception], ...]:
+    """Returns the errors of a function that can't be traced as one graph, or not as often as its arguments ask for."""
+    errors: Any = importlib.import_module("torch._dynamo.exc")
+    return errors.Unsupported, errors.UserError, errors.FailOnRecompileLimitHit
+
+
+def mark_recompute(graph: torch.fx.Graph, policy: Policy) -> None:
+    """Marks each operator of forward in a graph of both passes as a checkpoint around it would mark it.
+
+    Operators of higher order are left to the compiler.
+    """
+    for node in graph.nodes:
+        # The tracer notes which operators backward added, and which belong to one of the two whatever is kept.
+        if node.op != "call_function" or node.meta.get("partitioner_tag", "is_forward") != "is_forward":
+            continue
+        made_by = node.args[0] if node.target is operator.getitem else node
+        if isinstance(made_by.target, torch._ops.OpOverload):
+            arguments = [getattr(item, "meta", {}).get("val", item) for item in made_by.args]
+            node.meta |= {"recompute": policy(made_by.target, arguments), "ac_graph_id": 0}

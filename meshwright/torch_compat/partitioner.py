@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 import importlib
-import operator
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.torch_compat import PrivateName
+from meshwright.torch_compat.compiler import Policy, mark_recompute
 
 PRIVATE_NAMES = (
     PrivateName(
@@ -35,8 +34,6 @@ PRIVATE_NAMES = (
 )
 Partition = tuple[Any, Any]
 """Graph modules of forward, which returns its outputs and what is kept, and of backward."""
-Policy = Callable[[object, Sequence[Any]], CheckpointPolicy]
-"""Says of an operator and its arguments whether what it returns is kept or computed again."""
 
 
 def partitions(
@@ -82,14 +79,10 @@ def partitions(
 
 
 def _tagged(joint: Any, policy: Policy | None) -> Any:
-    """Returns a copy of a joint graph, each operator of forward marked as a checkpoint would mark it."""
+    """Returns a copy of a joint graph, marked by a policy."""
     graph = copy.deepcopy(joint.graph)
-    for node in graph.nodes:
-        # The tracer notes which operators backward added.
-        if policy is not None and node.op == "call_function" and node.meta.get("partitioner_tag") != "is_backward":
-            made_by = node.args[0] if node.target is operator.getitem else node
-            arguments = [getattr(item, "meta", {}).get("val", item) for item in made_by.args]
-            node.meta |= {"recompute": policy(made_by.target, arguments), "ac_graph_id": 0}
+    if policy is not None:
+        mark_recompute(graph, policy)
     return torch.fx.GraphModule(joint, graph)
 
 

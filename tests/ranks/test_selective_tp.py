@@ -20,10 +20,13 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model
+from tests import traced_graphs
 from tests.ranks.group import run_ranks
 from tests.ranks.test_traffic import ROWS, TOKENS, model, trained
 
 LAYERS, WIDTH, FFN, HEADS = 4, 32, 64, 4
+SPLIT = WIDTH + 2 * WIDTH // 2 + WIDTH + HEADS + 2 * FFN
+"""Values a token in float32: queries, keys, values, what attention returned and its log-sum-exps, both branches up."""
 
 
 @pytest.mark.parametrize("more", ["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"])
@@ -48,9 +51,7 @@ def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
         return kept
 
     tokens, tp = ROWS * TOKENS, 2
-    # In float32: queries, keys, values, what attention returned and its log-sum-exps, both branches up; and two sums.
-    split = WIDTH + 2 * WIDTH // 2 + WIDTH + HEADS + 2 * FFN
-    by_hand = 4 * tokens * (split / tp + 2 * WIDTH / (tp if layout.sequence else 1))
+    by_hand = 4 * tokens * (SPLIT / tp + 2 * WIDTH / (tp if layout.sequence else 1))
     for kept in run_ranks(2, work, timeout=250):
         assert kept == [by_hand] * (3 * LAYERS)
     job = PricedJob(shape=measure_shape(model("llama")), sequence=TOKENS, rows=ROWS, precision="float32")
@@ -59,6 +60,24 @@ def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
     input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
     planned = float(np.asarray(cost.saved - cost.spared).item()) - input_bytes
     assert planned == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
+
+
+@pytest.mark.parametrize("more", ["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"])
+def test_compiled_layers_keep_no_more(more: str) -> None:
+    """But for the last sum, which backward doesn't read."""
+    layout = Layout.parse(f"tp=2,recompute=selective,compile=true{more}")
+    facts = analyse_model(model("llama"), layout)
+
+    def work(rank: int) -> list[int]:
+        torch.set_num_threads(1)
+        kept: list[int] = []
+        traced_graphs.install(of_backward=lambda graph: kept.append(traced_graphs.made_bytes(graph)), whole=True)
+        trained("llama", layout, facts, rank)
+        return kept
+
+    by_hand = 4 * ROWS * TOKENS * (SPLIT + WIDTH * (1 if layout.sequence else 2)) / 2
+    for kept in run_ranks(2, work, timeout=250):
+        assert kept == [by_hand]
 
 
 class Averaging(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +16,10 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from meshwright.forking import fork_obstacle
 from meshwright.launch.contract import RankContext
-from meshwright.parallel import compiled_layers, selective
+from meshwright.parallel import selective
+from meshwright.parallel.compiled_layers import compiled_selectively
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.recompute import apply
+from meshwright.parallel.recompute import apply, recomputing
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
 from tests.ranks.group import run_contexts
 
@@ -294,13 +296,12 @@ def with_a_break(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("go_on", [added, with_a_break])
 def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def work(_context: RankContext) -> list[tuple[torch.Tensor, ...]]:
-        found = []
+        found, eagerly = [], recomputing("selective", None, False, 8)
         for is_compiled in (False, True):
             torch.manual_seed(0)
             layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
             if is_compiled:
-                apply([layer], "selective", None, is_compiled=True)
-                wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", compiled_layers._compiled)
+                wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", partial(compiled_selectively, 8, eagerly))
             found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
         return found
 

@@ -308,8 +308,8 @@ class PricedModel:
         """Adds the exposed seconds of tp, cp and ep to the passes; for norms over all heads tp gathers.
 
         Returns:
-            What of the repeated forward's traffic selective recompute has kept: sums over tp, and a ring of cp, which
-            is part of attention.
+            What of the repeated forward's traffic selective recompute has kept: sums over tp, a ring of cp, which is
+            part of attention, and in compiled layers what lies between graphs.
         """
         layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
         size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
@@ -333,7 +333,7 @@ class PricedModel:
             context, backward_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
-                if runtime.context == "ring":
+                if runtime.context == "ring" or self.engine.saved.compiled:
                     kept.cp, kept_wire = forward.cp, kept_wire + context
         repeated_wire = wire
         if layer.experts:
@@ -563,7 +563,10 @@ class PricedModel:
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
-        bytes_by_mode = [input_bytes, np.minimum(product_bytes + input_bytes, all_bytes), without_scores]
+        # What a compiled layer hands to experts whose tokens travel is the input of a recompute of their own.
+        handed = input_bytes * (layouts.ep > 1) * (saved.compiled and layer.experts > 0)
+        selective_bytes = np.minimum(product_bytes + input_bytes + handed, all_bytes)
+        bytes_by_mode = [input_bytes, selective_bytes, without_scores]
         kept_rows = self._exchange.kept_bytes(layer) if layer.experts and layouts.ep_keep.any() else 0.0
 
         def spared(mode: Array) -> Array:
