@@ -18,10 +18,9 @@ from torch import nn
 from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import CheckpointPolicy
 
 from meshwright.parallel.float8 import ALIGNMENT
-from meshwright.parallel.recompute import selective_policy
+from meshwright.parallel.recompute import recompute_all, selective_policy
 from meshwright.spec.model_shape import KeptBytes
 from meshwright.torch_compat.partitioner import operator_types, partitions
 from meshwright.torch_compat.tensors import FLOAT8_PRODUCT, tree_flatten, tree_unflatten
@@ -58,14 +57,10 @@ def layer_bytes(
     # What neither is made by the layer nor is its input.
     lent = [index for index, tensor in enumerate(tensors) if index < len(own) or not tensor.requires_grad]
     selective_by_width = functools.partial(selective_policy, width=width)
-    found = partitions(function, tensors, len(weights), (None, selective_by_width, _recompute_all))
+    found = partitions(function, tensors, len(weights), (None, selective_by_width, recompute_all))
     saved, selective, full = (_saved_bytes(partition, lent) for partition in found)
     working, *further = (_working_bytes(backward, lent, len(weights)) for _, backward in found)
     return KeptBytes(saved=(saved, selective, full), working=(working, further[0], further[1]))
-
-
-def _recompute_all(_operator: object, _arguments: object) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager

@@ -1,13 +1,13 @@
 """torch.compile, layer by layer: collectives inside of a layer are operators of its graph (`group_operators`).
 
-Of a layer that recomputes fully the compiler sees the recompute around it, and chooses what to keep. Dynamo can't trace
-a checkpoint in which ranks exchange something or whose operations a mode changes (float64): it would run the layer as
-it is, without a word. Such a layer is compiled inside of its recompute.
+Recompute needs no checkpoint there: in the graph of a layer's both passes each operator of forward is marked as kept or
+as computed again, of selective recompute by the rule of eager layers (`selective.is_kept`), and the compiler cuts
+forward from backward by these marks. Tokens that a product of backward needs are gathered again, sums over ranks are
+kept by ``selective``, and what backward doesn't read is neither kept nor computed.
 
-Selective recompute needs no checkpoint: in the graph of a layer's both passes each operator is marked as kept or as
-computed again, by the rule of eager layers (`selective.is_kept`), and the compiler cuts forward from backward by these
-marks. Tokens that a product of backward needs are gathered again, sums over ranks are kept, and what backward doesn't
-read is neither. A part of a layer that the compiler leaves as it is, experts whose tokens travel, recomputes by itself.
+A layer whose tokens travel between its graphs, to experts or to other heads, can't be marked as a whole. With ``full``
+it is compiled inside of a checkpoint, and all of it runs again. With ``selective`` its graphs are marked, experts
+recompute by themselves, and what comes from a graph to the next or to experts is kept.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from meshwright.errors import PlanError
 from meshwright.parallel import group_operators, selective
 from meshwright.parallel.document_attention import is_packed_mask
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
-from meshwright.parallel.recompute import recomputing, repeatable, selective_policy
+from meshwright.parallel.recompute import can_be_whole, recompute_all, recomputing, repeatable, selective_policy
 from meshwright.parallel.transform import Transform, TransformContext
-from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat import compiler as torch_compat_compiler
 from meshwright.torch_compat.compiler import graph_options, mark_recompute, tracing_errors
@@ -48,77 +47,79 @@ def check(layout: Layout, layers: int) -> None:
 def _apply(context: TransformContext) -> None:
     for axis_group in context.mesh.axis_groups.values() if context.mesh is not None else ():
         group_operators.register(axis_group)
-    layout, names, width = context.layout, context.source.layers, context.source.width
-    untraced = "full" if layout.layers_communicate or layout.precision == "float64" else ""
-    # Experts' tokens, and heads', travel between graphs.
-    is_whole = layout.degree(Mechanics.EXPERTS) == layout.degree(Mechanics.TOKENS) == 1
-    modes = dict(zip(names, layout.recompute.modes(len(names))))
+    names, width = context.source.layers, context.source.width
+    modes = dict(zip(names, context.layout.recompute.modes(len(names))))
     for stage in context.stages:
         name_of = {layer: name for name, layer in stage.module.named_modules()}
         for layer in stage.layers:
             name = name_of.get(layer, "")
-            mode = modes.get(name)
-            place = ForwardLayer.COMPILE_RECOMPUTED if mode == untraced else ForwardLayer.COMPILE
-            wrap = compiled
-            if mode == "selective":
-                eager = recomputing("selective", repeatable(context, name, [layer]), False, width) if is_whole else None
-                wrap = partial(compiled_selectively, width, eager)
+            mode = modes.get(name, "none")
+            place, wrap = ForwardLayer.COMPILE, partial(compiled, mode, width)
+            if mode != "none" and can_be_whole(context.layout):
+                checkpointed = recomputing(mode, repeatable(context, name, [layer]), False, width)
+                wrap = partial(compiled_whole, mode, width, checkpointed)
+            elif mode == "full":
+                place, wrap = ForwardLayer.COMPILE_RECOMPUTED, partial(compiled, "none", width)
             wrap_forward(layer, place, "torch.compile", wrap)
 
 
-def compiled(plain: Forward) -> Forward:
-    """Returns a layer's forward as torch.compile makes it."""
-    return _with_dynamic_documents(torch.compile(plain, options=_options()))
-
-
-def compiled_selectively(width: int, eager: Callable[[Forward], Forward] | None, plain: Forward) -> Forward:
-    """Returns the same, with selective recompute.
+def compiled(mode: str, width: int, plain: Forward) -> Forward:
+    """Returns a layer's forward as torch.compile makes it.
 
     Args:
+        mode: of recompute, by which each of its graphs is marked.
         width: D, of the hidden state.
-        eager: has a layer that can't be one graph recompute as it is, since what lies between graphs would keep all
-            that it computes. None where what lies there recomputes by itself.
         plain: the layer's forward.
     """
-    options = _options(width)
-    if eager is None:
-        return _with_dynamic_documents(torch.compile(plain, options=options))
-    return _WholeOrEager(_with_dynamic_documents(torch.compile(plain, options=options, fullgraph=True)), eager(plain))
+    return _with_dynamic_documents(torch.compile(plain, options=_options(mode, width)))
 
 
-class _WholeOrEager:
-    """A layer's forward as one graph; as it is, from when it can't be one."""
+def compiled_whole(mode: str, width: int, checkpointed: Callable[[Forward], Forward], plain: Forward) -> Forward:
+    """Returns the same of a layer that is one graph.
 
-    def __init__(self, whole: Forward, eager: Forward) -> None:
-        self._forward, self._eager = whole, eager
+    What lies between graphs would keep all that it computes. So a layer that can't be one is compiled inside of a
+    checkpoint with ``full``, and not at all with ``selective``, whose checkpoint sees no operators of compiled code.
+
+    Args:
+        mode: of recompute.
+        width: D, of the hidden state.
+        checkpointed: makes of a layer's forward one that recomputes.
+        plain: the layer's forward.
+    """
+    whole = torch.compile(plain, options=_options(mode, width), fullgraph=True)
+    otherwise = plain if mode == "selective" else compiled("none", width, plain)
+    return _Whole(_with_dynamic_documents(whole), checkpointed(otherwise))
+
+
+class _Whole:
+    """A layer's forward as one graph; another one from when it can't be one."""
+
+    def __init__(self, whole: Forward, otherwise: Forward) -> None:
+        self._forward, self._otherwise = whole, otherwise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._forward is not self._eager:
+        if self._forward is not self._otherwise:
             try:
                 return self._forward(*args, **kwargs)
             except tracing_errors() as error:
                 reason = str(error).strip().partition("\n")[0]
-                logging.getLogger(__name__).warning("a layer that recomputes isn't compiled: %s", reason)
-                self._forward = self._eager
-        return self._eager(*args, **kwargs)
+                logging.getLogger(__name__).warning("a layer that recomputes isn't compiled as one graph: %s", reason)
+                self._forward = self._otherwise
+        return self._otherwise(*args, **kwargs)
 
 
 @functools.cache
-def _options(width: int | None = None) -> dict[str, Any]:
-    """Returns the compiler's options, the same for layers that may share a graph.
-
-    Args:
-        width: D, of the hidden state, where the layers recompute selectively.
-    """
+def _options(mode: str, width: int) -> dict[str, Any]:
+    """Returns the compiler's options, the same for layers that may share a graph."""
 
     def rewrite(graph: torch.fx.Graph) -> None:
         group_operators.number_calls(graph)
-        if width is not None:
-            mark_recompute(graph, partial(selective_policy, width=width))
+        if mode != "none":
+            mark_recompute(graph, recompute_all if mode == "full" else partial(selective_policy, width=width))
 
     files = (group_operators.__file__, selective.__file__, torch_compat_compiler.__file__, __file__)
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
-    return graph_options(rewrite, group_operators.keep_in_order, f"{width} {digest}")
+    return graph_options(rewrite, group_operators.keep_in_order, f"{mode} {width} {digest}")
 
 
 def _with_dynamic_documents(compiled_forward: Any) -> Forward:

@@ -43,7 +43,7 @@ class ForwardLayer(IntEnum):
     FLOAT64 = 60
     """No operation narrows a float64 tensor."""
     COMPILE_RECOMPUTED = 65
-    """torch.compile of a layer that recompute calls twice, where the compiler can't trace recompute itself."""
+    """torch.compile of a layer of several graphs that recompute calls twice."""
     RECOMPUTE = 70
     """Activations are dropped and computed again in backward."""
     COMPILE = 80

@@ -84,6 +84,16 @@ def selective_policy(operator: object, arguments: Sequence[Any], width: int) -> 
     return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def recompute_all(_operator: object, _arguments: object) -> CheckpointPolicy:
+    """Returns that ``full`` computes again what any operator returns."""
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def can_be_whole(layout: Layout) -> bool:
+    """Returns whether a compiled layer may be one graph: no tokens travel to experts or other heads."""
+    return layout.degree(Mechanics.EXPERTS) == layout.degree(Mechanics.TOKENS) == 1
+
+
 def check(layout: Layout, layers: int) -> None:
     """Refuses more recomputed layers than the model has.
 
@@ -100,8 +110,8 @@ def _apply(context: TransformContext) -> None:
         for name, layer in [(name, child) for name, child in stage.module.named_modules() if name in modes]:
             if layer not in stage.layers or modes[name] == "none":
                 continue
-            # What a compiled layer keeps between its two passes the compiler is told (`compiled_layers`).
-            is_told = layout.compile and modes[name] == "selective"
+            # Of a compiled layer's graphs the compiler is told what to keep (`compiled_layers`).
+            is_told = layout.compile and (modes[name] == "selective" or can_be_whole(layout))
             recomputed = _uncompiled_parts(context, stage.module, name) if is_told else [layer]
             again = repeatable(context, name, recomputed)
             apply(recomputed, modes[name], again, layout.ep_keep, context.source.width)

@@ -159,8 +159,10 @@ class LayerTraffic:
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
-                # A compiled layer is repeated as a whole, its last sum too; as is one up to a norm behind that sum.
-                is_skipped = is_last and not (self._layout.compile or rows.saves_after_sums)
+                # A compiled layer of several graphs is repeated as a whole, its last sum too; as is one up to a norm
+                # behind that sum.
+                is_repeated_whole = self._layout.compile and (has_ep or self._layout.degree(Mechanics.TOKENS) > 1)
+                is_skipped = is_last and not (is_repeated_whole or rows.saves_after_sums)
                 yield from self._tensor_parallel(name, group, layer, is_skipped)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)

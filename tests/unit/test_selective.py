@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from meshwright.forking import fork_obstacle
 from meshwright.launch.contract import RankContext
 from meshwright.parallel import selective
-from meshwright.parallel.compiled_layers import compiled_selectively
+from meshwright.parallel.compiled_layers import compiled_whole
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply, recomputing
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
@@ -301,7 +301,9 @@ def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tens
             torch.manual_seed(0)
             layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
             if is_compiled:
-                wrap_forward(layer, ForwardLayer.COMPILE, "torch.compile", partial(compiled_selectively, 8, eagerly))
+                wrap_forward(
+                    layer, ForwardLayer.COMPILE, "torch.compile", partial(compiled_whole, "selective", 8, eagerly)
+                )
             found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
         return found
 
