@@ -4,8 +4,8 @@ To compute a value of a product again takes 2 K operations, where it sums K of t
 is. So products that sum fewer values than the hidden state has, D, run again: multi-head latent attention's way up from
 its latents, the way down of small experts, adapters of low rank, and attention's scores where no kernel fuses them.
 
-torch's own contexts (`torch.utils.checkpoint.create_selective_checkpoint_contexts`) serve compiled layers. Eager ones
-need more than they do (torch 2.13):
+Operators in the graphs of compiled layers are marked by this rule (`compiled_layers`). Eager layers need more than
+torch's own contexts (`torch.utils.checkpoint.create_selective_checkpoint_contexts`, torch 2.13) do:
 
 - Code may write into what a product returned, as ``h = self.up(x); h += x``. torch keeps that very memory, and its
   check of versions doesn't see it behind the view that a linear module makes: gradients were wrong without a word. Here

@@ -103,13 +103,12 @@ class LayerTraffic:
 
     def _is_repeated(self, sent: LayerCollective, mode: str) -> bool:
         """Whether recompute runs a collective of forward again, in a layer that recomputes by a mode."""
-        # Of a compiled layer what lies between its graphs, as the exchange of tokens for heads, isn't computed again.
-        is_between_graphs = self._layout.compile and sent.group.axis == self._cp.axis
-        if mode == "selective" and (sent.kept_by_selective or is_between_graphs):
+        # What lies between a compiled layer's graphs, as the exchange of tokens for heads, isn't computed again.
+        is_between = self._layout.compile and sent.group.axis == self._cp.axis
+        if mode == "selective" and (sent.kept_by_selective or is_between):
             return False
-        if sent.kept_by_ep_keep and self._layout.ep_keep:
-            return False
-        return not sent.is_backward and not sent.skipped_by_recompute
+        is_kept = sent.kept_by_ep_keep and self._layout.ep_keep
+        return not (is_kept or sent.is_backward or sent.skipped_by_recompute)
 
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
         """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
@@ -159,10 +158,9 @@ class LayerTraffic:
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
-                # A compiled layer of several graphs is repeated as a whole, its last sum too; as is one up to a norm
-                # behind that sum.
-                is_repeated_whole = self._layout.compile and (has_ep or self._layout.degree(Mechanics.TOKENS) > 1)
-                is_skipped = is_last and not (is_repeated_whole or rows.saves_after_sums)
+                # Several graphs are repeated whole, the last sum too; so is a layer up to a norm behind that.
+                has_graphs = self._layout.compile and (has_ep or self._layout.degree(Mechanics.TOKENS) > 1)
+                is_skipped = is_last and not (has_graphs or rows.saves_after_sums)
                 yield from self._tensor_parallel(name, group, layer, is_skipped)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)

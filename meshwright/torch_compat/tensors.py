@@ -37,7 +37,6 @@ __all__ = [
     "GROUPED_PRODUCT",
     "LOG_SOFTMAX",
     "PRIVATE_NAMES",
-    "PROFILER_MARKS",
     "TYPE_COPY",
     "BatchNormBase",
     "FakeTensorMode",
@@ -176,11 +175,6 @@ PRIVATE_NAMES = (
         )
     ),
     PrivateName("torch:ops.aten._scaled_mm", "the operator of products in float8, whose outputs recompute keeps"),
-    PrivateName(
-        "torch:ops.profiler._record_function_enter_new.default",
-        "a mark of FSDP2 around what it gathers, in one of a layer's two runs; selective recompute would refuse it",
-    ),
-    PrivateName("torch:ops.profiler._record_function_exit._RecordFunction", "the end of what the mark begins"),
     PrivateName("torch:ops.aten._grouped_mm", "the operator of experts' products, whose outputs recompute keeps"),
     PrivateName("torch:ops.aten._log_softmax", "the operator between logits and their cross-entropy"),
     PrivateName("torch:ops.aten._to_copy", "the operator of copies in another type, which logits are followed through"),
@@ -203,11 +197,6 @@ FUSED_ATTENTION: tuple[TorchFunction, ...] = (
     torch.ops.aten._scaled_dot_product_cudnn_attention,
 )
 """Operators behind `scaled_dot_product_attention`."""
-PROFILER_MARKS: tuple[TorchFunction, ...] = (
-    torch.ops.profiler._record_function_enter_new.default,
-    torch.ops.profiler._record_function_exit._RecordFunction,
-)
-"""Marks of a profiler, as FSDP2 sets around what it gathers: they compute nothing, and needn't be in both runs."""
 FLOAT8_PRODUCT: TorchFunction = torch.ops.aten._scaled_mm
 """Operator of a product of two float8 matrices with scales."""
 GROUPED_PRODUCT: TorchFunction = torch.ops.aten._grouped_mm
