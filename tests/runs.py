@@ -222,9 +222,12 @@ def curve(run: Path) -> dict[int, tuple[float, float]]:
 
 
 def last_step(run: Path) -> int:
-    """Returns the last step that the metrics show, 0 before the first."""
-    found = rows(run)
-    return found[-1]["step"] if found else 0
+    """Returns the last step that the metrics show, 0 before the first; of a growing file its end alone is parsed."""
+    path = run / "metrics.jsonl"
+    for line in reversed(path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+        with contextlib.suppress(json.JSONDecodeError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def happened(run: Path, kind: str) -> bool:

@@ -98,7 +98,8 @@ def test_kill_at_random_moments_and_go_on_to_the_bit(name: str, root: Path, whol
         moment = max(moment, before + 1) if alone else moment
         assert moment + SPAN < STEPS
         running = Running(argv, root / f"killed-{name}.log", before=lambda moment=moment: _wait_after(moment + SPAN))
-        wait_until(lambda moment=moment: last_step(run) >= moment)
+        wait_until(lambda running=running, moment=moment: last_step(run) >= moment or running.poll() is not None)
+        assert running.poll() is None, running.text()
         time.sleep(draw.uniform(0.0, 0.08))
         victims = [running.pid, *running.ranks()][:: draw.choice((1, -1))]
         _kill(victims[-1:] if alone else victims)
