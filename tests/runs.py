@@ -16,14 +16,18 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
+from meshwright.cli.arguments import read_config
 from meshwright.cli.main import main
 from meshwright.forking import release_threads
 from meshwright.launch.devices import Devices
 from meshwright.launch.preload import prepare_environment
 from meshwright.parallel import peak_rate
+from meshwright.train.run_config import RunConfig
 
 LIMIT_S = 240.0
 """Of a whole run, which takes seconds: a limit ends what hangs, and says nothing of how fast a machine is."""
+LATE = ("numpy.ma", "torch.utils.serialization", "meshwright.parallel.node_dispatch")
+"""What every run, or each rank of it, imports only when it comes to use it."""
 WORDS = ("the", "cat", "sat", "on", "mats", "and", "she", "saw", "him", "run", "far", "from", "big", "old", "house")
 
 
@@ -51,9 +55,9 @@ def words(root: Path, run: str, *more: str, layout: str = "replicate=1", devices
 def warm() -> None:
     """Imports once what every run imports, so that forked runs find it in memory."""
     prepare_environment()
-    importlib.import_module("meshwright.jobs.train")
-    importlib.import_module("transformers.models.gpt2.modeling_gpt2")
-    importlib.import_module("tyro")
+    for name in ("meshwright.jobs.train", "meshwright.cli.train", "transformers.models.gpt2.modeling_gpt2", *LATE):
+        importlib.import_module(name)
+    read_config(RunConfig, [], "train")  # tyro imports what it parses a type with when it meets one
 
 
 @cache
@@ -109,7 +113,8 @@ class Running:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             Devices.threads = lambda self, local_world: 1  # type: ignore[method-assign]
-            peak_rate.SPAN_S = 0.005  # of each rank's start, which is ten times as long for a rate that is reported
+            # Of each rank's start, which multiplies larger matrices ten times as long for a rate that is reported.
+            peak_rate.SPAN_S, peak_rate.SIZE["cpu"] = 0.005, 128
             if before:
                 before()
             status = main(argv)
@@ -217,9 +222,12 @@ def curve(run: Path) -> dict[int, tuple[float, float]]:
 
 
 def last_step(run: Path) -> int:
-    """Returns the last step that the metrics show, 0 before the first."""
-    found = rows(run)
-    return found[-1]["step"] if found else 0
+    """Returns the last step that the metrics show, 0 before the first; of a growing file its end alone is parsed."""
+    path = run / "metrics.jsonl"
+    for line in reversed(path.read_text(encoding="utf-8").splitlines() if path.exists() else []):
+        with contextlib.suppress(json.JSONDecodeError):
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def happened(run: Path, kind: str) -> bool:

@@ -172,6 +172,23 @@ def test_every_layout_evaluates_the_same_rows(rows: int) -> None:
         assert sorted(found) == list(range(1, 1 + min(rows * 16, 160))) and len(counts) == 1
 
 
+@pytest.mark.parametrize("masked", [True, False])
+def test_micro_batches_have_the_positions_of_their_documents(masked: bool) -> None:
+    """Those of the loader where a row has several documents that are kept apart; none where no mask is needed."""
+    token_set: Any = SimpleNamespace(train=make_split())
+    settings = {"rows": 8, "sequence": 16, "seed": 2, "mask_documents": masked}
+    expected = Loader(token_set.train, **settings).batch(0)
+    assert (expected.positions[:, -1] != 15).any() == masked
+    with closing(TokenFeed(token_set, span=(0, 8), micro=2, device=torch.device("cpu"), **settings)) as feed:
+        for part, rows in zip(feed.micro_batches(0), (slice(0, 4), slice(4, 8)), strict=True):
+            assert np.array_equal(part.tokens, expected.tokens[rows])
+            assert np.array_equal(part.targets, expected.targets[rows])
+            if masked:
+                assert np.array_equal(part.positions, expected.positions[rows])
+            else:
+                assert part.positions is None
+
+
 def test_bad_shapes_are_refused_with_numbers() -> None:
     split = make_split()
     with pytest.raises(DataError, match="10 rows doesn't divide among 4 readers; use 8 rows"):

@@ -23,6 +23,7 @@ from meshwright.planner.collectives import Collectives, StateTraffic
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.pipeline_floor import is_long
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.space import cores, expand
 from meshwright.spec.layout import Layout
@@ -106,6 +107,22 @@ def test_a_lone_micro_batch_waits_for_each_of_its_sends(stages: int, schedule: s
     slow_s, fast_s = (one.step_s - one.parts["stragglers"] for one in (slow, quick))
     activation = rows * sequence * 4096 * width
     assert slow_s - fast_s == pytest.approx(2 * (stages - 1) * activation / fast, rel=1e-6)
+
+
+def test_a_pipeline_too_long_to_simulate_waits_for_its_sends() -> None:
+    """1F1B in closed form, where ranks compute for longer than a wire is busy: each of m + p - 1 passes waits."""
+    stages, microbatches, sequence, width, fast = 64, 4096, 1024, 1024, 2e10
+    layout = Layout.parse(f"pp={stages},microbatches={microbatches},schedule=1f1b,precision=bf16")
+    deep = shape_from_sizes(TableSizes(name="deep", layers=stages, width=width, heads=8, vocab=1000))
+    job = PricedJob(shape=deep, sequence=sequence, rows=microbatches, precision="bf16")
+    assert is_long(LayoutBatch.from_layouts([layout], stages)).all()
+    slow, quick = (
+        price_candidate(Question(job=job, cluster=_alone(rate, stages), base=Layout()), layout).price
+        for rate in (fast / 2, fast)
+    )
+    slow_s, fast_s = (one.step_s - one.parts["stragglers"] for one in (slow, quick))
+    activation = sequence * width * 2
+    assert slow_s - fast_s == pytest.approx(2 * (microbatches + stages - 1) * activation / fast, rel=1e-6)
 
 
 @pytest.mark.parametrize(

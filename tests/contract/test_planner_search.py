@@ -122,7 +122,7 @@ def test_nothing_in_the_space_is_faster(text: str, shape: object, rows: int, usa
     assert float(found.best[1].step_s[0]) == pytest.approx(least, rel=1e-9)
 
 
-@pytest.mark.parametrize("usable", [0.47, 0.6])
+@pytest.mark.parametrize("usable", further([0.47, 0.6]))
 def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
     """Every share of every variant is priced: a peak is the most of several moments, which fall at other paces.
 

@@ -313,10 +313,11 @@ def test_a_flip_in_one_of_an_islands_copies_is_found_before_it_is_joined(
 
 @pytest.mark.slow
 def test_islands_over_two_nodes_are_those_of_one(root: Path) -> None:
-    """An island a node, whose joins cross the network."""
+    """An island a node, whose joins cross the network: the third round ends with the run."""
     more = ("--outer.every", "4", "--schedule.shape", "constant", *STREAM)
-    whole = train(root, "whole", "islands=2,shard=2,zero=2", 24, 4, *more)
-    run = Nodes(root, "nodes", 2, "islands=2,shard=2,zero=2", "--model.heads", "4", *more, ranks=4).start()
+    whole = train(root, "whole", "islands=2,shard=2,zero=2", 12, 4, *more)
+    options = ("--model.heads", "4", "--train.steps", "12", *more)
+    run = Nodes(root, "nodes", 2, "islands=2,shard=2,zero=2", *options, ranks=4).start()
     run.finish()
     assert list(curve(root / "nodes").values()) == whole
 

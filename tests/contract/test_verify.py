@@ -97,6 +97,14 @@ def test_a_reference_is_read_once_for_all_layouts_and_ranks(monkeypatch: pytest.
     assert readers == [process]
 
 
+def test_a_weight_that_nothing_reads_is_updated_on_every_rank_as_on_one_device() -> None:
+    """Its gradient is none at all; a second head, of a model that is trained without it."""
+    batches = random_batches(2, 4, 16, VOCAB, documents=False)
+    build = partial(build_meta, ModelConfig(name="tests.odd_models:spare"), vocab=VOCAB, context=16)
+    layouts = [Layout.parse(f"{degrees},precision=float64") for degrees in ("replicate=2", "shard=2,zero=1")]
+    all_pass(verify(Case(build=build, batches=batches, recipe=OptimizerRecipe()), layouts))
+
+
 def _twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gradient averaged twice: every sum is divided by the ranks once more."""
     reduce = AxisGroup.all_reduce

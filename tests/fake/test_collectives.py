@@ -30,7 +30,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question
-from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
 from meshwright.planner.space import cores, expand, layout_of
@@ -85,26 +85,37 @@ class Model:
         check_shapes(found, layout, ROWS, TOKENS)
         return found
 
-    def layouts(self, devices: int, limits: dict[str, Any] | None = None) -> list[Layout]:
+    def batch(self, devices: int, limits: dict[str, Any] | None = None) -> LayoutBatch:
         """All of the planner's space on so many devices, within limits."""
         cluster = Cluster.parse(f"{devices}xh100")
         question = Question(job=self.job(), cluster=cluster, base=Layout(), limits=limits or {})
-        degrees = expand(question.job, question.space, cores(question.job, question.space))
-        return [layout_of(degrees, at, Layout(), len(self.shape.blocks)) for at in range(degrees.count)]
+        return expand(question.job, question.space, cores(question.job, question.space))
+
+    def layout(self, batch: LayoutBatch, index: int) -> Layout:
+        """One layout of a batch."""
+        return layout_of(batch, index, Layout(), len(self.shape.blocks))
+
+    def layouts(self, devices: int, limits: dict[str, Any] | None = None) -> list[Layout]:
+        """The same as layouts."""
+        batch = self.batch(devices, limits)
+        return [self.layout(batch, index) for index in range(batch.count)]
 
 
-def stratum(layout: Layout) -> tuple[Any, ...]:
-    """What of a layout decides which collectives there are."""
-    return (*layout.degrees, layout.zero, layout.schedule, layout.recompute, layout.sequence, layout.microbatches > 1)
+def strata(batch: LayoutBatch) -> list[tuple[float, ...]]:
+    """What of each layout of a batch decides which collectives there are."""
+    degrees = (batch.pp, batch.replicate, batch.shard, batch.cp, batch.tp, batch.ep, batch.microbatches)
+    choices = (batch.zero, batch.schedule, batch.recompute, batch.sequence)
+    return list(zip(*((degree > 1).tolist() for degree in degrees), *(choice.tolist() for choice in choices)))
 
 
 def sample(model: Model, devices: tuple[int, ...], count: int, seed: int = 0) -> list[Layout]:
-    """Some layouts, each of another stratum."""
+    """Some layouts, each of another stratum; of the tens of thousands of the space these alone are built."""
     draw = random.Random(seed)
-    every = [layout for number in devices for layout in model.layouts(number)]
+    batches = [model.batch(number) for number in devices]
+    every = [(key, batch, index) for batch in batches for index, key in enumerate(strata(batch))]
     draw.shuffle(every)
-    strata = {stratum(layout): layout for layout in every}
-    found = draw.sample(list(strata.values()), min(count, len(strata)))
+    by_stratum = {key: (batch, index) for key, batch, index in every}
+    found = [model.layout(*place) for place in draw.sample(list(by_stratum.values()), min(count, len(by_stratum)))]
     return [dataclasses.replace(item, precision=PRECISIONS[at % len(PRECISIONS)]) for at, item in enumerate(found)]
 
 

@@ -36,15 +36,16 @@ def command(root: Path, run: str, layout: str, devices: int, *more: str) -> list
     return words(root, run, *often, *DROPOUT, *more, layout=layout, devices=devices)
 
 
-@pytest.fixture(scope="module")
-def whole(root: Path) -> dict[str, dict]:
-    """The curves of uninterrupted runs."""
-    found = {}
-    for name, (layout, devices) in LAYOUTS.items():
-        status, text = call(command(root, f"whole-{name}", layout, devices), root / f"whole-{name}.log")
+@pytest.fixture
+def whole(root: Path, name: str) -> dict[int, tuple[float, float]]:
+    """The curve of an uninterrupted run under the layout ``name``."""
+    layout, devices = LAYOUTS[name]
+    run = root / f"whole-{name}"
+    if not run.exists():
+        status, text = call(command(root, run.name, layout, devices), root / f"{run.name}.log")
         assert status == 0, text
-        found[name] = curve(root / f"whole-{name}")
-        assert sorted(found[name]) == list(range(1, STEPS + 1))
+    found = curve(run)
+    assert sorted(found) == list(range(1, STEPS + 1))
     return found
 
 
@@ -97,7 +98,8 @@ def test_kill_at_random_moments_and_go_on_to_the_bit(name: str, root: Path, whol
         moment = max(moment, before + 1) if alone else moment
         assert moment + SPAN < STEPS
         running = Running(argv, root / f"killed-{name}.log", before=lambda moment=moment: _wait_after(moment + SPAN))
-        wait_until(lambda moment=moment: last_step(run) >= moment)
+        wait_until(lambda running=running, moment=moment: last_step(run) >= moment or running.poll() is not None)
+        assert running.poll() is None, running.text()
         time.sleep(draw.uniform(0.0, 0.08))
         victims = [running.pid, *running.ranks()][:: draw.choice((1, -1))]
         _kill(victims[-1:] if alone else victims)
@@ -105,26 +107,28 @@ def test_kill_at_random_moments_and_go_on_to_the_bit(name: str, root: Path, whol
         running.no_orphans()
     status, text = call(argv, root / f"killed-{name}.log")
     assert status == 0, text
-    assert curve(run) == whole[name]
+    assert curve(run) == whole
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layout", "devices"), cases([("shards", "shard=2,zero=2", 2), ("one", "replicate=1", 1)])
 )
-def test_kill_inside_a_save(name: str, layout: str, devices: int, root: Path, whole: dict) -> None:
+def test_kill_inside_a_save(name: str, layout: str, devices: int, root: Path, request: pytest.FixtureRequest) -> None:
     run, draw = root / f"save-{name}", random.Random(1)
     argv = command(root, run.name, layout, devices)
     for _ in range(3):
         running = Running(argv, root / f"save-{name}.log")
         seen = len(events(run, "checkpoint_saved"))
-        while running.alive():
+        while running.poll() is None:
             folders = {path.name for path in (run / "checkpoints").glob("*")} if run.exists() else set()
             beside = [folder for folder in folders if folder.startswith(".writing-")]
             if beside and len(events(run, "checkpoint_saved")) > seen:
                 break
+            time.sleep(0.001)  # a save takes ten times as long
         time.sleep(draw.uniform(0, 0.02))
-        os.killpg(running.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.killpg(running.pid, signal.SIGKILL)
         running.wait()
         running.no_orphans()
     status, text = call(argv, root / f"save-{name}.log")
@@ -132,7 +136,7 @@ def test_kill_inside_a_save(name: str, layout: str, devices: int, root: Path, wh
     found = curve(run)
     assert sorted(found) == list(range(1, STEPS + 1))
     if name == "one":
-        assert found == whole[name]
+        assert found == request.getfixturevalue("whole")
 
 
 @pytest.mark.slow

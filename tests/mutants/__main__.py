@@ -198,6 +198,11 @@ def tests_fail(tests: tuple[str, ...]) -> str:
     class FirstFailure:
         name = ""
 
+        @pytest.hookimpl(trylast=True)
+        def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+            """Asks in the mutant's order: whom it names first is most likely to notice, and soonest."""
+            items.sort(key=lambda item: next(place for place, test in enumerate(tests) if item.nodeid.startswith(test)))
+
         def pytest_runtest_logreport(self, report: Any) -> None:
             if report.failed and not self.name:
                 self.name = report.nodeid
