@@ -292,25 +292,37 @@ def with_a_break(x: torch.Tensor) -> torch.Tensor:
     return x.add_(0.5)
 
 
+def noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def note(item: torch.Tensor) -> torch.Tensor:
+        saved.append(item)
+        return item
+
+    return note
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
 @pytest.mark.parametrize("go_on", [added, with_a_break])
 def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    def work(_context: RankContext) -> list[tuple[torch.Tensor, ...]]:
+    def work(_context: RankContext) -> list[tuple[tuple[torch.Tensor, ...], int]]:
         found, eagerly = [], recomputing("selective", None, False, 8)
-        for is_compiled in (False, True):
+        for wrap in (None, eagerly, partial(compiled_whole, "selective", 8, eagerly)):
             torch.manual_seed(0)
             layer, x = Layer(go_on).double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-            if is_compiled:
-                wrap_forward(
-                    layer, ForwardLayer.COMPILE, "torch.compile", partial(compiled_whole, "selective", 8, eagerly)
-                )
-            found.append(torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()]))
+            if wrap is not None:
+                wrap_forward(layer, ForwardLayer.COMPILE, "recompute", wrap)
+            saved: list[torch.Tensor] = []
+            with torch.autograd.graph.saved_tensors_hooks(noting(saved), lambda item: item):
+                out = layer(x)
+            gradients = torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])
+            found.append((gradients, sum(item.numel() for item in saved)))
         return found
 
     # The compiler's threads stay as long as their process, which then can't fork ranks for other tests.
-    (found,) = run_contexts(1, work)
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(plain, compiled)
+    (((plain, all_saved), (_, eager_saved), (compiled, saved)),) = run_contexts(1, work)
+    for one, other in zip(plain, compiled, strict=True):
+        torch.testing.assert_close(one, other)
+    # Of an eager checkpoint these hooks see nothing but inputs.
+    assert eager_saved < saved < all_saved if go_on is added else saved == eager_saved
 
 
 def test_these_tests_leave_no_thread() -> None:
