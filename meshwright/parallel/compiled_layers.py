@@ -31,7 +31,7 @@ from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat import compiler as torch_compat_compiler
-from meshwright.torch_compat.compiler import graph_options, mark_recompute, tracing_errors
+from meshwright.torch_compat.compiler import graph_options, keep_before_changes, mark_recompute, tracing_errors
 from meshwright.torch_compat.varlen import mark_dynamic_sizes
 
 
@@ -115,6 +115,7 @@ def _options(width: int | None = None) -> dict[str, Any]:
         group_operators.number_calls(graph)
         if width is not None:
             mark_recompute(graph, partial(selective_policy, width=width))
+        keep_before_changes(graph)
 
     files = (group_operators.__file__, selective.__file__, torch_compat_compiler.__file__, __file__)
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()

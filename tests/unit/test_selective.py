@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,8 +18,8 @@ from torch.nn.attention.flex_attention import flex_attention
 from meshwright.forking import fork_obstacle
 from meshwright.launch.contract import RankContext
 from meshwright.parallel import selective
-from meshwright.parallel.compiled_layers import compiled_selectively
-from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel.compiled_layers import compiled, compiled_selectively
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply, recomputing
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
 from tests.ranks.group import run_contexts
@@ -307,8 +308,42 @@ def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tens
 
     # The compiler's threads stay as long as their process, which then can't fork ranks for other tests.
     (found,) = run_contexts(1, work)
-    for plain, compiled in zip(*found, strict=True):
-        torch.testing.assert_close(plain, compiled)
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+class Fading(nn.Module):
+    """Changes a buffer that the rest of its forward reads, and reads another ahead of its change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("before", torch.linspace(0.1, 1.0, 16))
+        self.register_buffer("after", torch.linspace(0.2, 0.9, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.sin(self.before.view(2, 8).max(0)[0].repeat(2))
+        self.before.mul_(0.5).add_(0.1)
+        self.after.mul_(0.5)
+        return x + self.down(torch.sin(self.up(x)) * first * torch.sin(self.after.view(1, 16)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [compiled, partial(compiled_selectively, 8, None)], ids=["", "selective"])
+def test_compiled_layers_may_change_what_backward_computes_again(wrap: Callable[[Forward], Forward]) -> None:
+    def work(_context: RankContext) -> list[list[torch.Tensor]]:
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            layer, x = Fading().double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+            forward = wrap(layer.forward) if is_compiled else layer.forward
+            steps = [torch.autograd.grad(forward(x).square().sum(), [x, *layer.parameters()]) for _ in range(2)]
+            found.append([*itertools.chain(*steps), *layer.buffers()])
+        return found
+
+    (found,) = run_contexts(1, work)
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
 
 
 def test_these_tests_leave_no_thread() -> None:
