@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from meshwright.forking import fork_obstacle
 from meshwright.launch.contract import RankContext
-from meshwright.parallel import selective
+from meshwright.parallel import compiled_layers, overlapped_products, recompute, selective
 from meshwright.parallel.compiled_layers import compiled, compiled_selectively
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply, recomputing
@@ -344,6 +346,17 @@ def test_compiled_layers_may_change_what_backward_computes_again(wrap: Callable[
     (found,) = run_contexts(1, work)
     for plain, again in zip(*found, strict=True):
         torch.testing.assert_close(plain, again)
+
+
+@pytest.mark.parametrize("module", [selective, recompute, overlapped_products])
+def test_graphs_on_disk_are_known_by_the_code_that_marked_them(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = compiled_layers._options.__wrapped__(8)["joint_custom_pre_pass"].uuid()
+    changed = tmp_path / "changed.py"
+    changed.write_text(f"{Path(str(module.__file__)).read_text(encoding='utf-8')}\n", encoding="utf-8")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert compiled_layers._options.__wrapped__(8)["joint_custom_pre_pass"].uuid() != key
 
 
 def test_these_tests_leave_no_thread() -> None:
