@@ -23,15 +23,19 @@ from typing import Any
 import torch
 
 from meshwright.errors import PlanError
-from meshwright.parallel import group_operators, selective
+from meshwright.parallel import group_operators, overlapped_products, recompute, selective
 from meshwright.parallel.document_attention import is_packed_mask
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import can_be_whole, recompute_all, recomputing, repeatable, selective_policy
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat import compiler as torch_compat_compiler
-from meshwright.torch_compat.compiler import graph_options, mark_recompute, tracing_errors
+from meshwright.torch_compat import tensors
+from meshwright.torch_compat.compiler import graph_options, keep_before_changes, mark_recompute, tracing_errors
 from meshwright.torch_compat.varlen import mark_dynamic_sizes
+
+_REWRITERS = (group_operators, overlapped_products, recompute, selective, tensors, torch_compat_compiler)
+"""Modules that decide, with this one, what becomes of a graph: one on disk that others made is not found again."""
 
 
 def check(layout: Layout, layers: int) -> None:
@@ -116,8 +120,9 @@ def _options(mode: str, width: int) -> dict[str, Any]:
         group_operators.number_calls(graph)
         if mode != "none":
             mark_recompute(graph, recompute_all if mode == "full" else partial(selective_policy, width=width))
+        keep_before_changes(graph)
 
-    files = (group_operators.__file__, selective.__file__, torch_compat_compiler.__file__, __file__)
+    files = (__file__, *(module.__file__ or "" for module in _REWRITERS))
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
     return graph_options(rewrite, group_operators.keep_in_order, f"{mode} {width} {digest}")
 

@@ -78,7 +78,7 @@ def make_slicer(cutting: Cutting, units: Span, total_units: int) -> Cut:
         if x.shape[dim] % total:
             raise ValueError(f"{x.shape[dim]} indices of {cutting.module} aren't {total} for each of some rows")
         # The dim may hold the blocks several times over: cut each repetition alike.
-        rows = x.unflatten(dim, (-1, total))
+        rows = torch.unflatten(x, dim, (-1, total))
         slices = [rows.narrow(dim + 1, start, stop - start) for start, stop in spans]
         local_rows = slices[0] if len(slices) == 1 else torch.cat(slices, dim + 1)
         return local_rows.flatten(dim, dim + 1)

@@ -78,3 +78,19 @@ def mark_recompute(graph: torch.fx.Graph, policy: Policy) -> None:
         if isinstance(made_by.target, torch._ops.OpOverload):
             arguments = [getattr(item, "meta", {}).get("val", item) for item in made_by.args]
             node.meta |= {"recompute": policy(made_by.target, arguments), "ac_graph_id": 0}
+
+
+def keep_before_changes(graph: torch.fx.Graph) -> None:
+    """Marks what forward makes of inputs that it changes, as kept: backward would make it of what they have become."""
+    writes = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    changed = [node.args[0] for node in writes]
+    for node in changed:
+        for reader in node.users:
+            if reader in writes or reader.meta.get("partitioner_tag") == "is_backward":
+                continue
+            if getattr(reader.target, "is_view", False):
+                changed.append(reader)
+                continue
+            parts = (item for item in reader.users if item.target is operator.getitem)
+            for made in (reader, *parts):
+                made.meta["recompute"] = CheckpointPolicy.MUST_SAVE

@@ -55,6 +55,7 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tp=2", MIXTRAL),
     ("shard=2,ep=2", MIXTRAL),
     ("replicate=2,precision=bf16", ()),
+    ("tp=2,recompute=selective", ("--model", "bloom")),
 )
 SIZES = ("--model.layers", "3", "--model.width", "32", "--model.heads", "4", "--train.steps", "4")
 GRAPHS = 3

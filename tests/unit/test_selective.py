@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,10 +19,11 @@ from torch.nn.attention.flex_attention import flex_attention
 
 from meshwright.forking import fork_obstacle
 from meshwright.launch.contract import RankContext
-from meshwright.parallel import selective
-from meshwright.parallel.compiled_layers import compiled_whole
-from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
+from meshwright.parallel import compiled_layers, overlapped_products, recompute, selective
+from meshwright.parallel.compiled_layers import compiled, compiled_whole
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import apply, recomputing
+from meshwright.spec.layout_choices import RECOMPUTES
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
 from tests.ranks.group import run_contexts
 
@@ -323,6 +327,51 @@ def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tens
         torch.testing.assert_close(one, other)
     # Of an eager checkpoint these hooks see nothing but inputs.
     assert eager_saved < saved < all_saved if go_on is added else saved == eager_saved
+
+
+class Fading(nn.Module):
+    """Changes a buffer that the rest of its forward reads, and reads another ahead of its change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("before", torch.linspace(0.1, 1.0, 16))
+        self.register_buffer("after", torch.linspace(0.2, 0.9, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = torch.sin(self.before.view(2, 8).max(0)[0].repeat(2))
+        self.before.mul_(0.5).add_(0.1)
+        self.after.mul_(0.5)
+        return x + self.down(torch.sin(self.up(x)) * first * torch.sin(self.after.view(1, 16)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize("wrap", [partial(compiled, mode, 8) for mode in RECOMPUTES], ids=RECOMPUTES)
+def test_compiled_layers_may_change_what_backward_computes_again(wrap: Callable[[Forward], Forward]) -> None:
+    def work(_context: RankContext) -> list[list[torch.Tensor]]:
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            layer, x = Fading().double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+            forward = wrap(layer.forward) if is_compiled else layer.forward
+            steps = [torch.autograd.grad(forward(x).square().sum(), [x, *layer.parameters()]) for _ in range(2)]
+            found.append([*itertools.chain(*steps), *layer.buffers()])
+        return found
+
+    (found,) = run_contexts(1, work)
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
+@pytest.mark.parametrize("module", [selective, recompute, overlapped_products])
+def test_graphs_on_disk_are_known_by_the_code_that_marked_them(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = compiled_layers._options.__wrapped__("selective", 8)["joint_custom_pre_pass"].uuid()
+    changed = tmp_path / "changed.py"
+    changed.write_text(f"{Path(str(module.__file__)).read_text(encoding='utf-8')}\n", encoding="utf-8")
+    monkeypatch.setattr(module, "__file__", str(changed))
+    assert compiled_layers._options.__wrapped__("selective", 8)["joint_custom_pre_pass"].uuid() != key
 
 
 def test_these_tests_leave_no_thread() -> None:
