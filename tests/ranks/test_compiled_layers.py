@@ -104,7 +104,7 @@ def compiler() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    cases(LAYOUTS, (5, 27), extended=(1, 2, 4)),
+    cases(LAYOUTS, (5, 16, 21), extended=(1, 2, 4, 20, 27)),
     ids=["-".join((layout, *more[1:2])) for layout, more in LAYOUTS],
 )
 def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: tuple[str, ...]) -> None:
