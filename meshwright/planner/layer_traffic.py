@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from meshwright.planner.collectives import Bytes, Collectives
 from meshwright.planner.cost.expert_dispatch import visit_share
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.layer_collective import LayerCollective, sum_of_products
 from meshwright.planner.model_parts import ModelParts, stage_bounds
 from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.spec.axis import Mechanics
@@ -20,29 +21,6 @@ from meshwright.spec.sharding_table import CuttingKind, LayerSharding, Parameter
 
 INDEX = 8
 """Bytes of an expert's index and of a token count: int64."""
-
-
-@dataclass(frozen=True, slots=True)
-class LayerCollective:
-    """One collective of a layer on one micro-batch."""
-
-    group: CollectiveGroup
-    kind: str
-    size: float
-    """Bytes, as `Collectives` counts them."""
-    is_backward: bool = False
-    """Whether it belongs to backward, not forward."""
-    skipped_by_recompute: bool = False
-    """Whether no tensor that backward reads follows it, so that recompute stops before it."""
-    kept_by_selective: bool = False
-    """Whether ``selective`` recompute keeps the result of the operator that it is part of."""
-    kept_by_ep_keep: bool = False
-    """Whether `Layout.ep_keep` keeps what it brings."""
-
-
-def _sum_of_products(group: CollectiveGroup, kind: str, size: float, is_last: bool = False) -> LayerCollective:
-    """Returns the sum over ranks of row-parallel products, which selective recompute keeps (`parallel.selective`)."""
-    return LayerCollective(group, kind, size, skipped_by_recompute=is_last, kept_by_selective=True)
 
 
 class LayerTraffic:
@@ -103,12 +81,14 @@ class LayerTraffic:
 
     def _is_repeated(self, sent: LayerCollective, mode: str) -> bool:
         """Whether recompute runs a collective of forward again, in a layer that recomputes by a mode."""
-        # What lies between a compiled layer's graphs, as the exchange of tokens for heads, isn't computed again.
-        is_between = self._layout.compile and sent.group.axis == self._cp.axis
-        if mode == "selective" and (sent.kept_by_selective or is_between):
+        if mode == "selective" and sent.kept_by_selective:
             return False
         is_kept = sent.kept_by_ep_keep and self._layout.ep_keep
         return not (is_kept or sent.is_backward or sent.skipped_by_recompute)
+
+    def _between_graphs(self, sent: LayerCollective) -> LayerCollective:
+        """Returns a collective whose result a compiled layer's next graph is given, and so keeps."""
+        return dataclasses.replace(sent, kept_by_selective=sent.kept_by_selective or self._layout.compile)
 
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
         """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
@@ -154,14 +134,19 @@ class LayerTraffic:
         splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not has_ep)]
         for group in rows.groups:
             if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
-                yield from self._head_exchange(name, local_group(group, self._index(Mechanics.MATRICES), degree))
+                local = local_group(group, self._index(Mechanics.MATRICES), degree)
+                yield from map(self._between_graphs, self._head_exchange(name, local))
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
                 # Several graphs are repeated whole, the last sum too; so is a layer up to a norm behind that.
                 has_graphs = self._layout.compile and (has_ep or self._layout.degree(Mechanics.TOKENS) > 1)
                 is_skipped = is_last and not (has_graphs or rows.saves_after_sums)
-                yield from self._tensor_parallel(name, group, layer, is_skipped)
+                is_cut = self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and len(group.column_inputs) > 1
+                for sent in self._tensor_parallel(name, group, layer, is_skipped):
+                    # The first graph ends with the first product, so that the others get the gathered tokens.
+                    is_gather = sent.kind == "all_gather" and not sent.is_backward
+                    yield self._between_graphs(sent) if is_cut and is_gather else sent
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "ring":
@@ -190,12 +175,12 @@ class LayerTraffic:
             # Megatron's f and g: all-reduce of the inputs' gradients in backward, of the output in forward.
             for features in input_features:
                 yield LayerCollective(tp, "all_reduce", size * features, is_backward=True)
-            yield _sum_of_products(tp, "all_reduce", size * output_features, is_last)
+            yield sum_of_products(tp, "all_reduce", size * output_features, is_last)
             for name in group.side_row_linears:
-                yield _sum_of_products(tp, "all_reduce", size * self._row_features(layer, group, name))
+                yield sum_of_products(tp, "all_reduce", size * self._row_features(layer, group, name))
             for name in group.inner_row_linears:
                 inner_features = self._row_features(layer, group, name)
-                yield _sum_of_products(tp, "all_reduce", size * inner_features)
+                yield sum_of_products(tp, "all_reduce", size * inner_features)
                 yield LayerCollective(tp, "all_reduce", size * inner_features, is_backward=True)
             return
         if group.column_inputs == (group.row_linear,):  # experts: the indices of chosen experts travel too
@@ -204,11 +189,11 @@ class LayerTraffic:
         for features in input_features:
             yield LayerCollective(tp, "all_gather", size / split * features)
             yield LayerCollective(tp, "reduce_scatter", size / split * features, is_backward=True)
-        yield _sum_of_products(tp, "reduce_scatter", size / split * output_features, is_last)
+        yield sum_of_products(tp, "reduce_scatter", size / split * output_features, is_last)
         yield LayerCollective(tp, "all_gather", size / split * output_features, is_backward=True)
         for name in group.side_row_linears:
             side_features = self._row_features(layer, group, name)
-            yield _sum_of_products(tp, "reduce_scatter", size / split * side_features)
+            yield sum_of_products(tp, "reduce_scatter", size / split * side_features)
             yield LayerCollective(tp, "all_gather", size / split * side_features, is_backward=True)
 
     def _input_features(self, layer: str, group: ShardingGroup, layer_index: int) -> Iterator[int]:

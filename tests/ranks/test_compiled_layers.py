@@ -47,6 +47,7 @@ LAYOUTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("tp=2,sequence=true,recompute=selective,tp_overlap=2", ()),
     ("tp=2,sequence=true,recompute=selective,precision=bf16", MIXTRAL),
     ("cp=2,attention=heads,recompute=selective", ()),
+    ("cp=2,tp=2,sequence=true,recompute=selective:2", ()),
     ("shard=2,ep=2,recompute=selective", MIXTRAL),
     ("shard=2,ep=2,recompute=selective,ep_keep=true", MIXTRAL),
     ("cp=2,attention=heads,recompute=full", ()),
@@ -104,7 +105,7 @@ def compiler() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    cases(LAYOUTS, (5, 16, 21), extended=(1, 2, 4, 20, 27)),
+    cases(LAYOUTS, (5, 16, 22), extended=(1, 2, 4, 20, 21, 28)),
     ids=["-".join((layout, *more[1:2])) for layout, more in LAYOUTS],
 )
 def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: tuple[str, ...]) -> None:
@@ -113,8 +114,9 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: 
     curves, graphs = [], tmp_path / "graphs"
     layout, tolerance = (layout, 1e-4) if "precision" in layout else (f"{layout},precision=float64", 1e-9)
     is_whole = "mixtral" not in more and "cp=" not in layout
+    devices = 4 if "cp=2,tp=2" in layout else 2
     for name, written in (("plain", layout), ("compiled", f"{layout},compile=true")):
-        argv = words(tmp_path, name, *rest, layout=written, devices=2)
+        argv = words(tmp_path, name, *rest, layout=written, devices=devices)
         status, text = call(argv, tmp_path / "log", before=traced(graphs, is_whole))
         assert status == 0, text
         assert "recompile_limit" not in text, text
@@ -126,14 +128,14 @@ def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: 
     # A compiler that repeated or dropped a collective would be found in its bytes; with recompute those of tp and cp
     # lie beside the plan's: of several graphs full repeats the last sum too, selective keeps what came between.
     booked = {name: sent(tmp_path / name) for name in ("plain", "compiled")}
-    axis = layout[:2]
-    if axis in ("tp", "cp") and "recompute" in layout:
+    axes = [axis for axis in ("tp", "cp") if f"{axis}=2" in layout]
+    if axes and "recompute" in layout:
         for name in booked:
-            planned = json.loads((tmp_path / name / "plan.json").read_text())["prediction"]["traffic"][axis]
-            assert planned == step_bytes(tmp_path / name, axis)
+            planned = json.loads((tmp_path / name / "plan.json").read_text())["prediction"]["traffic"]
+            assert [planned[axis] for axis in axes] == [step_bytes(tmp_path / name, axis) for axis in axes]
     else:
         assert booked["compiled"] == booked["plain"]
     graphs_of_rank = Counter(line.split()[0] for line in graphs.read_text().splitlines())
-    assert len(graphs_of_rank) == 2, "a rank compiled nothing"
+    assert len(graphs_of_rank) == devices, "a rank compiled nothing"
     most = GRAPHS * (1 if is_whole else 8) * (2 if ":" in layout else 1)
     assert max(graphs_of_rank.values()) <= most, graphs.read_text()

@@ -324,7 +324,9 @@ class PricedModel:
         if (layouts.tp_overlap > 0).any():
             OverlappedTraffic(self, layer, collective_s).correct(forward, backward)
         if (layouts.tp > 1).any():
-            sums_s = np.where(layouts.sequence > 0, 0.5, 1.0) * block_count * collective_s
+            # A compiled layer whose heads are exchanged hands attention's gathered tokens on to its next graph.
+            is_handed_on = self.engine.saved.compiled & (layouts.cp > 1) & (layer.heads > 0)
+            sums_s = np.where(layouts.sequence > 0, 0.5 + 0.25 * is_handed_on, 1.0) * block_count * collective_s
             all_s = block_count * collective_s + normed_s
             wire = backward_wire = groups.booked(all_s, tp)
             kept_share = np.divide(sums_s, all_s, out=np.zeros(layouts.count), where=all_s > 0.0)
@@ -563,8 +565,10 @@ class PricedModel:
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
-        # What a compiled layer hands to experts whose tokens travel is the input of a recompute of their own.
-        handed = input_bytes * (layouts.ep > 1) * (saved.compiled and layer.experts > 0)
+        # A compiled layer's graphs hand on, and keep, the input of experts whose tokens travel, and of keys and values
+        # behind the first exchange of heads, which ranks of tp have gathered.
+        handed = input_bytes * ((layouts.ep > 1) & (layer.experts > 0))
+        handed = saved.compiled * (handed + self.tokens * w * layer.width * ((layouts.cp > 1) & (layer.heads > 0)))
         selective_bytes = np.minimum(product_bytes + input_bytes + handed, all_bytes)
         bytes_by_mode = [input_bytes, selective_bytes, without_scores]
         kept_rows = self._exchange.kept_bytes(layer) if layer.experts and layouts.ep_keep.any() else 0.0
