@@ -48,8 +48,6 @@ ATTENTIONS = ("heads", "gather", "ring")
 """Ways in which ``cp`` computes attention."""
 BALANCED_ATTENTIONS = ("gather", "ring")
 """Those under which a rank has an early and a late run of each row, for balance (`spec.key_ring`)."""
-IN_LAYERS = (Mechanics.MATRICES, Mechanics.TOKENS, Mechanics.EXPERTS)
-"""Mechanics whose ranks exchange activations inside of a layer."""
 DEFAULT_SCHEDULE = "1f1b"
 """Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"
@@ -432,11 +430,6 @@ class Layout:
             f"schedule={self.schedule} runs each backward whole under recompute={self.recompute}, since a half would "
             "run the layers' forward again for each group of weights, so it fills no bubble with weight gradients"
         )
-
-    @property
-    def layers_communicate(self) -> bool:
-        """Whether ranks exchange activations inside of a layer: over ``tp``, ``cp`` or ``ep``."""
-        return any(self.degree(mechanics) > 1 for mechanics in IN_LAYERS)
 
     @property
     def stages_per_rank(self) -> int:
