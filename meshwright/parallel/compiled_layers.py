@@ -31,7 +31,14 @@ from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.layout import Layout
 from meshwright.torch_compat import compiler as torch_compat_compiler
 from meshwright.torch_compat import tensors
-from meshwright.torch_compat.compiler import graph_options, keep_before_changes, mark_recompute, tracing_errors
+from meshwright.torch_compat.compiler import (
+    graph_options,
+    keep_before_changes,
+    keep_own_copies,
+    mark_recompute,
+    mark_returned,
+    tracing_errors,
+)
 from meshwright.torch_compat.varlen import mark_dynamic_sizes
 
 _REWRITERS = (group_operators, overlapped_products, recompute, selective, tensors, torch_compat_compiler)
@@ -121,10 +128,15 @@ def _options(mode: str, width: int) -> dict[str, Any]:
         if mode != "none":
             mark_recompute(graph, recompute_all if mode == "full" else partial(selective_policy, width=width))
         keep_before_changes(graph)
+        mark_returned(graph)
+
+    def rewrite_each(graph: torch.fx.Graph) -> None:
+        group_operators.keep_in_order(graph)
+        keep_own_copies(graph)
 
     files = (__file__, *(module.__file__ or "" for module in _REWRITERS))
     digest = hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
-    return graph_options(rewrite, group_operators.keep_in_order, f"{mode} {width} {digest}")
+    return graph_options(rewrite, rewrite_each, f"{mode} {width} {digest}")
 
 
 def _with_dynamic_documents(compiled_forward: Any) -> Forward:

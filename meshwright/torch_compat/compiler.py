@@ -94,3 +94,34 @@ def keep_before_changes(graph: torch.fx.Graph) -> None:
             parts = (item for item in reader.users if item.target is operator.getitem)
             for made in (reader, *parts):
                 made.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def mark_returned(graph: torch.fx.Graph) -> None:
+    """Marks what forward returns to its caller, in a graph of both passes, for `keep_own_copies`."""
+    (output,) = graph.find_nodes(op="output")
+    for node in output.all_input_nodes:
+        if node.op == "call_function" and node.meta.get("partitioner_tag", "is_forward") != "is_backward":
+            node.meta["is_returned"] = True
+
+
+def keep_own_copies(graph: torch.fx.Graph) -> None:
+    """Has forward keep copies of what it returns: its caller may write into that, which torch doesn't see in a view."""
+    (output,) = graph.find_nodes(op="output")
+    results = list(output.args[0])
+    given: dict[torch.fx.Node, int] = {}
+    for place, node in enumerate(results):
+        if isinstance(node, torch.fx.Node) and node.meta.get("is_returned"):
+            given.setdefault(_viewed(node), place)
+    for place, node in enumerate(results):
+        if isinstance(node, torch.fx.Node) and given.get(_viewed(node), place) < place:
+            with graph.inserting_before(output):
+                results[place] = graph.call_function(torch.ops.aten.clone.default, (node,))
+            results[place].meta["val"] = node.meta["val"].clone()
+    output.args = (type(output.args[0])(results),)
+
+
+def _viewed(node: torch.fx.Node) -> torch.fx.Node:
+    """Returns what a node of a graph is a view of, itself where it is none."""
+    while getattr(node.target, "is_view", False) and isinstance(node.args[0], torch.fx.Node):
+        node = node.args[0]
+    return node

@@ -363,6 +363,37 @@ def test_compiled_layers_may_change_what_backward_computes_again(wrap: Callable[
         torch.testing.assert_close(plain, again)
 
 
+class Lending(nn.Module):
+    """Returns a product, and a view of it, that its own backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = self.up(x)
+        return h, h.view(8, 16)[:4], self.down(torch.sin(h.clone()))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["none", "selective"])
+def test_other_code_may_write_into_what_a_compiled_layer_returns(mode: str) -> None:
+    def work(_context: RankContext) -> list[tuple[torch.Tensor, ...]]:
+        found = []
+        for is_compiled in (False, True):
+            torch.manual_seed(0)
+            layer, x = Lending().double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
+            h, _part, out = (compiled(mode, 8, layer.forward) if is_compiled else layer.forward)(x)
+            with torch.no_grad():
+                h.mul_(1.5)
+            found.append(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
+        return found
+
+    (found,) = run_contexts(1, work)
+    for plain, again in zip(*found, strict=True):
+        torch.testing.assert_close(plain, again)
+
+
 @pytest.mark.parametrize("module", [selective, recompute, overlapped_products])
 def test_graphs_on_disk_are_known_by_the_code_that_marked_them(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
