@@ -137,8 +137,8 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
     def keys(batch: LayoutBatch) -> list[tuple[float, ...]]:
         return list(zip(*(getattr(batch, name).tolist() for name in names)))
 
-    fitting, allowed = dict[tuple[float, ...], set[int]](), asked.space.runs(whole)
-    needless, place = set[tuple[float, ...]](), names.index("recompute_rest")
+    fitting, needless = dict[tuple[float, ...], set[int]](), set[tuple[float, ...]]()
+    place = names.index("recompute_rest")
     for rest in map(RECOMPUTES.index, ("none", "selective")):
         # Where all layers may do what the others do, none has to do more.
         plain = whole.take(whole.recompute == rest)
@@ -151,7 +151,7 @@ def test_as_few_layers_are_recomputed_as_fit(usable: float) -> None:
                 share = np.full(whole.count, some / layers)
                 batch = dataclasses.replace(whole, recompute_share=share, recompute_rest=others)
                 fits = price_many(job, batch, asked.machine, asked.runtime).peak <= asked.usable_bytes
-                recomputes = fits & allowed & (batch.recompute == mode) & ~splits_backward(batch.schedule)
+                recomputes = fits & (batch.recompute == mode) & ~splits_backward(batch.schedule)
                 for key in keys(batch.take(recomputes)):
                     fitting.setdefault(key, set()).add(some)
     # A layout of which all layers do the one has no others.
