@@ -108,12 +108,15 @@ def keep_own_copies(graph: torch.fx.Graph) -> None:
     """Has forward keep copies of what it returns: its caller may write into that, which torch doesn't see in a view."""
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])
-    given: dict[torch.fx.Node, int] = {}
-    for place, node in enumerate(results):
-        if isinstance(node, torch.fx.Node) and node.meta.get("is_returned"):
-            given.setdefault(_viewed(node), place)
-    for place, node in enumerate(results):
-        if isinstance(node, torch.fx.Node) and given.get(_viewed(node), place) < place:
+    nodes = [(place, node) for place, node in enumerate(results) if isinstance(node, torch.fx.Node)]
+    returned: dict[torch.fx.Node, int] = {}
+    for place, node in nodes:
+        if node.meta.get("is_returned"):
+            returned.setdefault(node, place)
+    # Of what is a view of an input torch knows when it was written into.
+    made = {_viewed(node) for node in returned if _viewed(node).op == "call_function"}
+    for place, node in nodes:
+        if _viewed(node) in made and returned.get(node) != place:
             with graph.inserting_before(output):
                 results[place] = graph.call_function(torch.ops.aten.clone.default, (node,))
             results[place].meta["val"] = node.meta["val"].clone()

@@ -383,9 +383,10 @@ def test_other_code_may_write_into_what_a_compiled_layer_returns(mode: str) -> N
         for is_compiled in (False, True):
             torch.manual_seed(0)
             layer, x = Lending().double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-            h, _part, out = (compiled(mode, 8, layer.forward) if is_compiled else layer.forward)(x)
+            h, part, out = (compiled(mode, 8, layer.forward) if is_compiled else layer.forward)(x)
             with torch.no_grad():
                 h.mul_(1.5)
+            assert torch.equal(part, h.view(8, 16)[:4]), "what is returned twice is one memory"
             found.append(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
         return found
 
