@@ -565,10 +565,11 @@ class PricedModel:
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
-        # A compiled layer's graphs hand on, and keep, the input of experts whose tokens travel, and of keys and values
-        # behind the first exchange of heads, which ranks of tp have gathered.
+        # A compiled layer's graphs hand on, and keep, the input of experts whose tokens travel; and where heads are
+        # exchanged that of keys and values, which ranks of tp have gathered, and what attention returned.
         handed = input_bytes * ((layouts.ep > 1) & (layer.experts > 0))
-        handed = saved.compiled * (handed + self.tokens * w * layer.width * ((layouts.cp > 1) & (layer.heads > 0)))
+        exchanged = (layer.width + layer.mixed_width / layouts.tp) * ((layouts.cp > 1) & (layer.heads > 0))
+        handed = saved.compiled * (handed + self.tokens * w * exchanged)
         selective_bytes = np.minimum(product_bytes + input_bytes + handed, all_bytes)
         bytes_by_mode = [input_bytes, selective_bytes, without_scores]
         kept_rows = self._exchange.kept_bytes(layer) if layer.experts and layouts.ep_keep.any() else 0.0
