@@ -22,6 +22,14 @@ PRIVATE_NAMES = (
         "torch._inductor.custom_graph_pass:CustomGraphPass",
         "what the compiler's options take for a rewrite of its graphs, with a key for its cache on disk",
     ),
+    PrivateName(
+        "torch._functorch.config:view_replay_for_aliased_outputs",
+        "whether a view that a graph returns is made by its recorded views, which may read freed sizes",
+    ),
+    PrivateName(
+        "torch._functorch._aot_autograd.functional_utils:ViewMetaSequence",
+        "those records, which are written to disk beside a graph",
+    ),
     PrivateName("torch._dynamo.exc:Unsupported", "what tracing a whole function raises where it would break the graph"),
     PrivateName("torch._dynamo.exc:UserError", "what it raises where the graph would depend on values"),
     PrivateName("torch._dynamo.exc:FailOnRecompileLimitHit", "what it raises where it was traced too often"),
@@ -44,6 +52,7 @@ def graph_options(of_both: Rewrite, of_each: Rewrite, key: str) -> dict[str, Any
         of_each: rewrites each of the two, or the only one where nothing needs a gradient.
         key: names what the two do: graphs are found again on disk by it.
     """
+    _forget_recorded_views()
     base: Any = importlib.import_module("torch._inductor.custom_graph_pass").CustomGraphPass
 
     class GraphPass(base):  # type: ignore[misc]
@@ -57,6 +66,17 @@ def graph_options(of_both: Rewrite, of_each: Rewrite, key: str) -> dict[str, Any
             return key
 
     return {"joint_custom_pre_pass": GraphPass(of_both), "post_grad_custom_pre_pass": GraphPass(of_each)}
+
+
+def _forget_recorded_views() -> None:
+    """Has graphs make the views that they return from strides.
+
+    The record of a view of a linear layer's product points at sizes that are freed by then: a graph found again on
+    disk returned views of any shape, or the process that wrote it there died (torch 2.11 and 2.13).
+    """
+    importlib.import_module("torch._functorch.config").view_replay_for_aliased_outputs = False
+    records: Any = importlib.import_module("torch._functorch._aot_autograd.functional_utils").ViewMetaSequence
+    records.__getstate__ = lambda record: record.__dict__ | {"sequence": []}
 
 
 def tracing_errors() -> tuple[type[Exception], ...]:

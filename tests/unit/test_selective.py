@@ -376,23 +376,26 @@ class Lending(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
-@pytest.mark.parametrize("mode", ["none", "selective"])
-def test_other_code_may_write_into_what_a_compiled_layer_returns(mode: str) -> None:
+def test_other_code_may_write_into_what_a_compiled_layer_returns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def work(_context: RankContext) -> list[tuple[torch.Tensor, ...]]:
         found = []
-        for is_compiled in (False, True):
+        for mode in (None, "none", "selective"):
             torch.manual_seed(0)
             layer, x = Lending().double(), torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
-            h, part, out = (compiled(mode, 8, layer.forward) if is_compiled else layer.forward)(x)
+            h, part, out = (layer.forward if mode is None else compiled(mode, 8, layer.forward))(x)
             with torch.no_grad():
                 h.mul_(1.5)
             assert torch.equal(part, h.view(8, 16)[:4]), "what is returned twice is one memory"
             found.append(torch.autograd.grad(out.square().sum(), [x, *layer.parameters()]))
         return found
 
-    (found,) = run_contexts(1, work)
-    for plain, again in zip(*found, strict=True):
-        torch.testing.assert_close(plain, again)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for cached in (False, True):
+        assert bool(list(tmp_path.glob("aotautograd/*"))) == cached, "the second time its graphs are found on disk"
+        ((plain, *others),) = run_contexts(1, work)
+        torch.testing.assert_close([plain] * len(others), others)
 
 
 @pytest.mark.parametrize("module", [selective, recompute, overlapped_products])
