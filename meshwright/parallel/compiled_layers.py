@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from meshwright.errors import PlanError
-from meshwright.parallel import group_operators, overlapped_products, recompute, selective
+from meshwright.parallel import group_operators, head_exchange, overlapped_products, recompute, selective
 from meshwright.parallel.document_attention import is_packed_mask
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.recompute import can_be_whole, recompute_all, recomputing, repeatable, selective_policy
@@ -41,7 +41,7 @@ from meshwright.torch_compat.compiler import (
 )
 from meshwright.torch_compat.varlen import mark_dynamic_sizes
 
-_REWRITERS = (group_operators, overlapped_products, recompute, selective, tensors, torch_compat_compiler)
+_REWRITERS = (group_operators, head_exchange, overlapped_products, recompute, selective, tensors, torch_compat_compiler)
 """Modules that decide, with this one, what becomes of a graph: one on disk that others made is not found again."""
 
 

@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.parallel import balanced_runs, collectives, parameter_slices, stand_in, tensor_hooks, unit_slices
+from meshwright.parallel import (
+    balanced_runs,
+    collectives,
+    parameter_slices,
+    selective,
+    stand_in,
+    tensor_hooks,
+    unit_slices,
+)
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.gathered_attention import GatheredAttention
@@ -182,6 +190,8 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         rank_spans = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
             # (B, S/c, F) to (B, S, F/c): Ulysses' all-to-all before attention, on each of q, k and v.
+            if tensor_hooks.is_plain_product(column):
+                wrap_forward(column, ForwardLayer.CONTEXT, "its product is kept as heads alone", _as_summand)
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
             # Its input is already the whole row (from `replicated_inputs`), so its output needs a cut alone.
@@ -218,6 +228,11 @@ def _present_full_rows(attention: nn.Module, size: int, width: int) -> None:
         ForwardLayer.CONTEXT,
         "the whole row",
     )
+
+
+def _as_summand(plain: Forward) -> Forward:
+    """Returns the forward of a linear module whose product nothing reads but the exchange."""
+    return lambda x: selective.summand(plain, x)
 
 
 def _with_spans(

@@ -6,11 +6,14 @@ Source: Jacobs et al., DeepSpeed Ulysses (2023), section 3.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx
 
+from meshwright.parallel import selective
 from meshwright.parallel.axis_group import AxisGroup
+from meshwright.parallel.group_operators import define, find_group
 from meshwright.spec.placement import Span
 
 Spans = tuple[Span, ...]
@@ -36,15 +39,48 @@ def _covers_in_order(spans: Sequence[Spans], features: int) -> bool:
     return offset == features
 
 
+def _exchanged_shapes(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
+    return [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
+
+
+@define("tokens_for_heads", _exchanged_shapes, is_kept=True)
+def tokens_for_heads(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
+    """Returns (B, S/c, ``features[p]``) of each rank p, as `_exchange` does; selective recompute keeps it.
+
+    Args:
+        chunks: for each rank, (B, S/c, F_p).
+        group: the name of the ranks.
+        features: of each rank.
+    """
+    return _exchange(chunks, features, find_group(group))
+
+
+@define("heads_for_tokens", _exchanged_shapes)
+def heads_for_tokens(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
+    """Returns (B, S/c, F_p) as `tokens_for_heads` does.
+
+    Selective recompute exchanges it again, since attention keeps what it was before.
+    """
+    return _exchange(chunks, features, find_group(group))
+
+
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """Exchanges (B, S/c, F) for (B, S, F'), the F' features of this rank's units."""
     local_features = _width(spans[axis_group.index])
     # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
-    return torch.cat(_exchange(chunks, [local_features] * axis_group.size, axis_group), dim=1)
+    return torch.cat(_exchanged(chunks, [local_features] * axis_group.size, axis_group, tokens_for_heads), dim=1)
 
 
-def _exchange(chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup) -> list[torch.Tensor]:
+def _exchanged(
+    chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup, operator: Any
+) -> list[torch.Tensor]:
+    if axis_group.is_traced:
+        return operator(chunks, axis_group.operator_name, features)  # type: ignore[no-any-return]
+    return _exchange(chunks, features, axis_group)
+
+
+def _exchange(chunks: Sequence[torch.Tensor], features: Sequence[int], axis_group: AxisGroup) -> list[torch.Tensor]:
     """Sends ``chunks[p]: (B, S/c, F_p)`` to rank p; returns (B, S/c, ``features[p]``) of each."""
     outputs = [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
     axis_group.all_to_all(outputs, chunks).wait()
@@ -55,7 +91,7 @@ def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], f
     """Exchanges (B, S, F') for (B, S/c, F); features that several ranks hold are summed."""
     # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
-    outputs = _exchange(chunks, [_width(rank_spans) for rank_spans in spans], axis_group)
+    outputs = _exchanged(chunks, [_width(rank_spans) for rank_spans in spans], axis_group, heads_for_tokens)
     if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
     # A feature that several ranks needed (a shared key head) gets one gradient from each: they add up.
@@ -72,7 +108,8 @@ class _ToUnits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
         ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
-        return _to_units(x, axis_group, spans)
+        # As many bytes as the product that it was, and none that travel again.
+        return selective.kept_sum(lambda: _to_units(x, axis_group, spans))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -92,7 +129,6 @@ class _ToTokens(torch.autograd.Function):
         return _to_units(upstream[0], ctx.axis_group, ctx.spans), None, None, None
 
 
-@torch.compiler.disable  # Dynamo doesn't trace the exchange around stand-ins of rows.
 def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
     """Turns (B, S/c, F), all features of some tokens, into (B, S, F'), the features of this rank's units of all tokens.
 
@@ -104,7 +140,6 @@ def to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> 
     return axis_group.apply(_ToUnits, x, axis_group, spans)
 
 
-@torch.compiler.disable
 def to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], features: int) -> torch.Tensor:
     """Undoes `to_units`, where no feature belongs to several ranks: (B, S, F') to (B, S/c, F).
 

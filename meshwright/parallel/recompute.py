@@ -91,7 +91,7 @@ def recompute_all(_operator: object, _arguments: object) -> CheckpointPolicy:
 
 def can_be_whole(layout: Layout) -> bool:
     """Returns whether a compiled layer may be one graph: no tokens travel to experts or other heads."""
-    return layout.degree(Mechanics.EXPERTS) == layout.degree(Mechanics.TOKENS) == 1
+    return layout.degree(Mechanics.EXPERTS) == 1
 
 
 def check(layout: Layout, layers: int) -> None:

@@ -13,7 +13,8 @@ torch's own contexts (`torch.utils.checkpoint.create_selective_checkpoint_contex
   What writes without an operator of torch's isn't seen: numpy, and functions that the layer's own code has compiled
   where they write into a result without a gradient (into others they write back by an operator).
 - Of a product that ranks of ``tp`` sum, the sum is kept and the summand isn't: with ``sequence`` it is 1 / tp as large,
-  and nothing is summed twice. In the second run the product isn't computed either, as nothing reads it.
+  and nothing is summed twice. In the second run the product isn't computed either, as nothing reads it. So are queries,
+  keys and values kept as heads of all tokens where ranks of ``cp`` exchange them.
 
 Source: Korthikanti et al., Reducing Activation Recomputation (2022), section 5.
 """
@@ -269,13 +270,17 @@ def run_and_release(plain: Forward, *args: Any, **kwargs: Any) -> Any:
 
 
 def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Returns a sum over ranks, of any shape; selective recompute keeps it in place of all that ``make`` computes."""
+    """Returns what ranks give each other; selective recompute keeps it in place of all that ``make`` computes.
+
+    Args:
+        make: of products, makes their sum over ranks, or of this rank's tokens its heads of all tokens; of any shape.
+    """
     run = _current_run()
     return make() if run is None else run.sum_of(make)
 
 
 def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> torch.Tensor:
-    """Returns a product that nothing reads but a sum over ranks (`kept_sum`), which selective recompute keeps.
+    """Returns a product that nothing reads but `kept_sum`, whose result selective recompute keeps in its place.
 
     Args:
         multiply: makes it of the factors.
@@ -291,7 +296,7 @@ def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> to
 
 
 def is_summand() -> bool:
-    """Returns whether a product is made whose only reader is a sum over ranks."""
+    """Returns whether a product is made whose only reader is `kept_sum`."""
     return _IS_SUMMAND.get()
 
 

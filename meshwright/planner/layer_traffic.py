@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 from meshwright.planner.collectives import Bytes, Collectives
@@ -86,10 +85,6 @@ class LayerTraffic:
         is_kept = sent.kept_by_ep_keep and self._layout.ep_keep
         return not (is_kept or sent.is_backward or sent.skipped_by_recompute)
 
-    def _between_graphs(self, sent: LayerCollective) -> LayerCollective:
-        """Returns a collective whose result a compiled layer's next graph is given, and so keeps."""
-        return dataclasses.replace(sent, kept_by_selective=sent.kept_by_selective or self._layout.compile)
-
     def _stage_sends(self, start: int, stop: int, stage: int, stages: int) -> Iterator[LayerCollective]:
         """Yields the sends of activations to the next stage and gradients to the previous, on other ranks."""
         layer_graph, schedule, stage_ranks = self._model.layer_graph, self._layout.pipeline(), self._pp.ranks
@@ -135,18 +130,13 @@ class LayerTraffic:
         for group in rows.groups:
             if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
                 local = local_group(group, self._index(Mechanics.MATRICES), degree)
-                yield from map(self._between_graphs, self._head_exchange(name, local))
+                yield from self._head_exchange(name, local)
             if degree > 1 and group in splits:
                 # Routed experts follow attention, so attention's all-reduce isn't the layer's last collective.
                 is_last = group is splits[-1] and not (dispatched_experts and group.heads)
                 # Several graphs are repeated whole, the last sum too; so is a layer up to a norm behind that.
-                has_graphs = self._layout.compile and (has_ep or self._layout.degree(Mechanics.TOKENS) > 1)
-                is_skipped = is_last and not (has_graphs or rows.saves_after_sums)
-                is_cut = self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and len(group.column_inputs) > 1
-                for sent in self._tensor_parallel(name, group, layer, is_skipped):
-                    # The first graph ends with the first product, so that the others get the gathered tokens.
-                    is_gather = sent.kind == "all_gather" and not sent.is_backward
-                    yield self._between_graphs(sent) if is_cut and is_gather else sent
+                is_skipped = is_last and not ((self._layout.compile and has_ep) or rows.saves_after_sums)
+                yield from self._tensor_parallel(name, group, layer, is_skipped)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "gather":
             yield from self._key_value_gather(layer)
         if self._layout.degree(Mechanics.TOKENS) > 1 and self._attention == "ring":
@@ -227,7 +217,7 @@ class LayerTraffic:
         for name in group.column_inputs:
             width_by_rank = widths(by_name[f"{name}.weight"])
             sent, received = sum(width_by_rank) - width_by_rank[index], width_by_rank[index] * (len(width_by_rank) - 1)
-            yield LayerCollective(self._cp, "all_to_all", size * sent)
+            yield LayerCollective(self._cp, "all_to_all", size * sent, kept_by_selective=True)
             yield LayerCollective(self._cp, "all_to_all", size * received, is_backward=True)
         for name in group.replicated_inputs:
             features = self._replicated_outputs(layer, name)

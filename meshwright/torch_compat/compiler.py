@@ -74,7 +74,8 @@ def _forget_recorded_views() -> None:
     The record of a view of a linear layer's product points at sizes that are freed by then: a graph found again on
     disk returned views of any shape, or the process that wrote it there died (torch 2.11 and 2.13).
     """
-    importlib.import_module("torch._functorch.config").view_replay_for_aliased_outputs = False
+    settings: Any = importlib.import_module("torch._functorch.config")
+    settings.view_replay_for_aliased_outputs = False
     records: Any = importlib.import_module("torch._functorch._aot_autograd.functional_utils").ViewMetaSequence
     records.__getstate__ = lambda record: record.__dict__ | {"sequence": []}
 

@@ -25,12 +25,8 @@ from tests.tiers import further
 # Values a token in float32, of a width of 32, 4 heads, 2 of keys, and branches of 64.
 BY_HEADS = 32 + 32 + 16 + 16 + 32 + 4 + 32 + 2 * 64
 """A layer's input, queries, keys, values, what attention returned with its log-sum-exps, its product, both branches."""
-HANDED = 32 + 32
-"""The input of keys and values, and what attention returned once it has been exchanged."""
 BY_HEADS_AND_TP = (32 + 32 + 32 + 4 + 32 + 2 * 64) / 2 + 2 * 16
 """The same with tokens split between products; each rank of cp needs the one head of keys of its rank of tp."""
-HANDED_BY_TP = 32 + 32 / 2
-"""The first has been gathered, the second is of half of the heads."""
 WITH_EXPERTS = 32 + 32 + 16 + 16 + 32 + 4 + 32 + 4 + 2 + 2 * 2
 """The same of attention, the router's products, and of two chosen experts the weights and int64 indices."""
 
@@ -88,23 +84,20 @@ def planned_values(name: str, text: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "kept", "handed", "more"),
+    ("text", "kept", "more"),
     further(
         [
             # The plan has no log-sum-exps, and the last product, which the compiled layer doesn't keep.
-            ("cp=2,attention=heads", BY_HEADS, HANDED, 32 - 4),
-            # It takes keys and values to be shared out, of which each rank of cp has all here.
-            ("cp=2,tp=2,sequence=true", BY_HEADS_AND_TP, HANDED_BY_TP, 16 - 2 - 16),
+            ("cp=2,attention=heads", BY_HEADS, 32 - 4),
+            ("cp=2,tp=2,sequence=true", BY_HEADS_AND_TP, 16 - 2),
         ]
     ),
 )
-def test_what_is_handed_to_the_graph_behind_an_exchange_of_heads_is_kept(
-    text: str, kept: float, handed: float, more: float
-) -> None:
+def test_products_are_kept_once_where_heads_are_exchanged(text: str, kept: float, more: float) -> None:
     written = f"{text},recompute=selective,compile=true"
     found = kept_values("llama", written, Layout.parse(written).world)
-    assert found == pytest.approx([kept + handed] * len(found))
-    assert planned_values("llama", written) == pytest.approx(kept + handed + more)
+    assert found == pytest.approx([kept] * len(found))
+    assert planned_values("llama", written) == pytest.approx(kept + more)
 
 
 @pytest.mark.slow

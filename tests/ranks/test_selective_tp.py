@@ -1,4 +1,4 @@
-"""What selective recompute keeps of a layer that ranks of tp split: sums in place of summands, as the plan has it."""
+"""What selective recompute keeps of a layer that ranks split: what they give each other, in place of what they gave."""
 
 from __future__ import annotations
 
@@ -29,9 +29,25 @@ SPLIT = WIDTH + 2 * WIDTH // 2 + WIDTH + HEADS + 2 * FFN
 """Values a token in float32: queries, keys, values, what attention returned and its log-sum-exps, both branches up."""
 
 
-@pytest.mark.parametrize("more", ["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"])
-def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
-    layout = Layout.parse(f"tp=2,recompute=selective{more}")
+BY_HEADS = WIDTH // 2 + 2 * WIDTH // 2 + WIDTH // 2 + HEADS // 2 + FFN + WIDTH
+"""Of half of the heads, all of the one head of keys that both ranks of cp need; two sums are of half of the tokens."""
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("tp=2", SPLIT / 2 + 2 * WIDTH),
+        ("tp=2,sequence=true", SPLIT / 2 + WIDTH),
+        ("tp=2,sequence=true,tp_overlap=2", SPLIT / 2 + WIDTH),
+        ("tp=2,tp_overlap=3", SPLIT / 2 + 2 * WIDTH),
+        ("cp=2,attention=heads", SPLIT + 2 * WIDTH),
+        ("cp=2,tp=2,sequence=true", BY_HEADS),
+        # Queries, keys and values are products of before, too.
+        ("cp=2,tp=2,sequence=true,tp_overlap=2", BY_HEADS + WIDTH / 2 + 2 * WIDTH / 4),
+    ],
+)
+def test_of_a_product_that_becomes_something_else_nothing_is_kept(text: str, values: float) -> None:
+    layout = Layout.parse(f"{text},recompute=selective")
     facts = analyse_model(model("llama"), layout)
 
     def work(rank: int) -> list[int]:
@@ -50,12 +66,13 @@ def test_of_a_product_whose_sum_is_kept_nothing_else_is(more: str) -> None:
             trained("llama", layout, facts, rank)
         return kept
 
-    tokens, tp = ROWS * TOKENS, 2
-    by_hand = 4 * tokens * (SPLIT / tp + 2 * WIDTH / (tp if layout.sequence else 1))
-    for kept in run_ranks(2, work, timeout=250):
+    tp, cp = layout.degree("tp"), layout.degree("cp")
+    tokens = ROWS * TOKENS // cp
+    by_hand = 4 * tokens * values
+    for kept in run_ranks(layout.world, work, timeout=250):
         assert kept == [by_hand] * (2 * LAYERS)
     job = PricedJob(shape=measure_shape(model("llama")), sequence=TOKENS, rows=ROWS, precision="float32")
-    machine, batch = Machine.of(Cluster.parse("2xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
+    machine, batch = Machine.of(Cluster.parse(f"{layout.world}xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
     cost = PricedModel(job, batch, machine, MESHWRIGHT).price_bytes(job.shape.blocks[0])
     input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
     planned = float(np.asarray(cost.saved - cost.spared).item()) - input_bytes

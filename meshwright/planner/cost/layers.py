@@ -309,7 +309,7 @@ class PricedModel:
 
         Returns:
             What of the repeated forward's traffic selective recompute has kept: sums over tp, a ring of cp, which is
-            part of attention, and in compiled layers what lies between graphs.
+            part of attention, and the heads of all tokens that products become.
         """
         layouts, runtime, groups, tp = self.layouts, self.engine.runtime, self.groups, self.groups.tp
         size, normed_share = self.tokens * layer.width * self.element, layer.normed_width / layer.width
@@ -324,19 +324,17 @@ class PricedModel:
         if (layouts.tp_overlap > 0).any():
             OverlappedTraffic(self, layer, collective_s).correct(forward, backward)
         if (layouts.tp > 1).any():
-            # A compiled layer whose heads are exchanged hands attention's gathered tokens on to its next graph.
-            is_handed_on = self.engine.saved.compiled & (layouts.cp > 1) & (layer.heads > 0)
-            sums_s = np.where(layouts.sequence > 0, 0.5 + 0.25 * is_handed_on, 1.0) * block_count * collective_s
+            sums_s = np.where(layouts.sequence > 0, 0.5, 1.0) * block_count * collective_s
             all_s = block_count * collective_s + normed_s
             wire = backward_wire = groups.booked(all_s, tp)
             kept_share = np.divide(sums_s, all_s, out=np.zeros(layouts.count), where=all_s > 0.0)
             kept.tp, kept_wire = kept_share * forward.tp, wire.scaled(kept_share)
         if layer.heads:
-            context, backward_context = self._add_context_traffic(layer, forward, backward)
+            context, backward_context, kept_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
-                if runtime.context == "ring" or self.engine.saved.compiled:
-                    kept.cp, kept_wire = forward.cp, kept_wire + context
+                kept_wire = kept_wire + kept_context
+                kept.cp = forward.cp if runtime.context == "ring" else kept_context.seconds
         repeated_wire = wire
         if layer.experts:
             exchange = self._add_exchange(layer, forward, backward, repeated)
@@ -431,27 +429,30 @@ class PricedModel:
 
     def _add_context_traffic(
         self, layer: LayerShape, forward: PassTime, backward: PassTime
-    ) -> tuple[WireTime, WireTime]:
+    ) -> tuple[WireTime, WireTime, WireTime]:
         """Adds the exposed seconds of cp to both passes, by the way in which attention meets other ranks' keys.
 
         Returns:
-            What each of the two passes sends.
+            What each of the two passes sends, and what of forward's selective recompute keeps.
         """
         layouts, runtime, groups = self.layouts, self.engine.runtime, self.groups
         feature_bytes = self.tokens * self.element / layouts.tp
         if runtime.context == "heads":
             # All-to-alls of queries, keys, values, and of attention's output back: DeepSpeed Ulysses (2023), 3.
             widths = (layer.query_width, layer.key_width, layer.value_width, layer.mixed_width)
-            exchanges = (groups.wire(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths)
-            sent = sum(exchanges, WireTime())
+            *products, output = (
+                groups.wire(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths
+            )
+            kept = sum(products, WireTime())
+            sent = kept + output
             forward.cp, backward.cp = sent.seconds, 1.0 * sent.seconds
-            return sent, sent
+            return sent, sent, kept if self.engine.saved.selective_is_wide else WireTime()
         row_bytes = feature_bytes * (layer.key_width + layer.value_width) * layouts.cp
         if runtime.context == "gather":
             gathered = groups.wire(traffic.all_gather_s, row_bytes, groups.cp)
             scattered = groups.wire(traffic.reduce_scatter_s, row_bytes, groups.cp)
             forward.cp, backward.cp = gathered.seconds, scattered.seconds
-            return gathered, scattered
+            return gathered, scattered, WireTime()
         # Of a window's run the keys that it reaches back to travel: W - 1 tokens of each of a rank's two runs, where
         # all other ranks' would be (c - 1) / c of the row.
         if layer.window:
@@ -462,7 +463,7 @@ class PricedModel:
         # Attention hides a share of the ring at most, and no more than its own seconds; backward sends twice.
         forward.cp = np.maximum(exposed_share * ring_s, ring_s - forward.attention)
         backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
-        return ring, ring.scaled(2.0)
+        return ring, ring.scaled(2.0), ring
 
     def _context_bytes(self, layer: LayerShape) -> tuple[Values, Values]:
         """Returns the bytes of split tokens' attention: (saved for backward, allocated only while it runs), (N,)."""
@@ -477,7 +478,10 @@ class PricedModel:
             masks = self.tokens * w * self.job.sequence * (1.0 + 1.0 / (2.0 * layouts.cp)) / 2.0
             return is_split * (w * local_elements * (layouts.cp - 1) + masks), 0.0
         if runtime.context != "ring":
-            return 0.0, 0.0
+            # A head of keys that queries of several ranks need is at each of them, of all tokens.
+            heads = layouts.cp * np.ceil(layer.kv_heads / (layouts.tp * layouts.cp)) - layer.kv_heads / layouts.tp
+            copies = w * self.tokens * heads * (layer.key_width + layer.value_width) / max(1, layer.kv_heads)
+            return is_split * copies, 0.0
         # Blocks that come and go, and sums in float32: of the output, or of the gradients of q, k, v and the block.
         sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
         return 0.0, is_split * (4.0 * w * local_elements + sums)
@@ -565,11 +569,12 @@ class PricedModel:
         product_bytes = self.tokens * w * (saved.selective_share * product_outputs + layer.mixed_width / layouts.tp)
         input_bytes = self.tokens * w * layer.width / self.token_shards
         without_scores = all_bytes - self.tokens * scores / layouts.tp
-        # A compiled layer's graphs hand on, and keep, the input of experts whose tokens travel; and where heads are
-        # exchanged that of keys and values, which ranks of tp have gathered, and what attention returned.
-        handed = input_bytes * ((layouts.ep > 1) & (layer.experts > 0))
-        exchanged = (layer.width + layer.mixed_width / layouts.tp) * ((layouts.cp > 1) & (layer.heads > 0))
-        handed = saved.compiled * (handed + self.tokens * w * exchanged)
+        # A compiled layer's graphs hand on, and keep, the input of experts whose tokens travel.
+        handed = saved.compiled * input_bytes * ((layouts.ep > 1) & (layer.experts > 0))
+        # Products are kept as heads of all tokens; those that tp_overlap makes ahead of an eager layer's modules, too.
+        if self.engine.runtime.context == "heads" and saved.selective_is_wide:
+            is_twice = (layouts.cp > 1) & (layouts.tp_overlap > 0) & (not saved.compiled)
+            handed = handed + context_saved + is_twice * self.tokens * w * qkv / layouts.tp
         selective_bytes = np.minimum(product_bytes + input_bytes + handed, all_bytes)
         bytes_by_mode = [input_bytes, selective_bytes, without_scores]
         kept_rows = self._exchange.kept_bytes(layer) if layer.experts and layouts.ep_keep.any() else 0.0
