@@ -22,6 +22,8 @@ _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")
 _CLOSING = re.compile(r"(o_proj|out\w*|down\w*|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h|down_proj)(\.weight)?$")
 """Names of the projection that returns to the residual stream."""
 _NORM = re.compile(r"norm[^.]*\.weight$")
+_NORM_BEHIND = re.compile(r"^post_(feedforward|mlp|ffn|ff)_?[^.]*norm[^.]*$")
+"""Names of a norm behind the feed-forward part; ``post_attention_layernorm`` is most often one ahead of it."""
 _STATE = ("conv", "A_log", "bias")
 
 
@@ -65,8 +67,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
     expert_parameters = sum(
         weight.numel() for name, weight in layer.named_parameters() if _is_expert(name, weight, experts)
     )
-    row_products = [product for product in products if product.split == "rows" and not product.experts]
-    ffn, ffn_columns_out = 0, 0
+    row_products, ffn, ffn_columns_out = [item for item in products if item.split == "rows" and not item.experts], 0, 0
     # the last row-parallel product is the feed-forward's; one alone is attention's
     if len(row_products) > 1 or (row_products and not heads):
         owner = _parent_module(row_products[-1].name)
@@ -94,6 +95,7 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         gated=(bool(ffn) and ffn_columns_out >= 2 * ffn)
         or (bool(expert_parameters) and expert_columns_out >= 2 * expert_ffn),
         norm="rms" if any("rms" in type(child).__name__.lower() for child in layer.modules()) else "layer",
+        norm_behind=any(_NORM_BEHIND.search(name) for name, _ in layer.named_children()),
         dropout=any(isinstance(child, nn.Dropout) and child.p > 0 for child in layer.modules()),
         drops=dropout_count,
         drops_scores=drops_scores,

@@ -5,9 +5,9 @@ as computed again, of selective recompute by the rule of eager layers (`selectiv
 forward from backward by these marks. Tokens that a product of backward needs are gathered again, sums over ranks are
 kept by ``selective``, and what backward doesn't read is neither kept nor computed.
 
-A layer whose tokens travel between its graphs, to experts or to other heads, can't be marked as a whole. With ``full``
-it is compiled inside of a checkpoint, and all of it runs again. With ``selective`` its graphs are marked, experts
-recompute by themselves, and what comes from a graph to the next or to experts is kept.
+A layer whose tokens travel to experts between its graphs can't be marked as a whole. With ``full`` it is compiled
+inside of a checkpoint, and all of it runs again. With ``selective`` its graphs are marked, experts recompute by
+themselves, and what is handed to them is kept.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def recompute_all(_operator: object, _arguments: object) -> CheckpointPolicy:
 
 
 def can_be_whole(layout: Layout) -> bool:
-    """Returns whether a compiled layer may be one graph: no tokens travel to experts or other heads."""
+    """Returns whether a compiled layer may be one graph: no tokens travel to experts."""
     return layout.degree(Mechanics.EXPERTS) == 1
 
 

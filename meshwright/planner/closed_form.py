@@ -164,6 +164,7 @@ def _block(sizes: TableSizes, has_experts: bool, window: int) -> LayerShape:
         ffn=ffn,
         gated=sizes.gated,
         norm="rms" if sizes.gated else "layer",
+        norm_behind=False,
         dropout=sizes.dropout,
         drops=2 if sizes.dropout else 0,
         drops_scores=sizes.dropout,

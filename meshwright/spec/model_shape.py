@@ -59,6 +59,8 @@ class LayerShape:
     """Whether the feed-forward part multiplies two branches (SwiGLU)."""
     norm: str = "rms"
     """``rms`` or ``layer``."""
+    norm_behind: bool = False
+    """Whether a norm reads what the last product returned (OLMo 2, Gemma 3), so that recompute computes that again."""
     dropout: bool = False
     """Whether its code has dropout, so that masks are saved."""
     drops: int = 0

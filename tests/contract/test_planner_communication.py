@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
 from meshwright.jobs.model_reading import model_parts
 from meshwright.models.analysis.table import sharding_table
-from meshwright.models.build import build_meta
+from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.planner.choose import Question, price_candidate
@@ -25,8 +26,11 @@ from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.pipeline_floor import is_long
 from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.space import cores, expand
 from meshwright.spec.layout import Layout
+from meshwright.spec.model_shape import ModelShape
+from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model
 from tests.tiers import further
 
@@ -149,3 +153,41 @@ def test_state_is_priced_for_the_bytes_that_the_runtime_sends(name: str, layout:
     parts = price(job, asked, _alone(rate, asked.world), engine).parts
     assert parts["gather"] + parts["reduce"] == pytest.approx(sum(sent.sent().values()) / rate, rel=1e-3)
     assert (parts["gather"] > 0) == (asked.zero == 3)
+
+
+@functools.cache
+def _small(name: str) -> tuple[BuiltModel, ShardingTable, ModelShape]:
+    """A small model without memory, as a sharding table and as sizes."""
+    sizes: dict[str, Any] = {"name": name, "layers": 4, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 64}
+    built = build_meta(ModelConfig(**sizes | ({"experts": 4} if name == "mixtral" else {})), vocab=512, context=16)
+    table = sharding_table(built, 2)
+    assert table is not None
+    return built, table, measure_shape(built)
+
+
+@pytest.mark.parametrize("compiled", further([False, True], (0,)), ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    further([
+        ("llama", "tp=2"), ("llama", "tp=2,sequence=true"), ("llama", "cp=2,attention=heads"),
+        ("llama", "cp=2,tp=2,sequence=true"), ("mixtral", "tp=2"), ("mixtral", "shard=2,ep=2"),
+        ("olmo2", "tp=2"), ("olmo2", "tp=2,sequence=true"),
+    ], (0, 3, 5, 6)),
+)  # fmt: skip
+def test_recompute_is_priced_for_the_bytes_that_it_sends_again(name: str, layout: str, compiled: bool) -> None:
+    """What the runtime sends more than without recompute, over the wire's rate; OLMo 2 has a norm behind its sums."""
+    built, table, shape = _small(name)
+    rate = 1e6
+
+    def seconds(mode: str) -> tuple[float, float]:
+        asked = Layout.parse(f"{layout},recompute={mode},compile={str(compiled).lower()}")
+        facts = analyse_model(built, asked, ModelAnalysis(table=table))
+        job, sent = PricedJob(shape=shape, sequence=16, rows=8, precision=asked.precision), Collectives()
+        LayerTraffic(job, asked, model_parts(built, facts), 0).add_to(sent)
+        parts = price(job, asked, _alone(rate, asked.world), MESHWRIGHT.for_layout(asked)).parts
+        return sum(parts[axis] for axis in ("tp", "cp", "ep")), sum(sent.sent().values()) / rate
+
+    priced, sent = seconds("none")
+    for mode in ("full", "selective"):
+        again, sent_again = seconds(mode)
+        assert again - priced == pytest.approx(sent_again - sent, rel=3e-3, abs=1e-9)

@@ -145,6 +145,8 @@ class RuntimeModel:
     """Share of ep's traffic that hides."""
     pairs_in_turns: bool = False
     """Whether the passes that a schedule pairs take turns where rows travel to experts; else one follows the other."""
+    stops_ahead_of_sums: bool = False
+    """Whether recompute ends ahead of a layer's last sum over tp, as it ends ahead of the product that is summed."""
     selective_sends: bool = False
     """Whether selective recompute sends again what a layer sends in forward; a ring of keys and values it never does,
     as attention's output is kept."""

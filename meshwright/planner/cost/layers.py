@@ -144,7 +144,7 @@ class PricedModel:
         repeated = dataclasses.replace(forward)
         kept = self._add_traffic(layer, forward, backward, repeated)
         runtime = self.engine.runtime
-        if layer.products:
+        if layer.products and not layer.norm_behind:
             last_product_s = self.product_s(layer.products[-1], layer)
             repeated.matmul = runtime.repeated_matmul_s(repeated.matmul, last_product_s)
         if layer.experts and runtime.pairs_in_turns and self.layouts.paired_share.any():
@@ -318,6 +318,7 @@ class PricedModel:
         # One all-reduce a block and pass; with sequence parallelism an all-gather and a reduce-scatter instead.
         collective_s = np.where(layouts.sequence > 0, 2 * gather, reduce)
         wire, backward_wire, kept, kept_wire = WireTime(), WireTime(), PassTime(), WireTime()
+        repeated_share: Values = 1.0
         block_count = self._split_blocks(layer)
         forward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, False) + normed_s
         backward.tp = runtime.exposed_tp_s(block_count, collective_s, gather, layouts, True) + normed_s
@@ -328,19 +329,22 @@ class PricedModel:
             all_s = block_count * collective_s + normed_s
             wire = backward_wire = groups.booked(all_s, tp)
             kept_share = np.divide(sums_s, all_s, out=np.zeros(layouts.count), where=all_s > 0.0)
+            # What stops ahead of the last sum sends and keeps one less.
+            repeated_share = 1.0 - self._last_sum_share(layer, block_count, kept_share)
+            kept_share = kept_share - (1.0 - repeated_share)
             kept.tp, kept_wire = kept_share * forward.tp, wire.scaled(kept_share)
+        repeated_wire = wire.scaled(repeated_share)
         if layer.heads:
             context, backward_context, kept_context = self._add_context_traffic(layer, forward, backward)
             if (layouts.cp > 1).any():
                 wire, backward_wire = wire + context, backward_wire + backward_context
-                kept_wire = kept_wire + kept_context
+                repeated_wire, kept_wire = repeated_wire + context, kept_wire + kept_context
                 kept.cp = forward.cp if runtime.context == "ring" else kept_context.seconds
-        repeated_wire = wire
         if layer.experts:
             exchange = self._add_exchange(layer, forward, backward, repeated)
-            repeated_wire = wire + exchange.scaled(1.0 - layouts.ep_keep)
+            repeated_wire = repeated_wire + exchange.scaled(1.0 - layouts.ep_keep)
             wire, backward_wire = wire + exchange, backward_wire + exchange
-        repeated.tp, repeated.cp = forward.tp, forward.cp
+        repeated.tp, repeated.cp = repeated_share * forward.tp, forward.cp
         repeated.inside, repeated.outside = repeated_wire.inside, repeated_wire.outside
         for pass_time, carried in ((forward, wire), (backward, backward_wire)):
             pass_time.inside, pass_time.outside = carried.inside, carried.outside
@@ -348,6 +352,21 @@ class PricedModel:
             pass_time.tp = pass_time.tp + np.maximum(np.maximum(carried.inside, carried.outside) - pass_time.busy, 0.0)
         kept.inside, kept.outside = kept_wire.inside, kept_wire.outside
         return kept
+
+    def _last_sum_share(self, layer: LayerShape, blocks: Values, sums_share: Array) -> Values:
+        """Returns the share of tp's traffic in a forward that recompute leaves out, its last sum, (N,) or 0.
+
+        Args:
+            layer: the layer.
+            blocks: whose products are summed.
+            sums_share: of all sums in the traffic.
+        """
+        if layer.norm_behind or not self.engine.runtime.stops_ahead_of_sums:
+            return 0.0
+        # Dispatched experts follow attention's sum; of a compiled layer they make several graphs, which repeat all.
+        is_dispatched = (self.layouts.ep > 1) & (layer.experts > 0)
+        is_repeated = is_dispatched & ((layer.ffn == 0) | self.engine.saved.compiled)
+        return np.where(is_repeated, 0.0, sums_share / blocks)
 
     def _add_exchange(self, layer: LayerShape, forward: PassTime, backward: PassTime, repeated: PassTime) -> WireTime:
         """Adds the exposed seconds of ep to the passes of a layer with experts; returns what a pass sends."""
@@ -439,7 +458,8 @@ class PricedModel:
         feature_bytes = self.tokens * self.element / layouts.tp
         if runtime.context == "heads":
             # All-to-alls of queries, keys, values, and of attention's output back: DeepSpeed Ulysses (2023), 3.
-            widths = (layer.query_width, layer.key_width, layer.value_width, layer.mixed_width)
+            copies = self._key_copies(layer)
+            widths = (layer.query_width, copies * layer.key_width, copies * layer.value_width, layer.mixed_width)
             *products, output = (
                 groups.wire(traffic.all_to_all_s, feature_bytes * width, groups.cp) for width in widths
             )
@@ -465,6 +485,14 @@ class PricedModel:
         backward.cp = np.maximum(exposed_share * 2.0 * ring_s, 2.0 * ring_s - backward.attention)
         return ring, ring.scaled(2.0), ring
 
+    def _key_copies(self, layer: LayerShape) -> Array:
+        """Returns the ranks, on average, that hold a head of keys once heads are exchanged, (N,).
+
+        One that queries of several ranks need is at each of them, of all tokens.
+        """
+        heads = max(1, layer.kv_heads) / self.layouts.tp
+        return self.layouts.cp * np.ceil(heads / self.layouts.cp) / heads
+
     def _context_bytes(self, layer: LayerShape) -> tuple[Values, Values]:
         """Returns the bytes of split tokens' attention: (saved for backward, allocated only while it runs), (N,)."""
         layouts, runtime, w = self.layouts, self.engine.runtime, self.element
@@ -478,10 +506,7 @@ class PricedModel:
             masks = self.tokens * w * self.job.sequence * (1.0 + 1.0 / (2.0 * layouts.cp)) / 2.0
             return is_split * (w * local_elements * (layouts.cp - 1) + masks), 0.0
         if runtime.context != "ring":
-            # A head of keys that queries of several ranks need is at each of them, of all tokens.
-            heads = layouts.cp * np.ceil(layer.kv_heads / (layouts.tp * layouts.cp)) - layer.kv_heads / layouts.tp
-            copies = w * self.tokens * heads * (layer.key_width + layer.value_width) / max(1, layer.kv_heads)
-            return is_split * copies, 0.0
+            return is_split * w * local_elements * (self._key_copies(layer) - 1.0), 0.0
         # Blocks that come and go, and sums in float32: of the output, or of the gradients of q, k, v and the block.
         sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
         return 0.0, is_split * (4.0 * w * local_elements + sums)

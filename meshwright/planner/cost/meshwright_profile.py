@@ -121,6 +121,7 @@ MESHWRIGHT = FrameworkProfile(
         dp_overlap=0.8,
         context="heads",
         pairs_in_turns=True,
+        stops_ahead_of_sums=True,
         selective_sends=True,
         simulated=True,
         sends_in_turn=True,
