@@ -137,16 +137,17 @@ def test_pairs_hide_a_part_of_the_exchange(more: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "gathers"),
-    [("shard=32,zero=2,ep=32", 1.0), ("tp=8,shard=4,zero=1", 0.0), ("tp=8,sequence=true,shard=4,zero=1", 0.5)],
+    [("shard=32,zero=2,ep=32", 1.0), ("tp=8,shard=4,zero=1", 0.0), ("tp=8,sequence=true,shard=4,zero=1", 2 / 3)],
 )
 def test_selective_recompute_sends_again_what_a_layer_sends_but_sums(text: str, gathers: float) -> None:
+    # Of tp's four collectives in forward full recompute sends three again, all but the last sum.
     name = "ep" if "ep=" in text else "tp"
     other = dataclasses.replace(MESHWRIGHT, runtime=dataclasses.replace(MESHWRIGHT.runtime, selective_sends=False))
     none, full, selective, kept = (
         price(JOB, Layout.parse(f"{text},precision=bf16,recompute={mode}"), CLUSTER, engine).parts[name]
         for mode, engine in (("none", other), ("full", other), ("selective", MESHWRIGHT), ("selective", other))
     )
-    assert kept == pytest.approx(none) and 1.4 * none < full
+    assert kept == pytest.approx(none) and 1.2 * none < full
     assert selective - none == pytest.approx(gathers * (full - none))
 
 
