@@ -23,6 +23,7 @@ from meshwright.train.model_analysis import analyse_model
 from tests import traced_graphs
 from tests.ranks.group import run_ranks
 from tests.ranks.test_traffic import ROWS, TOKENS, model, trained
+from tests.tiers import further
 
 LAYERS, WIDTH, FFN, HEADS = 4, 32, 64, 4
 SPLIT = WIDTH + 2 * WIDTH // 2 + WIDTH + HEADS + 2 * FFN
@@ -35,7 +36,7 @@ BY_HEADS = WIDTH // 2 + 2 * WIDTH // 2 + WIDTH // 2 + HEADS // 2 + FFN + WIDTH
 
 @pytest.mark.parametrize(
     ("text", "values"),
-    [
+    further([
         ("tp=2", SPLIT / 2 + 2 * WIDTH),
         ("tp=2,sequence=true", SPLIT / 2 + WIDTH),
         ("tp=2,sequence=true,tp_overlap=2", SPLIT / 2 + WIDTH),
@@ -44,8 +45,8 @@ BY_HEADS = WIDTH // 2 + 2 * WIDTH // 2 + WIDTH // 2 + HEADS // 2 + FFN + WIDTH
         ("cp=2,tp=2,sequence=true", BY_HEADS),
         # Queries, keys and values are products of before, too.
         ("cp=2,tp=2,sequence=true,tp_overlap=2", BY_HEADS + WIDTH / 2 + 2 * WIDTH / 4),
-    ],
-)
+    ], (1, 3, 4, 6)),
+)  # fmt: skip
 def test_of_a_product_that_becomes_something_else_nothing_is_kept(text: str, values: float) -> None:
     layout = Layout.parse(f"{text},recompute=selective")
     facts = analyse_model(model("llama"), layout)
@@ -79,7 +80,9 @@ def test_of_a_product_that_becomes_something_else_nothing_is_kept(text: str, val
     assert planned == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
 
 
-@pytest.mark.parametrize("more", ["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"])
+@pytest.mark.parametrize(
+    "more", further(["", ",sequence=true", ",sequence=true,tp_overlap=2", ",tp_overlap=3"], (0, 2))
+)
 def test_compiled_layers_keep_no_more(more: str) -> None:
     """But for the last sum, which backward doesn't read."""
     layout = Layout.parse(f"tp=2,recompute=selective,compile=true{more}")
