@@ -43,6 +43,11 @@ def _exchanged_shapes(chunks: Sequence[torch.Tensor], group: str, features: Sequ
     return [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
 
 
+def _exchange_by_name(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
+    # The compiler lays out as it likes what it hands to an operator.
+    return _exchange([chunk.contiguous() for chunk in chunks], features, find_group(group))
+
+
 @define("tokens_for_heads", _exchanged_shapes, is_kept=True)
 def tokens_for_heads(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
     """Returns (B, S/c, ``features[p]``) of each rank p, as `_exchange` does; selective recompute keeps it.
@@ -52,7 +57,7 @@ def tokens_for_heads(chunks: Sequence[torch.Tensor], group: str, features: Seque
         group: the name of the ranks.
         features: of each rank.
     """
-    return _exchange(chunks, features, find_group(group))
+    return _exchange_by_name(chunks, group, features)
 
 
 @define("heads_for_tokens", _exchanged_shapes)
@@ -61,7 +66,7 @@ def heads_for_tokens(chunks: Sequence[torch.Tensor], group: str, features: Seque
 
     Selective recompute exchanges it again, since attention keeps what it was before.
     """
-    return _exchange(chunks, features, find_group(group))
+    return _exchange_by_name(chunks, group, features)
 
 
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:

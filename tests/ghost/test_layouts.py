@@ -54,6 +54,7 @@ LAYOUTS: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "cp=2"),
     ("llama", 2, "cp=2,attention=heads"),
     ("llama", 2, "cp=2,attention=heads,compile=true"),
+    ("llama", 2, "cp=2,attention=heads,recompute=selective,compile=true,precision=bf16"),
     ("llama", 2, "pp=2,microbatches=4,schedule=gpipe"),
     ("llama", 2, "pp=2,microbatches=4,schedule=1f1b"),
     ("llama", 2, "pp=2,microbatches=4,schedule=interleaved,stages=2"),
