@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import types
+
 import torch
 from torch import nn
 from torch.nn import functional
@@ -48,6 +50,31 @@ class ScaledAttention(ShapeAttention):
         return super().forward(x) * x[..., :1]
 
 
+class HookedAttention(Attention):
+    """A hook of its own computes with what the matrix returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn.register_forward_hook(lambda _module, _args, out: functional.silu(out))
+
+
+class ReplacedAttention(Attention):
+    """Its matrices are plain modules of torch's with a forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.c_attn.forward = types.MethodType(_activated, self.c_attn)
+        self.c_proj.forward = types.MethodType(_doubled, self.c_proj)
+
+
+def _activated(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return functional.silu(functional.linear(x, linear.weight, linear.bias))
+
+
+def _doubled(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return 2.0 * functional.linear(x, linear.weight, linear.bias)
+
+
 class Block(nn.Module):
     def __init__(self, attention: type[nn.Module]) -> None:
         super().__init__()
@@ -83,3 +110,11 @@ def by_shape() -> nn.Module:
 
 def scaled() -> nn.Module:
     return Model(ScaledAttention)
+
+
+def hooked() -> nn.Module:
+    return Model(HookedAttention)
+
+
+def replaced() -> nn.Module:
+    return Model(ReplacedAttention)

@@ -190,7 +190,8 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
         rank_spans = spans(split, layer.get_parameter(split.name).shape[split.dim])
         if name in group.column_inputs:
             # (B, S/c, F) to (B, S, F/c): Ulysses' all-to-all before attention, on each of q, k and v.
-            if tensor_hooks.is_plain_product(column):
+            # Hooks of the model's own read the product ahead of the exchange.
+            if tensor_hooks.is_plain_product(column) and not column._forward_hooks:
                 wrap_forward(column, ForwardLayer.CONTEXT, "its product is kept as heads alone", _as_summand)
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:

@@ -123,6 +123,11 @@ def wrappers(module: nn.Module) -> tuple[ForwardWrapper, ...]:
     return _current_stack(module).wrappers
 
 
+def plain_forward(module: nn.Module) -> Forward:
+    """Returns a module's own forward, inside of all wrappers."""
+    return _current_stack(module).plain
+
+
 def describe(module: nn.Module) -> list[str]:
     """Returns a line for everything between a call of a module and its own code, outermost first.
 
@@ -131,7 +136,7 @@ def describe(module: nn.Module) -> list[str]:
     lines = [f"pre-hook    {_name(hook)}" for hook in module._forward_pre_hooks.values()]
     for wrapper in reversed(wrappers(module)):
         lines.append(f"wrapper     {wrapper.layer.name.lower()}: {wrapper.purpose}")
-    lines.append(f"forward     {_name(_current_stack(module).plain)}")
+    lines.append(f"forward     {_name(plain_forward(module))}")
     lines += [f"hook        {_name(hook)}" for hook in module._forward_hooks.values()]
     # By name: the class comes with torch.distributed.fsdp, which a rank without FSDP2 units needn't import.
     if any(base.__name__ == "FSDPModule" for base in type(module).__mro__):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel import selective
-from meshwright.parallel.forward_stack import Forward, ForwardLayer, described, wrap_forward
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, described, plain_forward, wrap_forward
 
 HookResult: TypeAlias = "tuple[tuple[object, ...], dict[str, torch.Tensor]]"
 """Arguments that replace those of the module's call."""
@@ -142,7 +142,9 @@ def set_product(module: nn.Module, product: Product) -> None:
 def is_plain_product(module: nn.Module) -> bool:
     """Returns whether a module is x W + b and nothing else, so that b can be added after a sum."""
     conv = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
-    return conv or type(module).forward is nn.Linear.forward
+    # A model's own code may have set the forward of this one module.
+    is_of_class = getattr(plain_forward(module), "__func__", None) is type(module).forward
+    return is_of_class and (conv or type(module).forward is nn.Linear.forward)
 
 
 def sum_output(module: nn.Module, move: Move, is_first_rank: bool, unsplit_names: tuple[str, ...]) -> None:

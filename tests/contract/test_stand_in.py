@@ -54,6 +54,13 @@ def test_it_trains_as_one_device_does(layout: str) -> None:
     assert verdict.passed and verdict.worst.error < 1e-9, verdict.crashed or verdict.wrong
 
 
+@pytest.mark.parametrize("name", ["hooked", "replaced"])
+def test_what_else_computes_with_a_product_has_its_numbers(name: str) -> None:
+    layouts = [f"{split},recompute=selective,precision=float64" for split in ("cp=2,attention=heads", "tp=2")]
+    for verdict in verify(case(name), [Layout.parse(text) for text in layouts]):
+        assert verdict.passed and verdict.worst.error < 1e-9, verdict
+
+
 def test_what_computes_with_its_input_has_no_stand_in() -> None:
     for rows in sharding_table(build("scaled")).layers.values():
         assert "attn.c_attn" in rows.refused and not any(group.heads for group in rows.groups)

@@ -49,7 +49,18 @@ BY_HEADS = WIDTH // 2 + 2 * WIDTH // 2 + WIDTH // 2 + HEADS // 2 + FFN + WIDTH
 )  # fmt: skip
 def test_of_a_product_that_becomes_something_else_nothing_is_kept(text: str, values: float) -> None:
     layout = Layout.parse(f"{text},recompute=selective")
-    facts = analyse_model(model("llama"), layout)
+    tp, cp = layout.degree("tp"), layout.degree("cp")
+    tokens = ROWS * TOKENS // cp
+    by_hand = 4 * tokens * values
+    for kept in kept_bytes("llama", layout):
+        assert kept == [by_hand] * (2 * LAYERS)
+    input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
+    assert planned_bytes("llama", layout) - input_bytes == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
+
+
+def kept_bytes(name: str, layout: Layout) -> list[list[int]]:
+    """Returns of each rank what its layers have kept of what they computed, layer by layer of each step."""
+    facts = analyse_model(model(name), layout)
 
     def work(rank: int) -> list[int]:
         torch.set_num_threads(1)
@@ -64,20 +75,27 @@ def test_of_a_product_that_becomes_something_else_nothing_is_kept(text: str, val
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(selective._SecondRun, "__enter__", begin)
-            trained("llama", layout, facts, rank)
+            trained(name, layout, facts, rank)
         return kept
 
-    tp, cp = layout.degree("tp"), layout.degree("cp")
-    tokens = ROWS * TOKENS // cp
-    by_hand = 4 * tokens * values
-    for kept in run_ranks(layout.world, work, timeout=250):
-        assert kept == [by_hand] * (2 * LAYERS)
-    job = PricedJob(shape=measure_shape(model("llama")), sequence=TOKENS, rows=ROWS, precision="float32")
+    return run_ranks(layout.world, work, timeout=250)
+
+
+def planned_bytes(name: str, layout: Layout) -> float:
+    """Returns what a plan has the last layer keep, its input included."""
+    job = PricedJob(shape=measure_shape(model(name)), sequence=TOKENS, rows=ROWS, precision="float32")
     machine, batch = Machine.of(Cluster.parse(f"{layout.world}xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
-    cost = PricedModel(job, batch, machine, MESHWRIGHT).price_bytes(job.shape.blocks[0])
-    input_bytes = 4 * tokens * WIDTH / (tp if layout.sequence else 1)
-    planned = float(np.asarray(cost.saved - cost.spared).item()) - input_bytes
-    assert planned == pytest.approx(by_hand - 4 * tokens * HEADS / tp)
+    cost = PricedModel(job, batch, machine, MESHWRIGHT.for_layout(layout)).price_bytes(job.shape.blocks[-1])
+    return float(np.asarray(cost.saved - cost.spared).item())
+
+
+def test_queries_of_low_rank_are_kept_as_heads() -> None:
+    """Their product sums 16 values, so that it runs again where nothing travels: 4 heads of 12."""
+    gather, heads = (Layout.parse(f"cp=2,attention={name},recompute=selective") for name in ("gather", "heads"))
+    (alone, *_), (exchanged, *_) = kept_bytes("deepseek_v3", gather), kept_bytes("deepseek_v3", heads)
+    by_hand = 4 * ROWS * TOKENS // 2 * 4 * 12
+    assert [more - less for more, less in zip(exchanged, alone, strict=True)] == [by_hand] * (2 * LAYERS)
+    assert planned_bytes("deepseek_v3", heads) - planned_bytes("deepseek_v3", gather) == pytest.approx(by_hand)
 
 
 @pytest.mark.parametrize(

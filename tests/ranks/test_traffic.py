@@ -81,8 +81,12 @@ CASES = {
 @cache
 def model(name: str) -> BuiltModel:
     """Builds a model once; what reads it and what makes a rank's program of it leave it unchanged."""
-    experts = {"experts": 4} if name == "mixtral" else {}
-    config = ModelConfig(name=name, layers=4, width=32, heads=4, kv_heads=2, ffn=64, tie=False, **experts)  # type: ignore[arg-type]
+    more: dict[str, Any] = {"experts": 4} if name == "mixtral" else {}
+    if name == "deepseek_v3":
+        more = {"overrides": {"q_lora_rank": 16, "kv_lora_rank": 16}}
+    else:
+        more["kv_heads"] = 2
+    config = ModelConfig(name=name, layers=4, width=32, heads=4, ffn=64, tie=False, **more)
     return build_meta(config, vocab=VOCAB, context=TOKENS)
 
 

@@ -511,6 +511,13 @@ class PricedModel:
         sums = 4.0 * (self.tokens * layer.query_width / layouts.tp + 2.0 * local_elements)
         return 0.0, is_split * (4.0 * w * local_elements + sums)
 
+    def _is_kept(self, product: Product, layer: LayerShape) -> Array:
+        """Returns whether selective recompute keeps a layer's product, or what ranks make of it, (N,) bool."""
+        # Queries of low rank become heads of all tokens, which are kept whatever the product sums over.
+        is_query = layer.latent > 0 and product.split == "columns" and product.outer == layer.query_width
+        is_exchanged = is_query and self.engine.runtime.context == "heads"
+        return self.engine.saved.is_kept(product, layer, self.layouts) | (is_exchanged & (self.layouts.cp > 1))
+
     def _narrow_products_s(self, layer: LayerShape) -> Values:
         """Returns seconds of the products that selective recompute computes again, (N,) or 0."""
         saved = self.engine.saved
@@ -519,7 +526,7 @@ class PricedModel:
         # It stops ahead of the last one, unless experts' results are weighed behind it.
         products = layer.products if layer.experts else layer.products[:-1]
         narrow = [product for product in products if product.inner < layer.width]
-        again = (~saved.is_kept(item, layer, self.layouts) * self.product_s(item, layer) for item in narrow)
+        again = (~self._is_kept(item, layer) * self.product_s(item, layer) for item in narrow)
         return sum(again, 0.0)
 
     def _kept_products(self, layer: LayerShape) -> tuple[Values, Values]:
@@ -532,7 +539,7 @@ class PricedModel:
         outside: Values = 0.0
         inside: Values = 0.0
         for product in layer.products:
-            features = saved.is_kept(product, layer, self.layouts) * product.outer
+            features = self._is_kept(product, layer) * product.outer
             features = features * (layer.active_experts if product.experts else 1)
             if product.split == "columns" or product.experts:
                 inside = inside + features
