@@ -233,7 +233,7 @@ def _present_full_rows(attention: nn.Module, size: int, width: int) -> None:
 
 def _as_summand(plain: Forward) -> Forward:
     """Returns the forward of a linear module whose product nothing reads but the exchange."""
-    return lambda x: selective.summand(plain, x)
+    return lambda *args, **kwargs: selective.summand(partial(plain, **kwargs), *args)
 
 
 def _with_spans(
