@@ -50,7 +50,7 @@ def planned(argv: list[str], capsys: pytest.CaptureFixture[str], *layouts: str) 
 
 
 @pytest.mark.parametrize("measured", further([False, True], (1,)), ids=["catalogue", "calibrated"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", further(MODELS, ("dense",)))
 def test_no_layout_of_the_space_is_faster_than_the_plan(
     kind: str, measured: bool, calibration: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,7 @@ def measured(case: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "billions"), cases([("mixture", 1042.6), ("gpt3", 174.6)]))
+@pytest.mark.parametrize(("case", "billions"), cases([("mixture", 1042.6), ("gpt3", 174.6)], (), extended=("mixture",)))
 def test_a_rank_of_thousands_holds_what_was_priced(case: str, billions: float) -> None:
     found = measured(case)
     assert found["world"] == 4096 and found["parameters"] / 1e9 == pytest.approx(billions, abs=0.1)
