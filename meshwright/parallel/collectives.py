@@ -47,7 +47,7 @@ class _ReduceFromGroup(torch.autograd.Function):
             axis_group.all_reduce(out).wait()
             return out.detach()  # not a view: code may write into it
 
-        return selective.kept_sum(summed)
+        return selective.kept_collective(summed)
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -75,7 +75,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
         ctx.axis_group, ctx.dim = axis_group, dim
         if not partial:
             return local_chunk(x, axis_group, dim).clone()
-        return selective.kept_sum(lambda: reduce_scatter_dim(x, axis_group, dim))
+        return selective.kept_collective(lambda: reduce_scatter_dim(x, axis_group, dim))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -192,7 +192,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
             # (B, S/c, F) to (B, S, F/c): Ulysses' all-to-all before attention, on each of q, k and v.
             # Hooks of the model's own read the product ahead of the exchange.
             if tensor_hooks.is_plain_product(column) and not column._forward_hooks:
-                wrap_forward(column, ForwardLayer.CONTEXT, "its product is kept as heads alone", _as_summand)
+                wrap_forward(column, ForwardLayer.CONTEXT, "its product is kept as heads alone", _as_sent_product)
             tensor_hooks.on_output(column, _with_spans(to_units, axis_group, rank_spans), purpose="tokens for heads")
         else:
             # Its input is already the whole row (from `replicated_inputs`), so its output needs a cut alone.
@@ -231,9 +231,9 @@ def _present_full_rows(attention: nn.Module, size: int, width: int) -> None:
     )
 
 
-def _as_summand(plain: Forward) -> Forward:
+def _as_sent_product(plain: Forward) -> Forward:
     """Returns the forward of a linear module whose product nothing reads but the exchange."""
-    return lambda *args, **kwargs: selective.summand(partial(plain, **kwargs), *args)
+    return lambda *args, **kwargs: selective.sent_product(partial(plain, **kwargs), *args)
 
 
 def _with_spans(

@@ -43,21 +43,21 @@ def _exchanged_shapes(chunks: Sequence[torch.Tensor], group: str, features: Sequ
     return [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
 
 
-def _exchange_by_name(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
+def _all_to_all_by_name(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
     # The compiler lays out as it likes what it hands to an operator.
-    return _exchange([chunk.contiguous() for chunk in chunks], features, find_group(group))
+    return _all_to_all([chunk.contiguous() for chunk in chunks], features, find_group(group))
 
 
 @define("tokens_for_heads", _exchanged_shapes, is_kept=True)
 def tokens_for_heads(chunks: Sequence[torch.Tensor], group: str, features: Sequence[int]) -> list[torch.Tensor]:
-    """Returns (B, S/c, ``features[p]``) of each rank p, as `_exchange` does; selective recompute keeps it.
+    """Returns (B, S/c, ``features[p]``) of each rank p, as `_all_to_all` does; selective recompute keeps it.
 
     Args:
         chunks: for each rank, (B, S/c, F_p).
         group: the name of the ranks.
         features: of each rank.
     """
-    return _exchange_by_name(chunks, group, features)
+    return _all_to_all_by_name(chunks, group, features)
 
 
 @define("heads_for_tokens", _exchanged_shapes)
@@ -66,7 +66,7 @@ def heads_for_tokens(chunks: Sequence[torch.Tensor], group: str, features: Seque
 
     Selective recompute exchanges it again, since attention keeps what it was before.
     """
-    return _exchange_by_name(chunks, group, features)
+    return _all_to_all_by_name(chunks, group, features)
 
 
 def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
@@ -74,18 +74,19 @@ def _to_units(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) ->
     local_features = _width(spans[axis_group.index])
     # Chunk p: this rank's tokens of rank p's features.
     chunks = [_select_runs(x, rank_spans) for rank_spans in spans]
-    return torch.cat(_exchanged(chunks, [local_features] * axis_group.size, axis_group, tokens_for_heads), dim=1)
+    return torch.cat(_exchange(chunks, [local_features] * axis_group.size, axis_group, tokens_for_heads), dim=1)
 
 
-def _exchanged(
+def _exchange(
     chunks: list[torch.Tensor], features: list[int], axis_group: AxisGroup, operator: Any
 ) -> list[torch.Tensor]:
+    """Returns what `_all_to_all` does, by ``operator`` in a compiled layer's graph."""
     if axis_group.is_traced:
         return operator(chunks, axis_group.operator_name, features)  # type: ignore[no-any-return]
-    return _exchange(chunks, features, axis_group)
+    return _all_to_all(chunks, features, axis_group)
 
 
-def _exchange(chunks: Sequence[torch.Tensor], features: Sequence[int], axis_group: AxisGroup) -> list[torch.Tensor]:
+def _all_to_all(chunks: Sequence[torch.Tensor], features: Sequence[int], axis_group: AxisGroup) -> list[torch.Tensor]:
     """Sends ``chunks[p]: (B, S/c, F_p)`` to rank p; returns (B, S/c, ``features[p]``) of each."""
     outputs = [chunks[0].new_empty(*chunks[0].shape[:2], width) for width in features]
     axis_group.all_to_all(outputs, chunks).wait()
@@ -96,7 +97,7 @@ def _to_tokens(x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans], f
     """Exchanges (B, S, F') for (B, S/c, F); features that several ranks hold are summed."""
     # Chunk p: rank p's tokens of this rank's features.
     chunks = [features_of_rank.contiguous() for features_of_rank in x.chunk(axis_group.size, dim=1)]
-    outputs = _exchanged(chunks, [_width(rank_spans) for rank_spans in spans], axis_group, heads_for_tokens)
+    outputs = _exchange(chunks, [_width(rank_spans) for rank_spans in spans], axis_group, heads_for_tokens)
     if _covers_in_order(spans, features):
         return torch.cat(outputs, dim=-1)
     # A feature that several ranks needed (a shared key head) gets one gradient from each: they add up.
@@ -114,7 +115,7 @@ class _ToUnits(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: torch.Tensor, axis_group: AxisGroup, spans: Sequence[Spans]) -> torch.Tensor:
         ctx.axis_group, ctx.spans, ctx.features = axis_group, spans, x.shape[-1]
         # As many bytes as the product that it was, and none that travel again.
-        return selective.kept_sum(lambda: _to_units(x, axis_group, spans))
+        return selective.kept_collective(lambda: _to_units(x, axis_group, spans))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

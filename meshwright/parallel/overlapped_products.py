@@ -98,7 +98,7 @@ class _RowProduct(torch.autograd.Function):
         matrix, group = weight.t() if is_transposed else weight, overlap.axis_group
         if group.is_traced:
             return row_operator(x, matrix, group.operator_name, overlap.chunks, overlap.sequence)
-        return selective.kept_sum(lambda: row_forward(x, matrix, overlap))
+        return selective.kept_collective(lambda: row_forward(x, matrix, overlap))
 
     @staticmethod
     def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

@@ -57,7 +57,7 @@ ATTENTION: frozenset[Any] = frozenset(
 )
 """Fused attention, whose results are always kept: dear to compute, small to hold."""
 CANDIDATES = ATTENTION | PRODUCTS.keys()
-_SUM = "a sum over ranks"
+_COLLECTIVE = "a collective"
 """What stands for an operator among kept results."""
 _ORDER = (
     "recompute=selective: a layer's second run came to {second} where its first had {first}: the layer computes "
@@ -115,8 +115,8 @@ class _SelectiveRun(TorchDispatchMode):
         super().__exit__(*error)
         _RUN.reset(self._tokens.pop())
 
-    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns a sum over ranks, of any shape, that ``make`` makes; the second run takes it from the first."""
+    def collective_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns what ranks give each other, of any shape, by ``make``; the second run takes it from the first."""
         raise NotImplementedError
 
     def keeps(self, tensor: torch.Tensor) -> bool:
@@ -128,7 +128,7 @@ class _SelectiveRun(TorchDispatchMode):
 
 
 _RUN: contextvars.ContextVar[_SelectiveRun | None] = contextvars.ContextVar("selective run", default=None)
-_IS_SUMMAND: contextvars.ContextVar[bool] = contextvars.ContextVar("summand", default=False)
+_IS_SENT: contextvars.ContextVar[bool] = contextvars.ContextVar("sent product", default=False)
 
 
 class _FirstRun(_SelectiveRun):
@@ -154,14 +154,14 @@ class _FirstRun(_SelectiveRun):
             self._keep(func, out)
         return out
 
-    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Keeps the sum, and nothing that goes into it."""
+    def collective_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Keeps what comes of the collective, and nothing that goes into it."""
         self._passes = True
         try:
             out = make()
         finally:
             self._passes = False
-        self._keep(_SUM, out)
+        self._keep(_COLLECTIVE, out)
         return out
 
     def keeps(self, tensor: torch.Tensor) -> bool:
@@ -173,7 +173,7 @@ class _FirstRun(_SelectiveRun):
         result = _Result(operator, list(leaves), spec)
         for place, leaf in enumerate(leaves):
             if isinstance(leaf, torch.Tensor):
-                if is_summand():
+                if is_sent_product():
                     result.leaves[place] = _Shape(leaf)
                 else:
                     # The tensor itself becomes one of the graph, which then would hold itself.
@@ -219,9 +219,9 @@ class _SecondRun(_SelectiveRun):
             return self._take(func)
         return func(*args, **(kwargs or {}))
 
-    def sum_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Returns the first run's sum."""
-        out: torch.Tensor = self._take(_SUM)
+    def collective_of(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Returns what came of the first run's."""
+        out: torch.Tensor = self._take(_COLLECTIVE)
         return out
 
     def _take(self, operator: object) -> Any:
@@ -252,7 +252,7 @@ def is_kept(operator: Any, arguments: Sequence[Any], width: int) -> bool:
         return operator in ATTENTION
     summed = arguments[left].shape[-1]
     # A graph whose sizes are symbols doesn't know theirs.
-    return is_summand() or (isinstance(summed, int) and summed >= width)
+    return is_sent_product() or (isinstance(summed, int) and summed >= width)
 
 
 def _current_run() -> _SelectiveRun | None:
@@ -269,18 +269,18 @@ def run_and_release(plain: Forward, *args: Any, **kwargs: Any) -> Any:
     return out
 
 
-def kept_sum(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+def kept_collective(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Returns what ranks give each other; selective recompute keeps it in place of all that ``make`` computes.
 
     Args:
-        make: of products, makes their sum over ranks, or of this rank's tokens its heads of all tokens; of any shape.
+        make: sums products over ranks, or exchanges this rank's tokens for its heads of all tokens; any shape.
     """
     run = _current_run()
-    return make() if run is None else run.sum_of(make)
+    return make() if run is None else run.collective_of(make)
 
 
-def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> torch.Tensor:
-    """Returns a product that nothing reads but `kept_sum`, whose result selective recompute keeps in its place.
+def sent_product(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> torch.Tensor:
+    """Returns a product that nothing reads but `kept_collective`, whose result selective recompute keeps in its place.
 
     Args:
         multiply: makes it of the factors.
@@ -288,16 +288,16 @@ def summand(multiply: Callable[..., torch.Tensor], *factors: torch.Tensor) -> to
     """
     if torch.compiler.is_compiling():
         return multiply(*factors)
-    token = _IS_SUMMAND.set(True)
+    token = _IS_SENT.set(True)
     try:
         return multiply(*factors)
     finally:
-        _IS_SUMMAND.reset(token)
+        _IS_SENT.reset(token)
 
 
-def is_summand() -> bool:
-    """Returns whether a product is made whose only reader is `kept_sum`."""
-    return _IS_SUMMAND.get()
+def is_sent_product() -> bool:
+    """Returns whether a product is made whose only reader is `kept_collective`."""
+    return _IS_SENT.get()
 
 
 def own_copy(tensor: torch.Tensor) -> torch.Tensor:

@@ -183,7 +183,7 @@ def summed_product(module: nn.Module, move: Move) -> Forward:
     def product(x: torch.Tensor) -> torch.Tensor:
         weight = module.weight
         # y = sum over ranks of x W, plus b once: inside the sum every rank would add b.
-        y = move(selective.summand(multiply, x, weight))
+        y = move(selective.sent_product(multiply, x, weight))
         return y if module.bias is None else y + module.bias
 
     return product

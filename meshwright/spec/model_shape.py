@@ -60,7 +60,8 @@ class LayerShape:
     norm: str = "rms"
     """``rms`` or ``layer``."""
     norm_behind: bool = False
-    """Whether a norm reads what the last product returned (OLMo 2, Gemma 3), so that recompute computes that again."""
+    """Whether a norm, known by its name, reads what the last product returned (OLMo 2, Gemma 3, GLM-4): recompute
+    computes and sends that again."""
     dropout: bool = False
     """Whether its code has dropout, so that masks are saved."""
     drops: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
@@ -57,3 +58,17 @@ def test_windows_follow_the_layers() -> None:
     blocks = measure_shape(build_meta(config, vocab=512, context=128)).blocks
     assert {block.window for block in blocks} == {0, 32}
     assert ModelShape.from_json(measured("mixtral").to_json()) == measured("mixtral")
+
+
+@pytest.mark.parametrize(
+    "name", further(["gemma3", "llama", "olmo2", "olmo3", "gemma2", "glm4", "exaone4", "gpt_neox"])
+)
+def test_a_norm_is_behind_the_products_where_a_layer_saves_something_behind_them(name: str) -> None:
+    """The sizes know it by names, the sharding table by counting the tensors that a layer saves while it runs."""
+    built = build_meta(ModelConfig(name=name, layers=2, width=32, heads=4, ffn=64), vocab=64, context=16)
+    table = sharding_table(built, 2)
+    assert table is not None
+    counted = {layer: rows.saves_after_sums for layer, rows in table.layers.items()}
+    named = dict(zip(built.structure.layers, (block.norm_behind for block in measure_shape(built).blocks), strict=True))
+    assert counted == named
+    assert any(counted.values()) == (name not in ("llama", "gpt_neox"))

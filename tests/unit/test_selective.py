@@ -87,7 +87,7 @@ def test_what_a_product_sums_is_read_off_its_left_factor(call: Any, summed: tupl
     for width, kept in ((8, True), (9, False)):
         assert selective.is_kept(operator, summed, width) is kept
     # Of a summand the sum over ranks is kept, whatever is summed in it.
-    assert selective.summand(lambda *factors: selective.is_kept(operator, factors, 99), *summed)
+    assert selective.sent_product(lambda *factors: selective.is_kept(operator, factors, 99), *summed)
     assert not selective.is_kept(torch.ops.aten.add.Tensor, summed[-2:], 0)
 
 
