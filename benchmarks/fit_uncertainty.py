@@ -23,8 +23,11 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.fit_device import read_rows
 from benchmarks.published.__main__ import read_cases
 from benchmarks.published.held_out import HeldOut, compute, read, write
+from meshwright.cluster.cluster import Cluster
+from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.uncertainty import FILE, INTERVAL, MemorySpread, Seen, Shape, TimeSpread
 
 ERRORS = Path(__file__).with_name("held_out.csv")
@@ -41,6 +44,10 @@ LEAST_ROOM = -0.15
 how often others that are predicted to fit don't."""
 ENOUGH_FAILED = 20
 """Rows of a framework that ran out of memory from which these give its middle."""
+OWN_ROWS = Path(__file__).with_name("h100.jsonl")
+"""Our own runs on a GPU, a line each."""
+OWN_CALLS, OWN_LEFT_OUT = (10, 11, 12), ("offload", "gemma3 ")
+"""Of these the calls of today's runtime, and words in cases that it runs in another way since."""
 JOB_PARTS = 5
 """Parts of the jobs whose chances to fit are judged by scales that were fitted to the others."""
 SEEN = {
@@ -183,9 +190,19 @@ def fit_memory(rows: Sequence[HeldOut]) -> MemorySpread:
         missing=float(np.median(middles)),
         job=job,
         job_missing=job_missing,
+        own=own_errors().scale(shape),
         counted=Weighted.of(counted, [""] * len(counted)).scale(shape),
         shape=shape,
     )
+
+
+def own_errors() -> Weighted:
+    """Returns the errors of all bytes that our own runs took of a GPU, every model weighing alike."""
+    cluster = Cluster.parse("1xh100")
+    rows = [row for call in OWN_CALLS for row in read_rows([OWN_ROWS], call)]
+    rows = [item for item in rows if not any(word in item.row["case"] for word in OWN_LEFT_OUT)]
+    errors = [math.log(item.row["device_bytes"] / item.price(cluster, MESHWRIGHT).price.peak) for item in rows]
+    return Weighted.of(errors, [str(item.row["model"]) for item in rows])
 
 
 def covered(rows: Sequence[HeldOut], spread: TimeSpread) -> float:
@@ -344,7 +361,7 @@ def write_file(path: Path, time: TimeSpread, memory: MemorySpread, devices: Iter
     lines = ["# Scales of ln(measured / predicted), written by benchmarks/fit_uncertainty.py; planner/uncertainty.py."]
     lines += [f"devices = [{', '.join(repr(name) for name in sorted(devices))}]".replace("'", '"'), ""]
     lines += table("time", time, ("model", "framework", "device", "mesh", "layout"))
-    lines += table("memory", memory, ("framework", "missing", "job", "job_missing", "counted"))
+    lines += table("memory", memory, ("framework", "missing", "job", "job_missing", "own", "counted"))
     path.write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -25,7 +25,7 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.expert_exchange import keeping_forms
 from meshwright.planner.finalists import choose_finalists
-from meshwright.planner.measured_price import price_layout
+from meshwright.planner.measured_price import price_layout, use_counted_bytes
 from meshwright.planner.presets import presets
 from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.spec.axis import Mechanics
@@ -61,6 +61,7 @@ def read_runs(path: Path = FILE) -> list[PublishedRun]:
 def _read_run(table: Mapping[str, Any]) -> PublishedRun:
     preset = table.get("preset")
     sizes = presets()[preset].sizes if preset else TableSizes(name=table["name"], **table["sizes"])
+    counted = presets()[preset].counted if preset else None
     precision, cluster = table.get("precision", "bf16"), Cluster.parse(table["cluster"])
     base = Layout(precision=precision)
     job = PricedJob(
@@ -76,9 +77,10 @@ def _read_run(table: Mapping[str, Any]) -> PublishedRun:
     if step_s is not None:
         # All by one count of FLOPs: sources differ in whether attention and the head are in theirs.
         mfu = model_flops_per_s(job, step_s) / data_sheet_flops(cluster, job.dtype)
+    question = Question(job=job, cluster=cluster, base=base)
     return PublishedRun(
         name=table["name"],
-        question=Question(job=job, cluster=cluster, base=base),
+        question=question if counted is None else use_counted_bytes(question, counted),
         layout=table["layout"],
         mfu=mfu,
         source=table["source"],

@@ -30,7 +30,14 @@ from meshwright.planner.device_limits import check_products
 from meshwright.planner.explain import reason, why
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.islands import candidate_join
-from meshwright.planner.measured_price import Measure, measure_activations, price_layout, untraced_note
+from meshwright.planner.measured_price import (
+    Measure,
+    measure_activations,
+    price_layout,
+    untraced_note,
+    use_counted_bytes,
+)
+from meshwright.planner.preset_bytes import CountedPreset
 from meshwright.planner.presets import presets
 from meshwright.planner.scaling import Point, best_size, curve, knee, replan, sizes
 from meshwright.planner.uncertainty import INTERVAL
@@ -48,6 +55,8 @@ class PlannableModel:
     """Its sizes."""
     measure: Callable[[int, str], Measure] | None = None
     """Maps (tokens of a row, precision) to a `Measure` that runs the modules on fake tensors; None without modules."""
+    preset: CountedPreset | None = None
+    """What the modules of a public model take, where they were counted and it is planned without them."""
     draws: bool = False
     """Whether any of its modules draws random numbers, so that a run refuses to compile its layers."""
 
@@ -211,7 +220,8 @@ def preset_model(config: ModelConfig) -> PlannableModel | None:
                 f"directory or family, or set {', '.join(sorted(fields))}"
             )
     changed = {name: value for name, value in config.sizes.items() if name in fields}
-    return PlannableModel(shape=shape_from_sizes(replace(preset.sizes, **changed)))  # type: ignore[arg-type]
+    sizes: TableSizes = replace(preset.sizes, **changed)  # type: ignore[arg-type]
+    return PlannableModel(shape=shape_from_sizes(sizes), preset=preset.counted)
 
 
 def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> PlanResult:
@@ -228,10 +238,7 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     """
     if spans_devices(config):
         raise ConfigError(f"devices = {config.devices} is several numbers; scaling() plans for each")
-    question, measure = question_of(config, model, cluster), None
-    if model.measure is not None:
-        measure = model.measure(config.sequence, question.job.precision)
-        question = measure_activations(question, measure)
+    question, measure = _with_modules(question_of(config, model, cluster), model)
     choice = choose_finalists(question, config.show, measure, config.allow)
     choice, compared = _compare_layouts(config, question, choice, measure)
     if note := untraced_note(question, choice.best[0].layout, measure):
@@ -264,13 +271,18 @@ def make_solver(config: PlanConfig, model: PlannableModel) -> Solve:
     """
 
     def solve(question: Question) -> Candidate:
-        measure = None
-        if model.measure is not None:
-            measure = model.measure(question.job.sequence, question.job.precision)
-            question = measure_activations(question, measure)
+        question, measure = _with_modules(question, model)
         return choose_finalists(question, 1, measure, config.allow).best[0]
 
     return solve
+
+
+def _with_modules(question: Question, model: PlannableModel) -> tuple[Question, Measure | None]:
+    """Returns the question with what the model's modules take, and what measures them if they are there."""
+    if model.measure is not None:
+        measure = model.measure(question.job.sequence, question.job.precision)
+        return measure_activations(question, measure), measure
+    return question if model.preset is None else use_counted_bytes(question, model.preset), None
 
 
 def spans_devices(config: PlanConfig) -> bool:

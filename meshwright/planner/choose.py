@@ -182,7 +182,8 @@ class Question:
         """What the prices rest on: runs of this machine, its calibration, or published runs on such devices."""
         measured = self.cluster.calibration is not None or self.history.runs > 0
         fitted = set(self.cluster.kinds) <= fitted_spreads().devices
-        return Seen(framework=measured, device=measured or fitted)
+        own_bytes = self.runtime.name == MESHWRIGHT.name and self.job.activations is not None
+        return Seen(framework=measured, device=measured or fitted, own_bytes=own_bytes)
 
     @property
     def time_spread(self) -> TimeSpread:
@@ -604,10 +605,11 @@ def notes(question: Question, best: Candidate) -> tuple[str, ...]:
             "--usable 0.85 plans with more room"
         )
     elif question.usable is None and question.usable_share < 0.9 * USABLE:
+        is_known = question.seen.own_bytes and question.seen.device
+        runs = "measured on one device and not on several" if is_known else "not measured on such devices"
         sentences.append(
             f"plans fill {question.usable_share:.0%} of a device at most, so that they fit with {question.fits:.0%}: "
-            "no runs of this runtime on such devices were measured; `meshwright calibrate` there permits more, as "
-            "does a smaller --fits"
+            f"what this runtime takes was {runs}; `meshwright calibrate` there permits more, as does a smaller --fits"
         )
     bubble = best.price.parts.get("bubble", 0.0) / best.price.step_s
     if bubble > 0.2:

@@ -24,6 +24,7 @@ from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.device_limits import job_for
 from meshwright.planner.islands import island_question, with_joins
 from meshwright.planner.moved_bytes import count_moved_bytes
+from meshwright.planner.preset_bytes import CountedPreset
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.planner.run_history import Correction
 from meshwright.spec.axis import Mechanics
@@ -97,6 +98,26 @@ def measure_activations(question: Question, measure: Measure) -> Question:
     job = dataclasses.replace(question.job, activations=activations, moved=moved)
     measured = dataclasses.replace(question, job=job)
     return _measure_compiled(measured, measure) if question.base.compile else measured
+
+
+def use_counted_bytes(question: Question, preset: CountedPreset) -> Question:
+    """Returns the question with the bytes that a public model's modules keep and move, counted beforehand.
+
+    Args:
+        question: of the model; of its sizes some may be others than the preset's.
+        preset: what was counted, in bf16.
+    """
+    counted = preset.at(question.job.sequence)
+    job = dataclasses.replace(question.job, shape=preset.shape, sequence=counted.tokens, precision="bf16", products="")
+    machine, eager, compiled = question.machine, question.runtime, question.runtime.for_layout(Layout(compile=True))
+    work = counted.work(is_compiled=False)
+    bytes_of_job = dataclasses.replace(
+        question.job,
+        activations=count_activation_bytes(job, machine, eager, work),
+        compiled_activations=count_activation_bytes(job, machine, compiled, counted.work(is_compiled=True)),
+        moved=count_moved_bytes(job, machine, eager, work),
+    )
+    return dataclasses.replace(question, job=bytes_of_job)
 
 
 def _measure_compiled(question: Question, measure: Measure) -> Question:

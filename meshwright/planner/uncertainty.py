@@ -75,6 +75,8 @@ class Seen:
     """Runs of the framework that is priced, or of this very machine."""
     device: bool
     """Runs on the device, or its calibration."""
+    own_bytes: bool = False
+    """Whether memory is that of our own runtime with the model's modules counted, as its runs on a GPU were planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,6 +155,9 @@ class MemorySpread:
     """Of a framework whose runs were: model, layout, and the allocator's fragments."""
     job_missing: float
     """What such a framework takes more, in the median."""
+    own: float
+    """Of our own runtime on a device that wasn't measured, where the model's tensors are counted; about 0, though its
+    runs took less than planned: they were on one GPU, and several have communicators."""
     counted: float
     """Where the model's own tensors are counted and the machine was measured, in place of the others."""
     shape: Shape
@@ -179,6 +184,8 @@ class MemorySpread:
             return 0.0, self.counted, self.shape
         if seen.framework:
             return self.job_missing, self.job, self.shape
+        if seen.own_bytes and seen.device:
+            return 0.0, self.own, self.shape
         # A framework's own part is normal, and added to that of the job, of which a share is wider.
         scale = math.hypot(self.framework, self.job)
         wide_scale = math.hypot(self.framework, self.shape.wide_factor * self.job)

@@ -210,7 +210,7 @@ def test_a_plan_says_its_chances() -> None:
 
 def test_an_unseen_framework_adds_its_own_part_to_the_tails_of_a_job() -> None:
     shape = Shape(wide_share=0.2, wide_factor=3.0)
-    spread = MemorySpread(framework=0.09, missing=0.02, job=0.06, job_missing=0.0, counted=0.01, shape=shape)
+    spread = MemorySpread(framework=0.09, missing=0.02, job=0.06, job_missing=0.0, own=0.03, counted=0.01, shape=shape)
     generator = np.random.default_rng(3)
     errors = 0.02 + 0.09 * generator.standard_normal(400_000) + 0.06 * shape.draw(generator, (400_000,))
     for room in (0.0, 0.1, 0.3, 0.5):
