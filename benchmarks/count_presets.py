@@ -46,8 +46,8 @@ FAMILIES = {
 LONGEST = 4096
 """Tokens of the longer of two rows that are counted, of which the other has a quarter: two points of what grows with a
 row's length, as unfused scores do."""
-SHORT = (32, 64)
-"""Rows so short that scores are a small part of any moment's bytes."""
+SHORT = 256
+"""Tokens of a row whose scores are a small part of any moment's bytes."""
 NEAR = 0.006
 """Relative difference of parameters up to which a family has the preset's sizes."""
 
@@ -83,15 +83,14 @@ def config_of(sizes: TableSizes, family: str) -> ModelConfig:
     # A mixture without dense layers has one size of feed-forward parts, and its family may have no name of its own.
     has_own = "moe_intermediate_size" in known
     ffn = sizes.expert_ffn if sizes.experts and not has_own else sizes.ffn
-    if ffn == 4 * sizes.width or not ffn:
-        ffn = None  # some families have no other
+    is_usual = ffn in (0, 4 * sizes.width)  # some families have no other, and no name for it
     return ModelConfig(
         name=family,
         layers=sizes.layers,
         width=sizes.width,
         heads=sizes.heads,
         kv_heads=sizes.kv_heads or None,
-        ffn=ffn,
+        ffn=None if is_usual else ffn,
         experts=sizes.experts or None,
         tie=sizes.tied,
         overrides=overrides,
@@ -116,12 +115,26 @@ def count_model(sizes: TableSizes, family: str) -> list[CountedModel]:
     found, stated = measure_shape(built).parameters, shape_from_sizes(sizes).parameters
     if abs(found / stated - 1.0) > NEAR:
         raise MeshwrightError(f"{family} has {found / 1e9:.2f} G parameters at sizes of {stated / 1e9:.2f} G")
+    measures = {tokens: make_measure(built, tokens, "bf16") for tokens in (SHORT, longest // 4, longest)}
+    short, long = (_count(measures[tokens], tokens) for tokens in (longest // 4, longest))
     if sizes.latent is not None:
-        # Cores have no fused kernel for values narrower than queries, GPUs have: without the scores, which grow with S.
-        short, long = (_count(make_measure(built, tokens, "bf16"), tokens) for tokens in SHORT)
-        return [dataclasses.replace(short.at(0, long), tokens=longest)]
-    short, long = (_count(make_measure(built, tokens, "bf16"), tokens) for tokens in (longest // 4, longest))
+        return [_without_scores(short, long, _count(measures[SHORT], SHORT))]
     return [long] if short.is_near(long) else [short, long]
+
+
+def _without_scores(short: CountedModel, long: CountedModel, shortest: CountedModel) -> CountedModel:
+    """Returns the bytes without the scores of attention, which grow with a row's length.
+
+    Cores have no fused kernel where values are narrower than queries, as in multi-head latent attention; GPUs have.
+    What is at work at once is that of the moment that has most, so it lies on no line, and is taken from rows so short
+    that their scores are a small part of it.
+    """
+    flat = short.at(0, long)
+    layers = (
+        dataclasses.replace(layer, working=few.working, compiled_working=few.compiled_working)
+        for layer, few in zip(flat.layers, shortest.layers, strict=True)
+    )
+    return dataclasses.replace(flat, tokens=long.tokens, layers=tuple(layers))
 
 
 def _count(measure: Any, tokens: int) -> CountedModel:
