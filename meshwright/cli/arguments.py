@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import re
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast
 
+from meshwright.cli.flag_errors import describe_complaint, flag_type
 from meshwright.config import Config, read_toml
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import to_stderr
@@ -91,9 +91,8 @@ def _parse_with_tyro(kind: type[C], args: Sequence[str], verb: str, base: C | No
     except SystemExit as exit_request:
         if not exit_request.code:
             raise
-        raise ConfigError(
-            _unframe_message(complaint.getvalue()) or f"meshwright {verb}: the flags are not valid"
-        ) from None
+        message = describe_complaint(complaint.getvalue(), kind, args, base)
+        raise ConfigError(message or f"meshwright {verb}: the flags are not valid") from None
     if base is not None:
         config = _leave_out_idle(base, config)
     config.check_all()
@@ -123,14 +122,16 @@ def _spell_switches(kind: type[Config], args: Sequence[str]) -> list[str]:
     for arg, following in zip(args, [*args[1:], ""]):
         is_value = arg.lower() in ("true", "false")
         # Only a value behind a boolean field's flag is folded into the flag: "true" may be a text field's value.
-        if is_value and switched and _hint(kind, switched[-1]) is bool:
+        if is_value and switched and flag_type(kind, switched[-1]) is bool:
             if arg.lower() == "false":
                 switched[-1] = _opposite(switched[-1])
-        elif is_value and switched and _hint(kind, switched[-1]) == bool | None:
+        elif is_value and switched and flag_type(kind, switched[-1]) == bool | None:
             switched.append(arg.capitalize())
-        elif _hint(kind, arg) == bool | None and following.lower() not in ("true", "false", "none"):
+        elif flag_type(kind, arg) == bool | None and following.lower() not in ("true", "false", "none"):
             switched += [arg, "True"]
-        elif arg.rpartition(".")[2].removeprefix("--").startswith("no-") and _hint(kind, _named(arg)) == bool | None:
+        elif (
+            arg.rpartition(".")[2].removeprefix("--").startswith("no-") and flag_type(kind, _named(arg)) == bool | None
+        ):
             switched += [_named(arg), "False"]
         else:
             switched.append(arg)
@@ -149,28 +150,9 @@ def _named(flag: str) -> str:
     return f"--{section}{dot}{name.removeprefix('no-')}"
 
 
-def _hint(kind: type[Config], flag: str) -> Any:
-    """Returns the type of the field that a flag sets; None for no field's."""
-    hint: Any = kind
-    for name in flag.removeprefix("--").replace("-", "_").split("."):
-        hint = get_type_hints(hint).get(name) if isinstance(hint, type) and issubclass(hint, Config) else None
-    return hint if flag.startswith("--") else None
-
-
 def _expand_short_flag(arg: str) -> str:
     name, equals, value = arg.partition("=")
     return SHORT.get(name, name) + equals + value
-
-
-def _unframe_message(box: str) -> str:
-    """Returns tyro's message without its frame; of an unknown flag only the flag and the nearest known one."""
-    lines = [line.strip("│╭╮╰╯─ \t") for line in box.splitlines()]
-    text = " ".join(line for line in lines if line and line not in ("Parsing error", "Unrecognized options"))
-    unknown = re.search(r"Unrecognized options?: (--\S+?),?(?:\s|$)", text)
-    if unknown is None:
-        return text.removeprefix("Value error ")
-    near = re.search(r"Perhaps you meant: (--[\w.-]+)", text)
-    return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
 
 
 def align_columns(rows: Sequence[Sequence[str]], numeric: Collection[int] = ()) -> list[str]:

@@ -11,7 +11,7 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from meshwright.cli.arguments import print_result, take_flag, take_value
-from meshwright.errors import ConfigError, RankError
+from meshwright.errors import ConfigError, RankError, nearest
 from meshwright.events import Event
 from meshwright.jobs.fault_injection import RunWatch, inject_faults, read_events, read_story, recovery_events
 from meshwright.jobs.progress import to_stderr as say
@@ -49,6 +49,10 @@ _PREVIEW = 10
 """Faults of a dry run without a bound."""
 _TIME = re.compile(r"(\d+(?:\.\d*)?)(s|m|h|)")
 _STEPS = re.compile(r"(\d+) ?steps?")
+
+
+_FAULT_FLAGS = (*(f"--{kind}" for kind in KINDS), "--at", "--json", "--random", "--seconds", "--wait")
+"""What `chaos RUN` knows of one fault."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -167,6 +171,9 @@ def _parse_fault(args: list[str], run_dir: Path) -> Fault:
     """
     seconds, step_text = take_value(args, "--seconds"), take_value(args, "--at")
     kinds = [kind for kind in KINDS if f"--{kind}" in args]
+    unknown = next((arg for arg in args if arg.startswith("--") and arg[2:] not in KINDS), None)
+    if unknown is not None:
+        raise ConfigError(f"unknown flag {unknown}{nearest(unknown, _FAULT_FLAGS)}")
     if len(kinds) != 1:
         raise ConfigError(f"name one fault, as --kill rank=3; known: {', '.join('--' + kind for kind in KINDS)}")
     target = take_value(args, f"--{kinds[0]}")

@@ -97,7 +97,7 @@ def _pipeline_lines(pipeline: JsonObject) -> Iterator[str]:
         if str(boundary) not in pipeline["blocked"]
     ]
     if ends:
-        yield _row("without a layer", f"the stage with the {' and the one with the '.join(ends)} may be")
+        yield _row("no layer", f"the stage with the {' and the one with the '.join(ends)} may have none")
     counts = " or ".join(str(count) for count in pipeline["payload"]) or "0"
     yield _row("payload", f"{counts} tensor{'' if counts == '1' else 's'} a cut")
     for reason, layer_indices in _names_by_reason(pipeline["blocked"]).items():

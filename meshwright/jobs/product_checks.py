@@ -7,7 +7,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.launch.devices import Devices, least_compute_capability
 from meshwright.models.build import BuiltModel
-from meshwright.parallel.float8 import ALIGNMENT, float8_linears
+from meshwright.parallel.float8 import ALIGNMENT, check_torchao, float8_linears
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import FLOAT8_CAPABILITY
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
@@ -18,11 +18,12 @@ _LEAST_CAPABILITY = {"tf32": 8.0, "fp8": FLOAT8_CAPABILITY, "fp8_rowwise": 9.0}
 
 
 def check_products(layout: Layout, devices: Devices) -> None:
-    """Refuses products in TF32 or float8 on devices without them; processor cores emulate float8.
+    """Refuses products in TF32 or float8 on devices without them, and float8 without torchao; cores emulate float8.
 
     Raises:
-        ConfigError: with what works instead.
+        ConfigError, PlanError: with what works instead.
     """
+    check_torchao(layout)
     precision = layout.precision
     if precision not in _LEAST_CAPABILITY:
         return

@@ -225,13 +225,16 @@ class VerifyConfig(Config):
 
     def check(self) -> None:
         """Refuses counts under one."""
-        lengths = self.sequence >= 0 and self.sequence != 1 and self.short_sequence >= 2
-        if self.steps < 1 or not lengths or self.rows < 0 or self.timeout_s <= 0:
-            raise ConfigError(
-                f"verify: steps = {self.steps} must be at least 1, sequence = {self.sequence} 0 or at least 2, "
-                f"short_sequence = {self.short_sequence} at least 2, rows = {self.rows} at least 0 and timeout_s = "
-                f"{self.timeout_s} above 0"
-            )
+        rules = (
+            (self.steps >= 1, f"steps = {self.steps} must be at least 1"),
+            (self.sequence == 0 or self.sequence >= 2, f"sequence = {self.sequence} must be 0 or at least 2"),
+            (self.short_sequence >= 2, f"short_sequence = {self.short_sequence} must be at least 2"),
+            (self.rows >= 0, f"rows = {self.rows} must be at least 0"),
+            (self.timeout_s > 0, f"timeout_s = {self.timeout_s} must be above 0"),
+        )
+        broken = [rule for holds, rule in rules if not holds]
+        if broken:
+            raise ConfigError(f"verify: {', and '.join(broken)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

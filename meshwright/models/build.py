@@ -276,10 +276,25 @@ def _transformers_factory(config: ModelConfig, vocab: int | None, context: int |
     return make_model
 
 
+def _check_module_name(name: str, working_directory: str) -> None:
+    """Refuses ``folder/mine.py:build``, a file where a module's name is wanted."""
+    module_path, _, function = name.partition(":")
+    if "/" not in module_path and not module_path.startswith(".") and not module_path.endswith(".py"):
+        return
+    path = os.path.relpath(module_path, working_directory).removesuffix(".py")
+    # A file above the working directory has no name from it.
+    dotted = "FOLDER.MODULE" if path.startswith("..") else path.strip(".").replace("/", ".")
+    raise ConfigError(
+        f"model.name = '{name}': a module is named with dots from {working_directory}, not as a file; write "
+        f"{dotted}:{function}"
+    )
+
+
 def _function_factory(config: ModelConfig, vocab: int | None, context: int | None) -> Callable[[], nn.Module]:
     """Imports ``module.path:function`` and binds the sizes that it has parameters for."""
     module_path, _, name = config.name.partition(":")
     working_directory = os.getcwd()
+    _check_module_name(config.name, working_directory)
     # as `python -m` would find the user's file
     if working_directory not in sys.path:
         sys.path.insert(0, working_directory)

@@ -85,7 +85,16 @@ def check(layout: Layout, layers: int) -> None:
             f"precision={layout.precision} computes the linear modules of repeated layers in float8, but none were "
             "found in the model; nearest that works: precision=bf16"
         )
-    if not has_torchao():
+    check_torchao(layout)
+
+
+def check_torchao(layout: Layout) -> None:
+    """Refuses products in float8 without torchao.
+
+    Raises:
+        PlanError: with how it is installed, and what works without it.
+    """
+    if layout.precision in FLOAT8_RECIPES and not has_torchao():
         raise PlanError(
             f"precision={layout.precision} computes by torchao, which isn't installed: pip install 'meshwright[fp8]' "
             "installs it; nearest that works without it: precision=bf16"

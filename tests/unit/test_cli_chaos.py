@@ -43,6 +43,17 @@ def test_a_wait_is_a_number_of_seconds(wait: str, tmp_path: Path, capsys: pytest
     assert f"--wait {wait}: give seconds above 0" in capsys.readouterr().err
 
 
+def test_an_unknown_flag_is_named_with_the_nearest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stamp_ranks(tmp_path / PROGRESS, range(1), 1)
+    for words, message in (
+        (["--kil", "rank=0"], "unknown flag --kil; did you mean '--kill'?"),
+        (["--kill", "rank=0", "--wiat", "60"], "unknown flag --wiat; did you mean '--wait'?"),
+    ):
+        assert main(["chaos", str(tmp_path), *words]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "chaos").exists()
+
+
 def test_a_gradient_that_is_computed_again_is_the_end_of_the_story(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -44,6 +44,14 @@ def test_anatomy_and_ways_to_split() -> None:
 
 
 @pytest.mark.slow
+def test_a_rows_name_and_its_text_stand_apart() -> None:
+    lines = list(inspection_lines(found()))
+    rows = [line for line in lines[lines.index("pipeline (pp)") + 1 :] if line.startswith("  ")][:3]
+    assert [row[2:16].strip() for row in rows] == ["stages", "no layer", "payload"]
+    assert rows[1].endswith("  the stage with the embedding and the one with the head may have none")
+
+
+@pytest.mark.slow
 def test_the_table_is_read_with_the_models_own_loss_which_is_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a training run reads it: the loss is part of what a split must give, and a forward for it takes seconds."""
     objectives, tried = [], []

@@ -33,6 +33,8 @@ def test_config_imports_no_torch():
         ({"name": "llama", "layers": 0}, "1 or more"),
         ({"name": "llama", "fresh": True}, "no effect"),
         ({"name": "nowhere_at_all:make"}, "can't import"),
+        ({"name": "./lib/mine.py:make"}, r"named with dots from .*; write lib\.mine:make$"),
+        ({"name": "../mine.py:make"}, r"named with dots from .*; write FOLDER\.MODULE:make$"),
         ({"name": "math:nothing"}, "no function"),
     ],
 )

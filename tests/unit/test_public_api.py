@@ -123,6 +123,11 @@ def test_what_cannot_be_is_refused_with_numbers_and_rule(call: Any, words: str) 
     assert words in str(refused.value)
 
 
+def test_only_the_broken_rule_of_a_proof_is_named() -> None:
+    with pytest.raises(meshwright.ConfigError, match=r"^verify: steps = 0 must be at least 1$"):
+        meshwright.verify(steps=0)
+
+
 @pytest.mark.slow
 def test_a_model_is_trained_written_tried_and_goes_on_from_its_prompt(tmp_path: Path) -> None:
     code = """

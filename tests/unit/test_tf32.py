@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from meshwright import verify
 from meshwright.cluster import catalogue
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError, PlanError
@@ -19,6 +20,7 @@ from meshwright.models.analysis import unweighted_products
 from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
+from meshwright.parallel import float8
 from meshwright.parallel.tf32 import exact_modules, float32_products, use_tf32
 from meshwright.planner.device_limits import check_products as check_planned
 from meshwright.spec.layout import Layout
@@ -150,6 +152,12 @@ def test_devices_without_tensor_cores_refuse_it(monkeypatch: pytest.MonkeyPatch)
         check_products(LAYOUT, Devices(kind="cuda", count=1, found=1, cores=2))
     monkeypatch.setattr(product_checks, "least_compute_capability", lambda: 8.0)
     check_products(LAYOUT, Devices(kind="cuda", count=1, found=1, cores=2))
+
+
+def test_float8_is_refused_without_torchao_before_the_reference_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "has_torchao", lambda: False)
+    with pytest.raises(PlanError, match=r"pip install 'meshwright\[fp8\]'.*precision=bf16"):
+        verify(model=ModelConfig(name="llama"), layout="tp=2", dtype="fp8", steps=1)
 
 
 def test_the_planner_refuses_it_where_devices_have_no_such_rate() -> None:
