@@ -64,7 +64,8 @@ def test_a_rate_of_zero_hides_nothing() -> None:
     optimizer = GroupsTrust([{"params": weights(), "trust": True}])
     LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0.0
-    assert not try_optimizer(optimizer).by_element
+    trial = try_optimizer(optimizer)
+    assert (trial.by_element, trial.by_weight, trial.failure) == (False, True, "")
 
 
 def test_a_trial_leaves_optimizer_weights_and_random_numbers_alone() -> None:
