@@ -136,6 +136,22 @@ def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield final_line
 
 
+def _field_cure(record: object, text_field: str) -> str:
+    """Returns what to do about a record without text in its field."""
+    fields = record if isinstance(record, dict) else {}
+    chats = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if chats:
+        return (
+            f"field '{chats[0]}' holds messages, and rows are of plain text: write what your tokenizer's "
+            f"apply_chat_template(messages, tokenize=False) gives into '{text_field}', of which every token is then a "
+            "target; a loss of the answers alone is a custom loop's, with targets of -100 (docs/strategy.md)"
+        )
+    texts = ", ".join(sorted(key for key, value in fields.items() if isinstance(value, str)))
+    if texts:
+        return f"fields with text: {texts}; set data.text_field"
+    return "fields with text: none; drop the line, or set data.text_field if others have it elsewhere"
+
+
 def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: str) -> str:
     """Returns the text field of one JSON line."""
     try:
@@ -145,12 +161,8 @@ def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: s
             f"{source.path} line {line_number} is not JSON: {error}; each line must be one object"
         ) from None
     if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        text_fields = (
-            ", ".join(sorted(k for k, v in record.items() if isinstance(v, str))) if isinstance(record, dict) else ""
-        )
         raise DataError(
-            f"{source.path} line {line_number} has no text in field '{text_field}'; fields with text: "
-            f"{text_fields or 'none'}; set data.text_field"
+            f"{source.path} line {line_number} has no text in field '{text_field}'; {_field_cure(record, text_field)}"
         )
     text: str = record[text_field]
     try:

@@ -67,6 +67,17 @@ def read_model(model: Model, seed: int) -> BuiltModel:
     return BuiltModel(config, module, recipe, _with_layers(module, read_structure(module)), None, without_cache(module))
 
 
+def refuse_complex(module: nn.Module, layout: Layout) -> None:
+    """Refuses complex weights where a data axis shards them: FSDP2 gathers weights of one type together."""
+    for name, item in module.named_parameters():
+        if item.is_complex() and layout.zero:
+            raise ConfigError(
+                f"'{name}' is complex ({item.dtype}), and zero={layout.zero} shards real weights of one type together; "
+                "nearest that works: replicate in place of shard, or a real weight with a last dim of 2 that forward "
+                "reads by torch.view_as_complex"
+            )
+
+
 def _config_of(module: nn.Module) -> ModelConfig:
     """Returns a config with the module's name, overrides and dropout, for messages, clones and trials."""
     if not is_transformers(module):
@@ -221,6 +232,7 @@ def make_model_source(built: BuiltModel, analysis: ModelAnalysis, fill: Fill | N
 
 def with_compute_precision(layout: Layout, built: BuiltModel) -> Layout:
     """Keeps a float64 model in float64, and switches its kernels to those that support it."""
+    refuse_complex(built.module, layout)
     dtypes = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
     if torch.float64 in dtypes and layout.precision == "float32":
         layout = dataclasses.replace(layout, precision="float64")

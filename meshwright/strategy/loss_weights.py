@@ -7,6 +7,10 @@ and on all of their rows at once, with outputs of the model.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,10 +19,10 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from meshwright.errors import DataError
+from meshwright.errors import ConfigError, DataError
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.stage_module import Compute, LossView
-from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 from meshwright.train.loss import IGNORED
 
 Loss = Callable[[Any, torch.Tensor], torch.Tensor]
@@ -160,6 +164,63 @@ def _failures(loss: Loss, parts: Sequence[tuple[Any, torch.Tensor]]) -> tuple[bo
     return fails[0], fails[1]
 
 
+def flatten_output(output: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the leaves of a model's output, and a function that makes such an output of others.
+
+    A dataclass or another object with attributes, which torch takes for one leaf, is its attributes here.
+    """
+    leaves, spec = tree_flatten(output)
+    makers: list[Callable[[Sequence[Any]], Any]] = []
+    flat: list[Any] = []
+    counts = []
+    for leaf in leaves:
+        names = _attributes(leaf)
+        inner, make = flatten_output([getattr(leaf, name) for name in names]) if names else ([leaf], _only)
+        makers.append(functools.partial(_with_attributes, leaf, names, make) if names else make)
+        flat += inner
+        counts.append(len(inner))
+
+    def rebuild(values: Sequence[Any]) -> Any:
+        remaining = iter(values)
+        made = [make(list(itertools.islice(remaining, count))) for make, count in zip(makers, counts)]
+        return tree_unflatten(made, spec)
+
+    return flat, rebuild
+
+
+def _attributes(leaf: Any) -> list[str]:
+    """Returns the names of a leaf's attributes where one of them holds a tensor."""
+    if isinstance(leaf, (torch.Tensor, type, nn.Module)):
+        return []
+    if dataclasses.is_dataclass(leaf):
+        names = [field.name for field in dataclasses.fields(leaf)]
+    else:
+        names = list(getattr(leaf, "__dict__", ()))
+    values = tree_leaves([getattr(leaf, name) for name in names])
+    return names if any(isinstance(value, torch.Tensor) for value in values) else []
+
+
+def _only(values: Sequence[Any]) -> Any:
+    """Returns the one value."""
+    return values[0]
+
+
+def _with_attributes(
+    leaf: Any, names: Sequence[str], make: Callable[[Sequence[Any]], Any], values: Sequence[Any]
+) -> Any:
+    """Returns a copy of an object with other attributes, of a frozen dataclass too."""
+    changed = copy.copy(leaf)
+    for name, value in zip(names, make(values)):
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def _map_tensors(change: Callable[[torch.Tensor], Any], output: Any) -> Any:
+    """Returns an output with each of its tensors, of any shape, changed."""
+    leaves, rebuild = flatten_output(output)
+    return rebuild([change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+
+
 def _cut(parts: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Tensor]]:
     """Returns two parts or more; one alone in halves of an even number of rows each, or else twice."""
     if len(parts) > 1:
@@ -169,29 +230,32 @@ def _cut(parts: Sequence[tuple[Any, torch.Tensor]]) -> list[tuple[Any, torch.Ten
     if rows % 4 or any(leaf.dim() == 0 or len(leaf) != rows for leaf in _tensors(output)):
         return [parts[0], parts[0]]
     halves = slice(0, rows // 2), slice(rows // 2, rows)
-    return [(tree_map_only(torch.Tensor, lambda leaf, half=half: leaf[half], output), targets[half]) for half in halves]
+    return [(_map_tensors(functools.partial(_rows, rows=half), output), targets[half]) for half in halves]
+
+
+def _rows(leaf: torch.Tensor, rows: slice) -> torch.Tensor:
+    """Returns some rows of a tensor, (B, ...)."""
+    return leaf[rows]
 
 
 def _tensors(output: Any) -> list[torch.Tensor]:
     """Returns the tensors of a model's output."""
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in flatten_output(output)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _with_noise(output: Any) -> Any:
     """Returns the output moved by normal noise: a head of zeros gives every target the same loss."""
-    return tree_map_only(
-        torch.Tensor, lambda leaf: leaf + torch.randn_like(leaf) if leaf.is_floating_point() else leaf, output
-    )
+    return _map_tensors(lambda leaf: leaf + torch.randn_like(leaf) if leaf.is_floating_point() else leaf, output)
 
 
 def _concatenate(outputs: Sequence[Any]) -> Any:
     """Returns outputs of parts, each tensor of them (B, ...), as one of all rows."""
-    flat, spec = zip(*(tree_flatten(output) for output in outputs))
+    flat, rebuilds = zip(*(flatten_output(output) for output in outputs))
     joined = [
         torch.cat(leaves) if isinstance(leaves[0], torch.Tensor) and leaves[0].dim() else leaves[0]
         for leaves in zip(*flat)
     ]
-    return tree_unflatten(joined, spec[0])
+    return rebuilds[0](joined)
 
 
 def known_rule(loss: object) -> WeightRule:
@@ -243,7 +307,7 @@ def weighted_compute(structure: ModelStructure, loss: Loss) -> Compute:
         is_plain_module = not structure.transformers
         output: Any = module(batch.tokens) if is_plain_module else module(batch.tokens, use_cache=False).logits
         if batch.outputs is not None:
-            batch.outputs.append(tree_map_only(torch.Tensor, _detach, output))
+            batch.outputs.append(_map_tensors(_detach, output))
         # a mean over no target is NaN, and so is its gradient: such rows add nothing
         is_counted = batch.outputs is None and batch.weight > 0
         micro_batch_loss = loss(output, batch.targets) if is_counted else _nothing(output)
@@ -266,5 +330,10 @@ def _detach(output: torch.Tensor) -> torch.Tensor:
 
 def _nothing(output: Any) -> torch.Tensor:
     """Returns a scalar 0 with a gradient of 0 by every tensor of a model's output."""
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    tensors = [leaf for leaf in _tensors(output) if leaf.is_floating_point()]
+    if not tensors:
+        raise ConfigError(
+            f"the model gave a {type(output).__name__} without tensors of real numbers, of which step() can train no "
+            "loss: return a tensor, or an object, dict, list or tuple of them"
+        )
     return torch.stack([(leaf * 0.0).sum() for leaf in tensors]).sum()

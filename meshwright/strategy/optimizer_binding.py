@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import types
 import weakref
@@ -16,7 +15,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from meshwright.errors import ConfigError
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
+from meshwright.spec.axis import Mechanics
 from meshwright.strategy.gradient_sync import GradientSync
+from meshwright.strategy.optimizer_trial import OptimizerTrial, trial_key, try_optimizer
 from meshwright.strategy.sharded_gradient import plain_gradient, wrap_gradient
 from meshwright.strategy.start_states import StartStates
 from meshwright.strategy.zero import TorchZeroOptimizer
@@ -54,8 +55,13 @@ class OptimizerBinding:
         self.starts = StartStates()
         """Creates the state of optimizers before their first step."""
         self.split = any(weight.data_shards > 1 or not weight.shard.is_unsharded for weight in program.weights)
-        self._shared = program.mesh is not None and program.mesh.world.size > 1
-        self._elementwise: set[type] = set()
+        mesh = program.mesh
+        self._shared = mesh is not None and mesh.world.size > 1
+        dealt = (Mechanics.STAGES, Mechanics.EXPERTS)
+        self._dealt_out = mesh is not None and any(mesh.layout.degree(axis) > 1 for axis in dealt)
+        """Whether ranks hold other weights than each other."""
+        self._trials: dict[str, OptimizerTrial] = {}
+        self._tried_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _observe_optimizers(self)
 
     def mark_stale(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -196,22 +202,39 @@ class OptimizerBinding:
                 f"{optimizer_class.__name__} decides by the loss and by products over all weights, of which each rank "
                 "has its own, so ranks would part: use an optimizer that works element by element, such as AdamW"
             )
-        if not self.split:
-            return
-        if closure:
+        if self.split and closure:
             raise ConfigError("step() takes no closure where weights are split: call forward and backward, then step()")
-        if isinstance(optimizer, TorchZeroOptimizer):
+        if self.split and isinstance(optimizer, TorchZeroOptimizer):
             raise ConfigError(
                 "the parameters are parts already, and ZeroRedundancyOptimizer would send one rank's to others: use "
                 "strategy.optimizer, and shard=N,zero=1 in the layout"
             )
-        if optimizer_class not in self._elementwise:
-            if not steps_elementwise(optimizer):
-                raise ConfigError(
-                    f"{optimizer_class.__name__} doesn't work element by element, so on parts of weights it isn't what "
-                    "it is on whole ones: use AdamW or its like, or copies alone (replicate=N in the layout)"
-                )
-            self._elementwise.add(optimizer_class)
+        if self.split or self._dealt_out:
+            self._refuse_by_trial(optimizer)
+
+    def _refuse_by_trial(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuses an optimizer that reads more of the weights than this rank has; tried once for each."""
+        if self._tried_groups.get(optimizer) == len(optimizer.param_groups):
+            return
+        name, key = type(optimizer).__name__, trial_key(optimizer)
+        trial = self._trials.get(key) or self._trials.setdefault(key, try_optimizer(optimizer))
+        cure = "use AdamW or its like, or copies alone (replicate=N in the layout)"
+        if trial.failure:
+            raise ConfigError(
+                f"{name} couldn't be tried on small weights of other shapes ({trial.failure}), and where ranks hold "
+                f"parts of the weights an optimizer must be known to work element by element: {cure}"
+            )
+        if not trial.by_weight:
+            raise ConfigError(
+                f"{name} moves a weight by what others are, as by a norm over all of them, and each rank has parts of "
+                f"them alone: {cure}; a norm is clipped by strategy.clip_grad_norm_, or by clip= of a step()"
+            )
+        if self.split and not trial.by_element:
+            raise ConfigError(
+                f"{name} doesn't work element by element, so on parts of weights it isn't what it is on whole ones: "
+                f"{cure}"
+            )
+        self._tried_groups[optimizer] = len(optimizer.param_groups)
 
     def _replace_by_local(self, item: object) -> object:
         """Returns a parameter, or a group of them, with this rank's shards in their places."""
@@ -294,33 +317,6 @@ def _cut_state(state: dict[str, Any], weight: Weight) -> dict[str, object]:
         is_weight_shaped = isinstance(value, torch.Tensor) and tuple(value.shape) == weight.shape and key != "step"
         local_state[key] = weight.extract_shard(value).to(weight.local.device) if is_weight_shaped else value
     return local_state
-
-
-def steps_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Tests whether an optimizer of this class and settings updates halves of a weight as it updates the full one.
-
-    True where no second optimizer can be built from its defaults: nothing is known then.
-    """
-    generator = torch.Generator().manual_seed(0)
-    full_weight = torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    gradients = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(2)]
-
-    def weight_after_steps(cut: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        parameter = nn.Parameter(cut(full_weight).clone())
-        settings = {key: value for key, value in optimizer.defaults.items() if key not in ("fused", "capturable")}
-        probe = type(optimizer)([parameter], **settings)
-        for gradient in gradients:
-            parameter.grad = cut(gradient).clone()
-            # two steps, so that momentum and second moments take part
-            probe.step()
-        return parameter.detach()
-
-    with contextlib.suppress(Exception):
-        full_result = weight_after_steps(lambda value: value)
-        for cut in (lambda value: value[:2], lambda value: value[:, :3]):
-            if not torch.allclose(weight_after_steps(cut), cut(full_result), rtol=1e-9, atol=1e-12):
-                return False
-    return True
 
 
 def local_shards(weights: Iterable[Weight]) -> list[nn.Parameter]:

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.weights import Weight, as_dtensor_like
@@ -209,6 +209,15 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
     if name in ("__repr__", "__format__", "__str__"):
         return f"this rank's shard of the gradient of {sharded[0].weight.name}: {_local(sharded[0])!r}"
     _check_summed(name, sharded)
+    if name == "__setitem__" and is_sharded_gradient(args[0]):
+        _set_item(*args)
+        return None
+    if name == "__getitem__":
+        raise ConfigError(
+            f"an index of the gradient of {sharded[0].weight.name}, of which this rank has a part, would be one of the "
+            "part: write grad[index] = value, or grad.mul_(mask) with a mask of the whole weight's shape"
+        )
+    args = tuple(_cut_like(item, sharded[0]) for item in args)
     with without_tensor_subclasses():
         result = func(*(_unwrap(item) for item in args), **{key: _unwrap(value) for key, value in kwargs.items()})
     target: Any = args[0] if args else None
@@ -219,8 +228,12 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
         return target
     if all(gradient.weight.shard.is_unsharded for gradient in sharded):
         # a plain tensor is whole here; a DTensor of shards knows how to sum, but its norm as a number is this rank's
-        is_shard = isinstance(result, DTensor) and result.shape == sharded[0].shape and result is not target
-        return wrap_gradient(result, sharded[0].weight, sharded[0].owner) if is_shard else result
+        if not isinstance(result, DTensor) or result is target:
+            return result
+        if result.shape == sharded[0].shape:
+            return wrap_gradient(result, sharded[0].weight, sharded[0].owner)
+        # a number made of a partial sum would be this rank's
+        return _sum_partial(result)
     if name in _READERS:
         raise ConfigError(
             f"{name}() of the gradient of {sharded[0].weight.name}, of which this rank has a part: {CURE}"
@@ -234,6 +247,54 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
             )
         return wrap_gradient(result, sharded[0].weight, sharded[0].owner)
     return result
+
+
+def _sum_partial(value: DTensor) -> DTensor:
+    """Sums the partial values of a DTensor of any shape, of which `float` would read this rank's; all ranks call it."""
+    placements = [Replicate() if isinstance(item, Partial) else item for item in value.placements]
+    return value if placements == list(value.placements) else value.redistribute(placements=placements)
+
+
+def _set_item(gradient: Any, index: Any, value: Any) -> None:
+    """Writes into a gradient what ``gradient[index] = value`` writes into that of the whole weight.
+
+    Args:
+        gradient: this rank's shard.
+        index: of the whole weight: integers, slices, masks.
+        value: a number or a plain tensor, as the index takes it.
+    """
+    weight, local = gradient.weight, _local(gradient)
+    if any(is_sharded_gradient(item) for item in _flatten((index, value))):
+        raise ConfigError(
+            f"a part of the gradient of {weight.name}, of which this rank has a shard, was written from a gradient: "
+            "write numbers or a tensor of the whole weight's values"
+        )
+    is_written = torch.zeros(weight.shape, dtype=torch.bool, device=local.device)
+    is_written[index] = True
+    written = torch.zeros(weight.shape, dtype=local.dtype, device=local.device)
+    written[index] = value
+    with torch.no_grad():
+        local.copy_(torch.where(weight.extract_shard(is_written), weight.extract_shard(written), local))
+    gradient.owner.note_change()
+
+
+def _cut_like(value: object, gradient: Any) -> object:
+    """Returns this rank's part of a plain tensor that broadcasts to the whole weight's shape, as a mask of it does.
+
+    Other values are unchanged: numbers, tensors of the part's shape, and those that are the same along what is split.
+    """
+    weight, local = gradient.weight, _local(gradient)
+    is_plain = isinstance(value, torch.Tensor) and not isinstance(value, (ShardedGradient, DTensor))
+    if not is_plain or not value.dim() or value.dim() > len(weight.shape):  # type: ignore[attr-defined]
+        return value
+    assert isinstance(value, torch.Tensor)
+    sizes = (1,) * (len(weight.shape) - value.dim()) + tuple(value.shape)
+    is_of_part = all(size in (1, part) for size, part in zip(sizes, local.shape))
+    if not all(size in (1, whole) for size, whole in zip(sizes, weight.shape)):
+        return value
+    if is_of_part and not isinstance(gradient, DTensor):
+        return value
+    return as_dtensor_like(gradient, weight.extract_shard(value.expand(weight.shape)))
 
 
 def _check_summed(name: str, shards: Sequence[ShardedGradient | ShardedDTensorGradient]) -> None:

@@ -54,13 +54,18 @@ class ModelAnalysis:
         return self.trial is not None and not self.trial.objective.plain
 
 
-def _check_operations(model: BuiltModel, layout: Layout) -> None:
-    """Refuses frozen models, and what a layout would do to operations: hide draws, or round angles of positions."""
-    if not any(parameter.requires_grad for parameter in model.module.parameters()):
+def _check_trained(model: BuiltModel, layout: Layout, earlier: ModelAnalysis | None) -> None:
+    """Refuses frozen models, but for one beside the trained model of a custom loop, of which no trial is run."""
+    may_be_frozen = earlier is not None and earlier.trial is not None and layout.degree(Mechanics.STAGES) == 1
+    if not may_be_frozen and not any(parameter.requires_grad for parameter in model.module.parameters()):
         raise PlanError(
             "every weight of the model is frozen (requires_grad=False), so nothing would be trained; leave some of "
             "them trained, or add adapters"
         )
+
+
+def _check_operations(model: BuiltModel, layout: Layout) -> None:
+    """Refuses what a layout would do to operations: hide draws, or round angles of positions."""
     if layout.compile and (drawing := drawing_parts(model)):
         raise PlanError(
             f"compile=true hides what {drawing[0]} draws, and random numbers must not depend on the layout; leave "
@@ -246,6 +251,7 @@ def analyse_model(
     Raises:
         PlanError: with the rule, what was found, and the nearest layout that works.
     """
+    _check_trained(model, layout, earlier)
     _check_operations(model, layout)
     _check_trial_rows(model, layout)
     earlier = earlier or ModelAnalysis()

@@ -195,6 +195,37 @@ def clipping_twice(module: Any, _optimizer: Any) -> None:
     clip_grad_norm_(module.parameters(), 0.1)
 
 
+@between(SGD, 0.5)
+def rows_of_gradients_written(module: Any, _optimizer: Any) -> None:
+    block = module.blocks[0]
+    module.embedding.weight.grad[:20] = 0.0
+    block.out.weight.grad[[1, 7]] = torch.arange(12.0).double() / 100
+    block.down.weight.grad[:, 3:9] = 0.01
+    block.up.bias.grad[-3:] = 0.02
+
+
+@between(SGD, 0.5)
+def masked_gradients(module: Any, _optimizer: Any) -> None:
+    block, new_words = module.blocks[0], torch.arange(VOCAB)[:, None] >= 20
+    module.embedding.weight.grad.mul_(new_words)
+    block.out.weight.grad.mul_(torch.arange(12.0).double())
+    block.down.weight.grad.masked_fill_(torch.ones(12, 25).triu() > 0, 0.01)
+    block.up.weight.grad = torch.where(
+        torch.arange(25)[:, None] < 9, torch.zeros((), dtype=torch.float64), block.up.weight.grad
+    )
+
+
+@between(SGD, 0.5, refused="would be one of the part", under=(SHARDS, SPLIT))
+def rows_of_a_gradient_cleared(module: Any, _optimizer: Any) -> None:
+    module.embedding.weight.grad[:20].zero_()
+
+
+@between(SGD, 0.5, refused="part", under=(SPLIT,))
+def sum_of_a_gradient_as_a_number(module: Any, _optimizer: Any) -> None:
+    for item in module.parameters():
+        item.grad.div_(1.0 + float((item.grad * item.grad).sum()) + item.grad.abs().max().item())
+
+
 @between(SGD, 0.5, refused="part", under=(SPLIT,))
 def largest_gradient_by_hand(module: Any, _optimizer: Any) -> None:
     for item in module.parameters():

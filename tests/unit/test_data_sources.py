@@ -97,6 +97,8 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ('{"text": ', r"line 2 is not JSON"),
         ("[1]", r"line 2 has no text in field 'text'"),
         ('{"body": "a", "n": 1}', r"fields with text: body; set data\.text_field"),
+        ('{"text": null}', r"fields with text: none; drop the line, or set data\.text_field"),
+        ('{"messages": [{"role": "user", "content": "a"}]}', r"'messages' holds messages.* apply_chat_template.* -100"),
         ('{"text": "\\ud800"}', r"line 2: field 'text' holds half a surrogate pair"),
     ],
 )
