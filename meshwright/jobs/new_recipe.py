@@ -12,6 +12,7 @@ import tomli_w
 from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.recipe import MigratedRecipe, migrate
 from meshwright.launch.devices import found_devices
+from meshwright.models.family import family_config
 from meshwright.train.run_config import RunConfig
 
 TEMPLATE = """\
@@ -77,7 +78,8 @@ def new_recipe(path: Path, model: str = "llama", data: Sequence[str] = (), devic
         devices: number of ranks; all devices of the machine when None.
 
     Raises:
-        ConfigError: when the file exists or can't be written, no text matches, or a setting can't be.
+        ConfigError: when the file exists or can't be written, no text matches, there is no such model, or a setting
+            can't be.
         ClusterError: when more GPUs are asked for than there are.
     """
     _check_target(path)
@@ -86,6 +88,8 @@ def new_recipe(path: Path, model: str = "llama", data: Sequence[str] = (), devic
     text = recipe_text(path.name, model, data, devices)
     config = RunConfig.from_dict(tomllib.loads(text))
     config.check_all()
+    if config.model.kind == "type":
+        family_config(config.model, None, None)
     _write(path, text)
     return config
 

@@ -127,6 +127,8 @@ def memory_sentence(question: Question, candidate: Candidate) -> str:
     largest = f"{name} of {in_flight} in flight" if name == "activations" else name
     rank_text = f"stage {index}" if len(candidate.price.stages) > 1 else "every rank"
     needed, room = format_bytes(stage.peak), format_bytes(device_bytes)
+    if stage.peak <= device_bytes:
+        room += f", of which plans fill {format_bytes(question.usable_share * device_bytes)}"
     return f"{rank_text} needs {needed} of {room}: {format_bytes(size)} are {largest}"
 
 

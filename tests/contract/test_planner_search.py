@@ -35,7 +35,7 @@ from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredByte
 from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
-from meshwright.planner.explain import NAMES, reason, why
+from meshwright.planner.explain import NAMES, memory_sentence, reason, why
 from meshwright.planner.measured_price import price_layout
 from meshwright.planner.scaling import Point, _smaller_questions, curve, knee, replan, sizes
 from meshwright.planner.search import search
@@ -43,7 +43,7 @@ from meshwright.planner.space import contains, cores, divisors, expand, layout_o
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
 from meshwright.spec.layout import OFFLOADS, Layout
-from meshwright.units import format_seconds
+from meshwright.units import format_bytes, format_seconds
 from tests.tiers import further
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=12, width=4096, heads=32, kv_heads=8, ffn=14336, vocab=32000))
@@ -291,6 +291,12 @@ def test_why_a_layout_loses(choice: Choice) -> None:
     small = question("16xa100-40")
     told = told_of(small, "replicate=16,precision=bf16", choose(small))
     assert told.startswith("doesn't fit: every rank needs ") and "GiB of" in told
+    # What is less than the device, and more than plans fill, says the latter too.
+    tight = dataclasses.replace(question(), usable=0.01)
+    candidate = price_layout(tight, Layout.parse("replicate=16,precision=bf16"), None)
+    filled = format_bytes(0.01 * tight.cluster.memory_bytes)
+    assert candidate.price.peak < tight.cluster.memory_bytes
+    assert f", of which plans fill {filled}: " in memory_sentence(tight, candidate)
     slow = told_of(question(), "pp=4,shard=4,zero=1,microbatches=8,precision=bf16", choice)
     assert "slower" in slow and "pipeline bubble" in slow
     told = told_of(question(), "shard=16,zero=3,offload=optimizer,precision=bf16", choice)

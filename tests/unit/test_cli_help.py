@@ -102,6 +102,9 @@ def test_a_new_recipe_is_one_that_trains(
     assert main(["new", *words]) == 2, "a recipe that stands is never overwritten"
     assert main(["new", "--data", "nothing.txt", "--to", "b.toml"]) == 2
     assert main(["new", "--devices", "many", "--to", "b.toml"]) == 2
+    capsys.readouterr()
+    assert main(["new", "--model", "lama", "--to", "b.toml"]) == 2
+    assert "model.name = 'lama' is no directory, function or model type; did you mean 'llama" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == ["mine.toml"]
     Path("dir").mkdir()
     for to, model in (("a.toml", "dir"), ("c.toml", "my.module:function")):
