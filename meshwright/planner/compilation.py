@@ -28,23 +28,45 @@ def compile_s(question: Question) -> float:
     return COMPILE_S * len(block_kinds(question.job.shape)[1])
 
 
-def consider_compiled(question: Question, choice: Choice, price: Callable[[Layout], Candidate]) -> Choice:
-    """Returns the choice, with compiled forms of finalists where these are faster over all of the run's steps.
+def can_compile(question: Question) -> bool:
+    """Whether a run compiles the model's layers: compiled code would hide what it draws (`train.model_analysis`)."""
+    return not any(block.dropout or block.drops or block.drops_scores for block in question.job.shape.blocks)
+
+
+def compiled_question(question: Question) -> Question:
+    """Returns the same question of compiled layers alone."""
+    return dataclasses.replace(question, base=dataclasses.replace(question.base, compile=True), compile_steps=0)
+
+
+def consider_compiled(
+    question: Question, choice: Choice, compiled: Choice | None, price: Callable[[Layout], Candidate]
+) -> Choice:
+    """Returns the choice, with compiled layouts where these are faster over all of the run's steps.
 
     Args:
         question: what was planned; its ``compile_steps`` are those of the run.
-        choice: of layouts that aren't compiled.
+        choice: of layouts that aren't compiled, of which the compiled forms are tried.
+        compiled: of compiled layouts; None where none fits.
         price: prices a layout as the finalists are.
     """
     without = min(choice.best, key=lambda option: option.price.step_s)
-    if any(block.dropout or block.drops or block.drops_scores for block in question.job.shape.blocks):
-        return choice  # compiled code would hide what it draws (`train.model_analysis`)
     least_saved_s = max(
         question.same / (1 + question.same) * without.price.step_s, compile_s(question) / question.compile_steps
     )
+    layouts = [*_compiled(option.layout for option in choice.best)]
+    if compiled is not None:
+        layouts += [option.layout for option in compiled.best if option.layout not in layouts]
+        choice = dataclasses.replace(
+            choice,
+            considered=choice.considered + compiled.considered,
+            priced=choice.priced + compiled.priced,
+            too_large=choice.too_large + compiled.too_large,
+            search_s=choice.search_s + compiled.search_s,
+            kept=tuple(sorted((*choice.kept, *compiled.kept), key=lambda kept: kept[0])),
+        )
     options = [
         option
-        for option in price_possible(question, _compiled(option.layout for option in choice.best), price)
+        for option in price_possible(question, layouts, price)
         if option.price.peak <= question.usable_bytes and without.price.step_s - option.price.step_s > least_saved_s
     ]
     if not options:

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator
 
 from meshwright.errors import PlanError
 from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
-from meshwright.planner.compilation import consider_compiled
+from meshwright.planner.compilation import can_compile, compiled_question, consider_compiled
 from meshwright.planner.expert_exchange import consider_exchange
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
-from meshwright.planner.measured_price import Measure, price_layout, reprice_choice
+from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.round_choice import SLACK, choose_rounds
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.secondary import consider_secondary
@@ -56,20 +56,36 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
                 "works: a site for each kind, by --outer.meet"
             )
         return _with_notes(choice, *notes)
-    # The search prices by formulas; the best are priced again by the measured work of the model's modules.
     tried = max(show, LEAST_TRIED) if question.compile_steps else show
-    choice = reprice_choice(question, choose(question, tried), measure)
-    choice = consider_secondary(question, choice, price)
-    choice = consider_overlap(question, choice, price)
-    choice = consider_exchange(question, choice, price)
-    if question.compile_steps:
-        choice = consider_compiled(question, choice, price)
+    choice = _search(question, tried, measure)
+    if question.compile_steps and can_compile(question):
+        compiled = compiled_question(question)
+        if measure is not None:
+            compiled = measure_activations(compiled, measure)
+        # What is fastest compiled needn't be among the best without: less element-wise work leaves more for traffic.
+        try:
+            found = _search(compiled, tried, measure)
+        except PlanError:  # nothing fits compiled
+            found = None
+        choice = consider_compiled(question, choice, found, price)
         choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice
     if lossy:
         choice = consider_lossy(question, choice, price)
     elif hint := lossy_hint(question, choice.best[0], price):
         choice = _with_notes(choice, hint)
     return consider_islands(question, choice, show, measure, lossy) if "islands" in allow else choice
+
+
+def _search(question: Question, show: int, measure: Measure | None) -> Choice:
+    """Returns the best of the search, priced again by the measured work of the model's modules, and their forms."""
+
+    def price(layout: Layout) -> Candidate:
+        return price_layout(question, layout, measure)
+
+    choice = reprice_choice(question, choose(question, show), measure)
+    for consider in (consider_secondary, consider_overlap, consider_exchange):
+        choice = consider(question, choice, price)
+    return choice
 
 
 def consider_islands(

@@ -8,12 +8,13 @@ import tomllib
 import pytest
 
 from meshwright.cli.main import main
-from meshwright.jobs.plan_model import PlannableModel, question_of
+from meshwright.jobs.plan_model import preset_model, question_of
 from meshwright.jobs.requests import PlanConfig
+from meshwright.models.config import ModelConfig
 from meshwright.models.family import family_config
 from meshwright.planner.chances import candidate_chances
 from meshwright.planner.choose import price_candidate
-from meshwright.planner.closed_form import shape_from_sizes
+from meshwright.planner.measured_price import use_counted_bytes
 from meshwright.planner.presets import presets
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -39,8 +40,10 @@ def test_a_large_recipe_is_what_its_comment_says(name: str, public: str) -> None
     layout.check_batch(config.train.batch)
     (words,) = re.findall(r"meshwright plan --model (\S+) --cluster (\S+) --batch (\d+) --sequence (\d+)", text)
     assert words == (public, f"{config.devices}xh100", str(config.train.batch), str(config.data.sequence))
-    plannable = PlannableModel(shape=shape_from_sizes(sizes))
+    plannable = preset_model(ModelConfig(name=public))
+    assert plannable is not None and plannable.preset is not None
     question = question_of(PlanConfig(cluster=words[1], batch=int(words[2]), sequence=int(words[3])), plannable)
+    question = use_counted_bytes(question, plannable.preset)
     candidate = price_candidate(question, layout)
     chances = candidate_chances(question, candidate)
     assert chances.fits >= config.fits

@@ -108,7 +108,7 @@ def test_that_it_was_never_measured_is_said_of_a_compiled_plan_too() -> None:
         step_s = candidate.price.step_s / (2.0 if layout.compile else 1.0)
         return dataclasses.replace(candidate, price=dataclasses.replace(candidate.price, step_s=step_s))
 
-    choice = consider_compiled(question, result.choice, faster)
+    choice = consider_compiled(question, result.choice, None, faster)
     assert choice.best[0].layout.compile and choice.best[0].layout.tp_overlap
     assert any("never measured on several GPUs" in note for note in choice.notes)
 
