@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,6 +112,32 @@ class Weight:
         for shard_box in self.boxes:
             view_box(out, shard_box.local_box).copy_(view_box(full_tensor, shard_box.global_box))
         return out
+
+    def cut_operand(self, value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        """Returns this rank's part of a tensor that broadcasts to the whole weight's shape, as a mask of it does.
+
+        Args:
+            value: plain; unchanged where it has the part's shape, or is the same along what is split.
+            part: a tensor of this rank's part's shape; a DTensor where a data axis shards that once more.
+        """
+        if not value.dim() or value.dim() > len(self.shape):
+            return value
+        sizes = (1,) * (len(self.shape) - value.dim()) + tuple(value.shape)
+        is_of_part = all(size in (1, part_size) for size, part_size in zip(sizes, local_tensor(part).shape))
+        if not all(size in (1, whole) for size, whole in zip(sizes, self.shape)):
+            return value
+        if is_of_part and not isinstance(part, DTensor):
+            return value
+        return as_dtensor_like(part, self.extract_shard(value.expand(self.shape)))
+
+    @torch.no_grad()
+    def write_values(self, local: torch.Tensor, index: Any, value: Any) -> None:
+        """Writes into ``local``, laid out as `local`, what ``tensor[index] = value`` writes into one of `shape`."""
+        is_written = torch.zeros(self.shape, dtype=torch.bool, device=local.device)
+        is_written[index] = True
+        written = torch.zeros(self.shape, dtype=local.dtype, device=local.device)
+        written[index] = value
+        local.copy_(torch.where(self.extract_shard(is_written), self.extract_shard(written), local))
 
     def as_dtensor(self, local: torch.Tensor) -> torch.Tensor:
         """Returns ``local`` (this rank's shard of a state) as a DTensor where the parameter is one, else as it is."""

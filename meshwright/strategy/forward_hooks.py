@@ -26,8 +26,8 @@ class ForwardHooks:
     """
 
     def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
-        assert sharded_model.sync is not None
-        self._sharded_model, self._sync = sharded_model, sharded_model.sync
+        assert sharded_model.sync is not None and sharded_model.guard is not None
+        self._sharded_model, self._sync, self._guard = sharded_model, sharded_model.sync, sharded_model.guard
         self._seed, self._reader = seed, reader
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
@@ -39,6 +39,20 @@ class ForwardHooks:
         watch_outside_reads(module, layers, self._sharded_model.layout)
         module.register_forward_pre_hook(self._before_forward, with_kwargs=True)
         module.register_forward_hook(self._after_forward)
+        # Outside of all other hooks, and after a forward that fails too.
+        module.register_forward_pre_hook(self._show_plain_weights, prepend=True)
+        module.register_forward_hook(self._show_split_weights, always_call=True)
+
+    @torch.compiler.disable
+    def _show_plain_weights(self, _module: nn.Module, _args: object) -> None:
+        """Shows the forward plain parts of weights; a step that failed has ended."""
+        self._guard.end("step")
+        self._guard.begin("forward")
+
+    @torch.compiler.disable
+    def _show_split_weights(self, _module: nn.Module, _args: object, _output: object) -> None:
+        """Shows user code what it may read of the parts."""
+        self._guard.end("forward")
 
     @torch.compiler.disable
     def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:

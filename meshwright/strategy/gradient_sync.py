@@ -22,6 +22,7 @@ from meshwright.parallel.weights import Weight, view_box
 from meshwright.strategy.arrival_hooks import ArrivalHooks
 from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
+from meshwright.strategy.split_parameter import SplitWeightGuard
 from meshwright.strategy.target_loss import TargetTotals
 from meshwright.torch_compat.tensors import (
     after_backward,
@@ -51,11 +52,14 @@ class GradientSync:
         readers: number of ranks that read other rows.
         average: whether gradients are means over the readers, not sums.
         publish: called when gradients are reduced, with None where a weight has none.
+        guard: of the program's weights, which are plain within a backward.
     """
 
-    def __init__(self, program: Program, readers: int, average: bool, publish: Callable[[], None]) -> None:
+    def __init__(
+        self, program: Program, readers: int, average: bool, publish: Callable[[], None], guard: SplitWeightGuard
+    ) -> None:
         assert program.mesh is not None
-        self._program, self._publish = program, publish
+        self._program, self._publish, self._guard = program, publish, guard
         self._world: AxisGroup = program.mesh.world
         names = [weight.name for weight in program.weights]
         self._reached = ReachedWeights(program, names, self._world if readers > 1 else None)
@@ -100,6 +104,7 @@ class GradientSync:
         if self._open:
             return
         self._open = True
+        self._guard.begin("backward")
         self._check_parameters()
         self._set_aside()
         for sync in self._program.stages[0].gradient_syncs:
@@ -121,6 +126,7 @@ class GradientSync:
                 "such errors before backward()"
             )
         self._open = False
+        self._guard.end("backward")
         self._earlier_gradients.clear()
         self._arriving.clear()
         self.target_totals.discard_pass()
@@ -202,6 +208,13 @@ class GradientSync:
     def _finish_pass(self) -> None:
         """Ends a pass, as the last thing that backward() does."""
         self._open = False
+        try:
+            self._complete_gradients()
+        finally:
+            self._guard.end("backward")
+
+    def _complete_gradients(self) -> None:
+        """Reduces gradients after the last backward of a step, and marks them otherwise."""
         program = self._program
         # expected, never accumulated: autograd.grad computed a gradient outside of backward()
         if self._arriving:

@@ -36,7 +36,8 @@ class OptimizerBinding:
         program: built.
         local_parameters: this rank's shard of each weight, plain tensors that share its memory.
         sync: reduces gradients in a custom loop; None where the caller's schedule has done so.
-        after_step: called after each step of an optimizer that has weights of the program.
+        before_step: called before each step of an optimizer that has weights of the program, once it isn't refused.
+        after_step: called after it.
     """
 
     def __init__(
@@ -44,9 +45,11 @@ class OptimizerBinding:
         program: Program,
         local_parameters: list[nn.Parameter],
         sync: GradientSync | None,
+        before_step: Callable[[], None],
         after_step: Callable[[], None],
     ) -> None:
-        self._program, self._sync, self._after_step = program, sync, after_step
+        self._program, self._sync = program, sync
+        self._call_before_step, self._call_after_step = before_step, after_step
         self._local_parameters = dict(zip(program.weights, local_parameters))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
         self._bound: dict[int, tuple[weakref.ref[torch.optim.Optimizer], list[Weight]]] = {}
@@ -174,6 +177,7 @@ class OptimizerBinding:
             ):
                 gradient = weight.gradient
                 local_parameter.grad = None if gradient is None else plain_gradient(gradient)
+        self._call_before_step()
         self.starts.before_step(optimizer)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
@@ -190,7 +194,7 @@ class OptimizerBinding:
             self._published.pop(weight, None)
         if self._sync is not None:
             self._sync.show_gradients()
-        self._after_step()
+        self._call_after_step()
 
     def _refuse_unsupported(self, optimizer: torch.optim.Optimizer, closure: bool) -> None:
         """Refuses optimizers that are wrong on shards, or decide by values that only this rank has."""

@@ -263,18 +263,13 @@ def _set_item(gradient: Any, index: Any, value: Any) -> None:
         index: of the whole weight: integers, slices, masks.
         value: a number or a plain tensor, as the index takes it.
     """
-    weight, local = gradient.weight, _local(gradient)
+    weight = gradient.weight
     if any(is_sharded_gradient(item) for item in _flatten((index, value))):
         raise ConfigError(
             f"a part of the gradient of {weight.name}, of which this rank has a shard, was written from a gradient: "
             "write numbers or a tensor of the whole weight's values"
         )
-    is_written = torch.zeros(weight.shape, dtype=torch.bool, device=local.device)
-    is_written[index] = True
-    written = torch.zeros(weight.shape, dtype=local.dtype, device=local.device)
-    written[index] = value
-    with torch.no_grad():
-        local.copy_(torch.where(weight.extract_shard(is_written), weight.extract_shard(written), local))
+    weight.write_values(_local(gradient), index, value)
     gradient.owner.note_change()
 
 
@@ -283,18 +278,11 @@ def _cut_like(value: object, gradient: Any) -> object:
 
     Other values are unchanged: numbers, tensors of the part's shape, and those that are the same along what is split.
     """
-    weight, local = gradient.weight, _local(gradient)
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, (ShardedGradient, DTensor))
-    if not is_plain or not value.dim() or value.dim() > len(weight.shape):  # type: ignore[attr-defined]
+    if not is_plain:
         return value
     assert isinstance(value, torch.Tensor)
-    sizes = (1,) * (len(weight.shape) - value.dim()) + tuple(value.shape)
-    is_of_part = all(size in (1, part) for size, part in zip(sizes, local.shape))
-    if not all(size in (1, whole) for size, whole in zip(sizes, weight.shape)):
-        return value
-    if is_of_part and not isinstance(gradient, DTensor):
-        return value
-    return as_dtensor_like(gradient, weight.extract_shard(value.expand(weight.shape)))
+    return gradient.weight.cut_operand(value, gradient)
 
 
 def _check_summed(name: str, shards: Sequence[ShardedGradient | ShardedDTensorGradient]) -> None:

@@ -17,6 +17,7 @@ from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.comm_hooks import offer_comm_hook
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
+from meshwright.strategy.split_parameter import SplitWeightGuard
 from meshwright.strategy.state import SavedShards
 from meshwright.torch_compat.tensors import foreach_mul_, without_tensor_subclasses
 from meshwright.train.step import local_norm_squared
@@ -54,9 +55,13 @@ class ShardedModel:
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
         self._local_parameters = local_shards(program.weights)
         self.agreement = AgreementCheck(program, layout)
-        self.sync = None if custom is None else GradientSync(program, *custom, self._publish)
+        self.guard = None if custom is None else SplitWeightGuard(program)
+        """Guards weights that ``tp`` or ``ep`` split, in a custom loop; None with a schedule."""
+        self.sync = None if self.guard is None else GradientSync(program, *custom, self._publish, self.guard)
         """Reduces gradients in a custom loop; None with a schedule."""
-        self.optimizers = OptimizerBinding(program, self._local_parameters, self.sync, self._after_step)
+        self.optimizers = OptimizerBinding(
+            program, self._local_parameters, self.sync, self._before_step, self._after_step
+        )
         """Creates, rebuilds and checks optimizers over this rank's shards."""
         self.random_step = torch.zeros((), dtype=torch.int64)
         """Counts the forwards of a custom loop, or the steps of a schedule, for dropout; a tensor, since a checkpoint
@@ -71,10 +76,17 @@ class ShardedModel:
         """Hands reduced gradients to the optimizers' shards."""
         self.optimizers.publish()
 
+    def _before_step(self) -> None:
+        """Shows an optimizer plain parts."""
+        if self.guard is not None:
+            self.guard.begin("step")
+
     def _after_step(self) -> None:
         """Frees gathered weights, which the step made stale, and compares copies."""
         self.release()
         self.agreement.after_step()
+        if self.guard is not None:
+            self.guard.end("step")
 
     @property
     def bytes(self) -> int:
