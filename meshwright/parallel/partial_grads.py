@@ -40,6 +40,19 @@ class PartialGradReducer:
         """Names of the parameters that have such gradients."""
         return {partial.name for partial in self._partial_grads}
 
+    def summed_parts(self) -> dict[nn.Parameter, list[tuple[PartialGrad, int]]]:
+        """Returns, for each parameter that has such gradients, these and the number of ranks that sum each."""
+        parameters_by_name = dict(self._module.named_parameters(remove_duplicate=False))
+        parts: dict[nn.Parameter, dict[tuple[object, ...], tuple[PartialGrad, int]]] = {}
+        for partial in self._partial_grads:
+            if (parameter := parameters_by_name.get(partial.name)) is not None:
+                key = (partial.runs, partial.dim, partial.ranks)
+                parts.setdefault(self._masters.get(parameter, parameter), {})[key] = (
+                    partial,
+                    partial.ranks or self._axis_group.size,
+                )
+        return {parameter: list(found.values()) for parameter, found in parts.items()}
+
     def begin_microbatch(self, is_last: bool, no_gradients: bool = False) -> None:
         """Does nothing: gradients are summed after the last backward."""
 
@@ -64,7 +77,7 @@ class PartialGradReducer:
             elif parameter.grad.dtype != parameter.dtype:
                 parameter.grad = parameter.grad.to(parameter.dtype)
             grad = local_tensor(parameter.grad)
-            buckets.setdefault((partial.ranks, grad.dtype), []).extend(_partial_grad_views(parameter, grad, partial))
+            buckets.setdefault((partial.ranks, grad.dtype), []).extend(partial_grad_views(parameter, grad, partial))
         for (ranks, _), grad_views in buckets.items():
             if not grad_views:
                 continue
@@ -81,7 +94,7 @@ class PartialGradReducer:
         """Does nothing: until the last micro-batch the gradients themselves hold the sums."""
 
 
-def _partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, partial: PartialGrad) -> list[torch.Tensor]:
+def partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, partial: PartialGrad) -> list[torch.Tensor]:
     """Returns the views of a local gradient that are summed."""
     if not partial.runs:
         return [grad] if grad.numel() else []

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.weights import Weight, as_dtensor_like
+from meshwright.strategy.weight_reductions import NORMS, norm_order
 from meshwright.torch_compat.tensors import (
     TorchArgs,
     TorchFunction,
@@ -24,7 +25,6 @@ from meshwright.torch_compat.tensors import (
     without_tensor_subclasses,
 )
 
-_VECTOR_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 _CLEARING = ("zero_", "detach", "detach_", "requires_grad_", "__get__", "__set__")
 """Operations that are allowed on gradients that aren't summed yet; with ``_foreach_`` before them too."""
 _READERS = ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "equal", "allclose")
@@ -116,8 +116,8 @@ def call_on_shards(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) ->
     if name == "_foreach_norm":
         order = args[1] if len(args) > 1 else kwargs.get("ord", 2)
         return tuple(_norm(item, order) for item in args[0])
-    if func in _VECTOR_NORMS:
-        return _vector_norm(name, args, kwargs)
+    if func in NORMS:
+        return _vector_norm(func, args, kwargs)
     if name == "_amp_foreach_non_finite_check_and_unscale_":
         _call_on_lists(func, args, kwargs)
         # Ranks with finite shards must skip the step together with the one whose shard isn't.
@@ -147,16 +147,12 @@ def _norm(gradient: torch.Tensor, order: float | str) -> torch.Tensor:
     return torch.linalg.vector_norm(gradient, float(order))
 
 
-def _vector_norm(name: str, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
+def _vector_norm(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> torch.Tensor:
     """Returns the norm over all dims, a scalar; refuses one over some dims of a shard."""
-    options = dict(zip(("ord", "dim", "keepdim"), args[1:])) | dict(kwargs)
-    gradient = args[0] if args else options.pop("input", options.pop("x", options.pop("A", None)))
-    # torch.norm calls the order p, torch.linalg.norm ord
-    order = options.pop("ord", options.pop("p", 2))
-    if not is_sharded_gradient(gradient) or any(value not in (None, False) for value in options.values()):
-        raise ConfigError(f"{name} over some dims of a gradient whose weight is split over ranks: {CURE}")
-    if order in (None, "fro"):
-        order = 2
+    gradient = next(item for item in (*args, *kwargs.values()) if is_sharded_gradient(item))
+    order = norm_order(func, args, kwargs, gradient.weight.shape)
+    if order is None:
+        raise ConfigError(f"{func.__name__} over some dims of a gradient whose weight is split over ranks: {CURE}")
     return _norm(gradient, order)
 
 

@@ -57,7 +57,9 @@ class ShardedModel:
         self.agreement = AgreementCheck(program, layout)
         self.guard = None if custom is None else SplitWeightGuard(program)
         """Guards weights that ``tp`` or ``ep`` split, in a custom loop; None with a schedule."""
-        self.sync = None if self.guard is None else GradientSync(program, *custom, self._publish, self.guard)
+        self.sync = None
+        if custom is not None and self.guard is not None:
+            self.sync = GradientSync(program, *custom, self._publish, self.guard)
         """Reduces gradients in a custom loop; None with a schedule."""
         self.optimizers = OptimizerBinding(
             program, self._local_parameters, self.sync, self._before_step, self._after_step

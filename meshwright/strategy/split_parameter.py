@@ -1,9 +1,12 @@
 """Guards split weights in user code: a parameter is read as the full weight there, or the reading is refused.
 
-Under ``tp`` and ``ep`` a parameter is this rank's part of a weight. Between the calls of the runtime it is a tensor
+Under ``tp`` and ``ep`` a parameter may be this rank's part of a weight. Between the calls of the runtime it is a tensor
 subclass, which shares memory with the part: element-wise operations work on the part; sums, means, norms and extremes
 over all of a weight are reduced over ranks; what would read the part as the full weight is refused. In the model's
 forward, in backward, in an optimizer's step and in the runtime's own code it is the plain part.
+
+Of other parameters, and of some rows of these, ranks of ``tp`` add up their gradients after backward. What user code
+computes from such a parameter, as a penalty, is the same on each of them, so its gradient is divided by their number.
 """
 
 from __future__ import annotations
@@ -16,11 +19,13 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.partial_grads import PartialGradReducer, partial_grad_views
 from meshwright.parallel.program import Program
-from meshwright.parallel.weights import Weight, as_dtensor_like
+from meshwright.parallel.tensor import PartialGrad
+from meshwright.parallel.weights import Weight
 from meshwright.strategy.weight_reductions import NORMS, OVER_ALL, WeightReductions, norm_order
 from meshwright.torch_compat.tensors import (
     TorchArgs,
@@ -33,12 +38,28 @@ from meshwright.torch_compat.tensors import (
 
 _PLAIN_CALLERS = ("torch.distributed.", "torch.optim.", "torch.autograd.", "torch._dynamo.", "torch.nn.modules.module")
 """Modules of torch inside of which a part is read as one: collectives, optimizers, backward, a module's call."""
-_REFUSED = (
-    *("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__reduce_ex__", "__iter__"),
-    *("T", "mT", "H", "mH"),
+_OF_SHAPE = (
+    *(
+        "size",
+        "dim",
+        "ndimension",
+        "numel",
+        "nelement",
+        "stride",
+        "storage_offset",
+        "element_size",
+        "__len__",
+        "__hash__",
+    ),
+    *("data_ptr", "untyped_storage", "storage", "get_device", "share_memory_"),
 )
-_GRADIENTS = ("grad", "grad_fn")
-"""Properties that hold another tensor than the part."""
+"""Methods that read no value; like properties, they are of the part."""
+_TRANSPOSES = ("T", "mT", "H", "mH", "real", "imag")
+_OF_LEAVES = (
+    *("grad", "grad_fn", "is_leaf", "requires_grad", "requires_grad_", "retain_grad", "retains_grad", "backward"),
+    *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks"),
+)
+"""Names of what is asked of a leaf of autograd, and holds for the part."""
 _ELEMENTWISE = (
     *(
         "data",
@@ -56,7 +77,7 @@ _ELEMENTWISE = (
         "contiguous",
     ),
     *("zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like", "copy_", "requires_grad_"),
-    *("expand_as", "floor_divide", "true_divide", "clip", "masked_fill_", "share_memory_", "__deepcopy__"),
+    *("expand_as", "floor_divide", "true_divide", "clip", "masked_fill_"),
 )
 """Operations without torch's tag that treat each element by itself."""
 _OPERATORS = {
@@ -81,8 +102,8 @@ class SplitParameter(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         """Returns a copy of the part, (n_local, ...), as an average of weights starts from."""
-        with without_tensor_subclasses():
-            return memo.setdefault(id(self), self.guard.mark(self.detach().clone(), self.weight))
+        # nn.Parameter's own would make a parameter of this class that knows no guard
+        return memo.setdefault(id(self), self.detach().clone())
 
 
 class SplitDTensor(DTensor):
@@ -96,6 +117,14 @@ class SplitDTensor(DTensor):
     ) -> object:
         """Called by torch instead of each of its functions."""
         return _call(func, args, kwargs or {})
+
+    def full_tensor(self, **options: Any) -> torch.Tensor:
+        """Returns the full weight of any shape, where data axes alone shard it."""
+        weight: Weight = self.weight  # type: ignore[attr-defined]
+        if not weight.shard.is_unsharded:
+            self.guard.refuse("full_tensor", weight)  # type: ignore[attr-defined]
+        with without_tensor_subclasses():
+            return DTensor.full_tensor(_with_own_gradients(self), **options)
 
 
 class SplitTensor(torch.Tensor):
@@ -121,12 +150,21 @@ class SplitWeightGuard:
 
     def __init__(self, program: Program) -> None:
         assert program.mesh is not None
-        self._split = [item for item in (*program.weights, *program.frozen) if not item.shard.is_unsharded]
+        self.summed: dict[torch.Tensor, list[tuple[PartialGrad, int]]] = {}
+        """Parameters whose gradients ranks add up: these, and the number of ranks."""
+        for reducer in (sync for stage in program.stages for sync in stage.gradient_syncs):
+            if isinstance(reducer, PartialGradReducer):
+                self.summed |= reducer.summed_parts()
+        self._guarded = [
+            item
+            for item in (*program.weights, *program.frozen)
+            if not item.shard.is_unsharded or item.parameter in self.summed
+        ]
         self._runtime_calls: set[str] = set()
         self.reductions = WeightReductions(program.mesh.world)
         self.layout = program.mesh.layout
-        self._plain_classes: list[type] = [type(weight.parameter) for weight in self._split]
-        for weight in self._split:
+        self._plain_classes: list[type] = [type(weight.parameter) for weight in self._guarded]
+        for weight in self._guarded:
             parameter: Any = weight.parameter
             parameter.guard, parameter.weight = self, weight
         self._show()
@@ -134,7 +172,7 @@ class SplitWeightGuard:
     def begin(self, call: str) -> None:
         """Shows plain parts from the beginning of a call of the runtime: forward, backward or step."""
         if not self._runtime_calls:
-            for weight, plain_class in zip(self._split, self._plain_classes):
+            for weight, plain_class in zip(self._guarded, self._plain_classes):
                 weight.parameter.__class__ = plain_class  # type: ignore[assignment]
         self._runtime_calls.add(call)
 
@@ -146,7 +184,7 @@ class SplitWeightGuard:
 
     def _show(self) -> None:
         """Shows the weights as user code sees them."""
-        for weight in self._split:
+        for weight in self._guarded:
             is_sharded = isinstance(weight.parameter, DTensor)
             weight.parameter.__class__ = SplitDTensor if is_sharded else SplitParameter  # type: ignore[assignment]
 
@@ -212,6 +250,16 @@ def _call_of_user(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> 
     name = _name_of(func)
     part = next(item for item in _flatten((*args, *kwargs.values())) if is_split(item))
     guard: SplitWeightGuard = part.guard
+    is_of_autograd = str(getattr(func, "__module__", "")).startswith("torch.autograd")
+    if is_of_autograd or name in _OF_LEAVES or name.startswith(("__set__", "__delete__")):
+        return func(*args, **kwargs)
+    if name == "__deepcopy__":
+        return guard.mark(part.detach().clone(), part.weight)
+    args, kwargs = _with_own_gradients(args), {key: _with_own_gradients(item) for key, item in kwargs.items()}
+    parts = [item for item in _flatten((*args, *kwargs.values())) if is_split(item)]
+    if all(item.weight.shard.is_unsharded for item in parts):
+        return func(*args, **kwargs)
+    part = next(item for item in parts if not item.weight.shard.is_unsharded)
     weight: Weight = part.weight
     if name in ("__repr__", "__format__", "__str__"):
         return f"this rank's part of {weight.name}: {local_tensor(part)!r}"
@@ -220,35 +268,55 @@ def _call_of_user(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> 
             guard.refuse("writing from a part", weight)
         weight.write_values(local_tensor(part.detach()), *args[1:])
         return None
+    if name in ("equal", "allclose"):
+        return guard.reductions.are_equal(func, *args, **kwargs)
     if name in OVER_ALL or func in NORMS or name == "_foreach_norm":
         return _reduce(func, name, args, kwargs)
     if name.startswith("_foreach_"):
         return _call_on_lists(func, args, kwargs)
-    is_of_autograd = str(getattr(func, "__module__", "")).startswith("torch.autograd")
-    if is_of_autograd or name in _GRADIENTS or name.startswith(("__set__", "__delete__")):
+    is_of_shape = name in _OF_SHAPE or name.startswith(("new_", "is_"))
+    is_of_shape |= getattr(func, "__name__", "") == "__get__" and name not in (*_ELEMENTWISE, *_TRANSPOSES)
+    if is_of_shape:
         return func(*args, **kwargs)
-    if name in _REFUSED or _is_random(name, func):
-        guard.refuse(name, weight)
     is_elementwise = name in _ELEMENTWISE or _has_tag(name, torch.Tag.pointwise)
-    if is_elementwise:
-        args = tuple(_cut_operand(item, part) for item in args)
-    elif name.endswith("_") and not name.endswith("__"):
+    if not is_elementwise or _is_random(name, func):
         guard.refuse(name, weight)
-    result = func(*args, **kwargs)
-    return _marked(result, name, is_elementwise, part)
+    result = func(*(_cut_operand(item, part) for item in args), **kwargs)
+    if result is part or not isinstance(result, torch.Tensor):
+        return result
+    if result.shape != part.shape:
+        guard.refuse(name, weight)
+    return guard.mark(result, weight)
 
 
-def _marked(result: object, name: str, is_elementwise: bool, part: Any) -> object:
-    """Returns a result for user code: that of each element marked as a part, no other tensor of a part's values."""
-    if isinstance(result, (list, tuple)):
-        if any(isinstance(item, torch.Tensor) for item in _flatten(result)):
-            part.guard.refuse(name, part.weight)
-        return result
-    if not isinstance(result, torch.Tensor) or result is part:
-        return result
-    if not is_elementwise or result.shape != part.shape:
-        part.guard.refuse(name, part.weight)
-    return part.guard.mark(as_dtensor_like(part, result), part.weight)
+def _with_own_gradients(value: Any) -> Any:
+    """Returns a value with parameters whose gradients ranks add up replaced by ones that give each rank its part."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_own_gradients(item) for item in value)
+    if not is_split(value) or not torch.is_grad_enabled() or not value.requires_grad or not value.is_leaf:
+        return value
+    parts = value.guard.summed.get(value)
+    return value.guard.mark(_DividedGradient.apply(value, parts), value.weight) if parts else value
+
+
+class _DividedGradient(torch.autograd.Function):
+    """A parameter whose gradient is divided by the number of ranks that will add it up."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: torch.Tensor, parts: list[tuple[PartialGrad, int]]) -> torch.Tensor:
+        ctx.parameter, ctx.parts = parameter, parts
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        parameter = ctx.parameter
+        if isinstance(gradient, DTensor) and gradient.placements != parameter.placements:
+            gradient = gradient.redistribute(placements=parameter.placements)
+        gradient = gradient.clone()
+        for partial, ranks in ctx.parts:
+            for view in partial_grad_views(parameter, local_tensor(gradient), partial):
+                view.div_(ranks)
+        return gradient, None
 
 
 def _call_on_lists(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
@@ -271,22 +339,27 @@ def _reduce(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchKwargs
     guard, weight = part.guard, part.weight
     if func in NORMS:
         order_of_all = norm_order(func, args, kwargs, weight.shape)
-        return guard.refuse(f"{name} over some dims", weight) if order_of_all is None else _norm(part, order_of_all)
-    others = [item for item in args if item is not part]
-    if name in ("equal", "allclose"):
-        options = {key: value for key, value in kwargs.items() if key not in ("input", "other")}
-        others += [kwargs[key] for key in ("input", "other") if key in kwargs and kwargs[key] is not part]
-        return guard.reductions.over_all(name, part, weight, others, options)
-    if any(value not in (None, False) for value in (*others, *(v for k, v in kwargs.items() if k != "input"))):
+        if order_of_all is None:
+            return guard.refuse(f"{name} over some dims", weight)
+        return _norm(part, order_of_all)
+    if any(value is not None and value is not False for value in (*args, *kwargs.values()) if value is not part):
         guard.refuse(f"{name} over some dims", weight)
-    return guard.reductions.over_all(name, part, weight, (), {})
+    return _like(part, guard.reductions.over_all(name, part, weight))
 
 
 def _norm(value: Any, order: float) -> torch.Tensor:
     """Returns the vector norm, a scalar, of the full weight for a part, else of the tensor itself."""
     if is_split(value):
-        return value.guard.reductions.norm(value, value.weight, order)  # type: ignore[no-any-return]
+        return _like(value, value.guard.reductions.norm(value, value.weight, order))
     return torch.linalg.vector_norm(value, order)
+
+
+def _like(part: Any, result: torch.Tensor) -> torch.Tensor:
+    """Returns a scalar of all ranks as a DTensor where the part is one, which adds up with those of others."""
+    if not isinstance(part, DTensor):
+        return result
+    placements = [Replicate()] * part.device_mesh.ndim
+    return DTensor.from_local(result, part.device_mesh, placements, run_check=False)
 
 
 def _cut_operand(value: object, part: Any) -> object:
@@ -299,7 +372,7 @@ def _name_of(func: TorchFunction) -> str:
     """Returns a function's name; of a property's getter and setter that of the property."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__", "__delete__"):
-        return f"{'' if name == '__get__' else name}{getattr(func.__self__, '__name__', name)}"
+        return f"{'' if name == '__get__' else name}{getattr(getattr(func, '__self__', None), '__name__', name)}"
     return name
 
 

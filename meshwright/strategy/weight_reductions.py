@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwarg
 
 NORMS: tuple[TorchFunction, ...] = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, torch.Tensor.norm)
 """Functions whose norm over all dims is that of the flattened tensor."""
-_FLAGS = ("any", "all", "equal", "allclose")
 _EXTREMES = {"max": 1, "amax": 1, "min": -1, "amin": -1}
-OVER_ALL = ("sum", "mean", "count_nonzero", *_FLAGS, *_EXTREMES)
+OVER_ALL = ("sum", "mean", "count_nonzero", "any", "all", *_EXTREMES)
 """Names of other reductions that a weight answers as a whole."""
 
 
@@ -36,7 +35,7 @@ def norm_order(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs, shape:
         options.pop(key, None)
     # torch.norm calls the order p, torch.linalg.norm ord
     order = options.pop("ord", options.pop("p", None))
-    if any(value not in (None, False) for value in options.values()):
+    if any(value is not None and value is not False for value in options.values()):  # dim=0 is neither
         return None
     if order in (None, "fro"):
         return 2.0
@@ -72,26 +71,30 @@ class WeightReductions:
         # d norm / d x = |x|^(p-1) sign(x) / norm^(p-1), which is 0 at 0
         scale = total ** (1.0 - order) / order
         surrogate = (powers * torch.where(total > 0, scale, torch.zeros_like(scale)).to(powers.dtype)).sum()
-        return _WithLocalGradient.apply(surrogate, total.to(local.dtype), "")  # type: ignore[no-any-return]
+        return _with_local_gradient(surrogate, total.to(local.dtype))
 
-    def over_all(
-        self, name: str, value: torch.Tensor, weight: Weight, args: TorchArgs, kwargs: Mapping[str, Any]
-    ) -> object:
-        """Returns one of `OVER_ALL` of a full tensor, a scalar, or a bool of functions that return one.
+    def are_equal(self, compare: Callable[..., bool], value: torch.Tensor, other: torch.Tensor, **options: Any) -> bool:
+        """Returns whether two full tensors are equal, by `torch.equal` or `torch.allclose`.
+
+        Args:
+            compare: that function.
+            value: this rank's part.
+            other: this rank's part of the other tensor, of the same shape and sharding.
+            options: tolerances.
+        """
+        local = _local(value).detach()
+        flag = torch.tensor(compare(local, _local(other).detach(), **options), device=local.device)
+        return bool(self._all(flag))
+
+    def over_all(self, name: str, value: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """Returns one of `OVER_ALL` of a full tensor, a scalar.
 
         Args:
             name: of the function.
             value: this rank's part, of the shape and sharding of the weight.
             weight: the weight.
-            args: further arguments of `equal` and `allclose`: plain tensors of the part's shape, and tolerances.
-            kwargs: tolerances.
         """
         local = _local(value)
-        if name in ("equal", "allclose"):
-            function = torch.equal if name == "equal" else torch.allclose
-            other, *tolerances = args
-            is_equal = torch.tensor(function(local.detach(), _local(other).detach(), *tolerances, **kwargs))
-            return bool(self._all(is_equal.to(local.device)))
         if name == "any":
             return self._extreme(local.ne(0).any().to(torch.float64), 1).to(torch.bool)
         if name == "all":
@@ -102,10 +105,9 @@ class WeightReductions:
             return self._extreme(local, _EXTREMES[name])
         count = math.prod(weight.shape) if name == "mean" else 1
         total = self._sum(local.detach(), weight) / count
-        dtype = local.dtype if local.is_floating_point() else torch.int64
         if not local.is_floating_point():
-            return total.to(dtype)
-        return _WithLocalGradient.apply(local.sum() / count, total.to(dtype), "")
+            return total.to(torch.int64)
+        return _with_local_gradient(local.sum() / count, total.to(local.dtype))
 
     def _all(self, flag: torch.Tensor) -> torch.Tensor:
         """Returns whether a flag, (), is set on all ranks."""
@@ -119,7 +121,7 @@ class WeightReductions:
         self._world.all_reduce_max(largest).wait()
         result = (sign * largest[0]).to(local.dtype)
         refusal = "a maximum or minimum over a weight that ranks share has no gradient here: read it under no_grad()"
-        return _WithLocalGradient.apply(local.sum(), result, refusal)  # type: ignore[no-any-return]
+        return _with_local_gradient(local.sum(), result, refusal)
 
     def _sum(self, local: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Returns the sum over a full tensor, () float64, of this rank's part (n_local, ...)."""
@@ -129,6 +131,12 @@ class WeightReductions:
             total += part.sum(dtype=torch.float64) / copies
         self._world.all_reduce(total).wait()
         return total[0]
+
+
+def _with_local_gradient(surrogate: torch.Tensor, value: torch.Tensor, refusal: str = "") -> torch.Tensor:
+    """Returns ``value``, a scalar, with the gradient of ``surrogate``, or one that is refused."""
+    result: torch.Tensor = _WithLocalGradient.apply(surrogate, value, refusal)
+    return result
 
 
 class _WithLocalGradient(torch.autograd.Function):
