@@ -39,19 +39,8 @@ from meshwright.torch_compat.tensors import (
 _PLAIN_CALLERS = ("torch.distributed.", "torch.optim.", "torch.autograd.", "torch._dynamo.", "torch.nn.modules.module")
 """Modules of torch inside of which a part is read as one: collectives, optimizers, backward, a module's call."""
 _OF_SHAPE = (
-    *(
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "stride",
-        "storage_offset",
-        "element_size",
-        "__len__",
-        "__hash__",
-    ),
-    *("data_ptr", "untyped_storage", "storage", "get_device", "share_memory_"),
+    *("size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "storage"),
+    *("__len__", "__hash__", "data_ptr", "untyped_storage", "get_device", "share_memory_"),
 )
 """Methods that read no value; like properties, they are of the part."""
 _TRANSPOSES = ("T", "mT", "H", "mH", "real", "imag")
@@ -61,23 +50,9 @@ _OF_LEAVES = (
 )
 """Names of what is asked of a leaf of autograd, and holds for the part."""
 _ELEMENTWISE = (
-    *(
-        "data",
-        "clone",
-        "detach",
-        "detach_",
-        "to",
-        "type_as",
-        "float",
-        "double",
-        "half",
-        "bfloat16",
-        "cpu",
-        "cuda",
-        "contiguous",
-    ),
-    *("zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like", "copy_", "requires_grad_"),
-    *("expand_as", "floor_divide", "true_divide", "clip", "masked_fill_"),
+    *("data", "clone", "detach", "detach_", "to", "type_as", "float", "double", "half", "bfloat16", "cpu", "cuda"),
+    *("contiguous", "zero_", "fill_", "zeros_like", "ones_like", "empty_like", "full_like", "copy_", "expand_as"),
+    *("floor_divide", "true_divide", "clip", "masked_fill_"),
 )
 """Operations without torch's tag that treat each element by itself."""
 _OPERATORS = {
@@ -218,10 +193,13 @@ def is_split(value: object) -> bool:
 
 def _call(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
     """Runs one torch function that has parts of weights among its arguments."""
+    name = _name_of(func)
     with without_tensor_subclasses():
-        if in_backward() or torch.compiler.is_compiling() or _is_runtime(sys._getframe(2)):
+        # in this order: what optimizers and clipping ask for each step costs no walk over frames
+        is_of_leaf = name in _OF_LEAVES or name.startswith(("__set__", "__delete__"))
+        if is_of_leaf or in_backward() or torch.compiler.is_compiling() or _is_runtime(sys._getframe(2)):
             return func(*args, **kwargs)
-        return _call_of_user(func, args, kwargs)
+        return _call_of_user(func, name, args, kwargs)
 
 
 def _is_runtime(frame: FrameType | None) -> bool:
@@ -245,13 +223,11 @@ def _is_runtime(frame: FrameType | None) -> bool:
     return False
 
 
-def _call_of_user(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
-    """Runs a torch function of user code; subclasses of tensors are disabled."""
-    name = _name_of(func)
+def _call_of_user(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchKwargs) -> object:
+    """Runs a torch function of user code, by its `_name_of`; subclasses of tensors are disabled."""
     part = next(item for item in _flatten((*args, *kwargs.values())) if is_split(item))
     guard: SplitWeightGuard = part.guard
-    is_of_autograd = str(getattr(func, "__module__", "")).startswith("torch.autograd")
-    if is_of_autograd or name in _OF_LEAVES or name.startswith(("__set__", "__delete__")):
+    if str(getattr(func, "__module__", "")).startswith("torch.autograd"):
         return func(*args, **kwargs)
     if name == "__deepcopy__":
         return guard.mark(part.detach().clone(), part.weight)
