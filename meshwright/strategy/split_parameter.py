@@ -12,7 +12,7 @@ computes from such a parameter, as a penalty, is the same on each of them, so it
 from __future__ import annotations
 
 import functools
-import sys
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ _OF_SHAPE = (
     *("__len__", "__hash__", "data_ptr", "untyped_storage", "get_device", "share_memory_"),
 )
 """Methods that read no value; like properties, they are of the part."""
-_TRANSPOSES = ("T", "mT", "H", "mH", "real", "imag")
+_TRANSPOSES = ("T", "mT", "H", "mH")
 _OF_LEAVES = (
     *("grad", "grad_fn", "is_leaf", "requires_grad", "requires_grad_", "retain_grad", "retains_grad", "backward"),
     *("register_hook", "register_post_accumulate_grad_hook", "_backward_hooks", "_post_accumulate_grad_hooks"),
@@ -79,6 +79,12 @@ class SplitParameter(nn.Parameter):
         """Returns a copy of the part, (n_local, ...), as an average of weights starts from."""
         # nn.Parameter's own would make a parameter of this class that knows no guard
         return memo.setdefault(id(self), self.detach().clone())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns the pickle of a parameter that is whole here; refuses that of a part, which wouldn't say so."""
+        if not self.weight.shard.is_unsharded:
+            self.guard.refuse("a pickle", self.weight)
+        return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
 class SplitDTensor(DTensor):
@@ -163,16 +169,13 @@ class SplitWeightGuard:
             is_sharded = isinstance(weight.parameter, DTensor)
             weight.parameter.__class__ = SplitDTensor if is_sharded else SplitParameter  # type: ignore[assignment]
 
-    def refuse(self, name: str, weight: Weight, instead: str = "") -> NoReturn:
+    def refuse(self, name: str, weight: Weight) -> NoReturn:
         """Refuses an operation that would take this rank's part for the full weight."""
         axes = ", ".join(f"{axis}={self.layout.degree(axis)}" for axis in weight.shard.axes)
         raise ConfigError(
-            f"{name} of {weight.name}, of which this rank has a part under {axes}, would take the part for the whole: "
-            + (
-                instead
-                or "what works here is element by element, or a sum, mean, norm or extreme over all of a weight; "
-            )
-            + "for anything else do it before shard(), or use shard=N in place of that axis"
+            f"{name} of {weight.name}, of which this rank has a part under {axes}, would take it for the whole; what "
+            "works is what treats each element by itself, and a sum, mean, norm or extreme over all of a weight; do "
+            f"anything else before shard(), or use shard={self.layout.world} in place of {axes}"
         )
 
     def mark(self, result: torch.Tensor, weight: Weight) -> torch.Tensor:
@@ -197,7 +200,7 @@ def _call(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs) -> object:
     with without_tensor_subclasses():
         # in this order: what optimizers and clipping ask for each step costs no walk over frames
         is_of_leaf = name in _OF_LEAVES or name.startswith(("__set__", "__delete__"))
-        if is_of_leaf or in_backward() or torch.compiler.is_compiling() or _is_runtime(sys._getframe(2)):
+        if is_of_leaf or in_backward() or torch.compiler.is_compiling() or _is_runtime(inspect.currentframe()):
             return func(*args, **kwargs)
         return _call_of_user(func, name, args, kwargs)
 
@@ -206,8 +209,10 @@ def _is_runtime(frame: FrameType | None) -> bool:
     """Returns whether the innermost code outside of torch is ours, or torch itself reads parts as such.
 
     Args:
-        frame: of the caller of a torch function.
+        frame: of this module, called by torch.
     """
+    while frame is not None and frame.f_globals is globals():
+        frame = frame.f_back
     is_innermost = True
     while frame is not None:
         module: str = frame.f_globals.get("__name__", "")
@@ -231,12 +236,16 @@ def _call_of_user(func: TorchFunction, name: str, args: TorchArgs, kwargs: Torch
         return func(*args, **kwargs)
     if name == "__deepcopy__":
         return guard.mark(part.detach().clone(), part.weight)
+    if name == "__reduce_ex__" and part.weight.shard.is_unsharded:
+        return part.detach().__reduce_ex__(*args[1:])  # a pickle needs no guard
     args, kwargs = _with_own_gradients(args), {key: _with_own_gradients(item) for key, item in kwargs.items()}
     parts = [item for item in _flatten((*args, *kwargs.values())) if is_split(item)]
     if all(item.weight.shard.is_unsharded for item in parts):
         return func(*args, **kwargs)
     part = next(item for item in parts if not item.weight.shard.is_unsharded)
     weight: Weight = part.weight
+    if any(item.weight.boxes != weight.boxes for item in parts if item.shape == part.shape):
+        guard.refuse(f"{name} with another weight, split otherwise,", weight)
     if name in ("__repr__", "__format__", "__str__"):
         return f"this rank's part of {weight.name}: {local_tensor(part)!r}"
     if name == "__setitem__" and is_split(args[0]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +57,14 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "noise": lambda p: torch.randn_like(p),
     "product": lambda p: p @ p.new_ones(p.shape[-1]),
     "file": lambda p: torch.save(p, "/dev/null"),
+    "file of values": lambda p: torch.save(p.detach(), "/dev/null"),
+    "full": lambda p: p.full_tensor() if hasattr(p, "full_tensor") else p.tolist(),
 }
+
+
+def split_here(strategy: HybridParallelStrategy, parameter: torch.Tensor) -> bool:
+    (weight,) = (item for item in strategy.weights if item.parameter is parameter)
+    return not weight.shard.is_unsharded
 
 
 def scalar(value: Any) -> float:
@@ -80,7 +88,7 @@ def read_parts(_rank: int, text: str, make: Callable[[], nn.Module]) -> tuple[in
                 wrong.append(f"{label} of {name} isn't refused")
             except ConfigError as error:
                 wrong += [] if f"of {name}, of which this rank has a part under" in str(error) else [str(error)]
-        assert str(part.grad) == "None" and part.requires_grad and part.dtype == torch.float64
+        assert part.grad is None and part.requires_grad and part.dtype == torch.float64
         with torch.no_grad():
             part.copy_(plain[name] + 1)  # a full weight is cut
             part[0] = 2.0  # an index is one of the whole weight
@@ -133,6 +141,9 @@ def penalised(module: nn.Module, optimizer: Any, batches: list[Any]) -> tuple[li
 def penalised_by_rank(_rank: int, text: str, make: Callable[[], nn.Module]) -> tuple[list[float], list[float]]:
     strategy = HybridParallelStrategy(text)
     module = strategy.shard(make())
+    # a copy and a pickle of what is whole on this rank know no guard
+    for item in (item for item in module.parameters() if not split_here(strategy, item)):
+        torch.save((item.detach(), copy.deepcopy(item)), io.BytesIO())
     index, count = strategy.reader
     batches = [(x.chunk(count)[index], y.chunk(count)[index]) for x, y in rows()]
     losses, norms = penalised(module, torch.optim.SGD(module.parameters(), lr=0.1), batches)
@@ -156,3 +167,35 @@ def test_penalties_on_weights_train_as_on_one_device(text: str, make: Callable[[
     module = make()
     wanted = penalised(module, torch.optim.SGD(module.parameters(), lr=0.1), rows())
     equal(run_ranks(world(text), penalised_by_rank, text, make), [[scalar(loss) for loss in wanted[0]], wanted[1]])
+
+
+NORMS_OF_ROWS: dict[str, Callable[[Any], Any]] = {
+    "norm of the first dim": lambda g: g.norm(dim=0),
+    "norm of rows": lambda g: torch.linalg.vector_norm(g, 2, dim=0),
+    "largest singular value": lambda g: torch.linalg.norm(g, 2),
+    "largest sum of a column": lambda g: torch.linalg.norm(g, ord=1),
+}
+
+
+def norms_of_rows(_rank: int) -> tuple[int, list[str]]:
+    strategy = HybridParallelStrategy("tp=2")
+    module = strategy.shard(plain_model())
+    x, y = rows()[0]
+    functional.cross_entropy(output(module, x).flatten(0, 1), y.flatten()).backward()
+    found = [item.grad for item in module.parameters() if item.grad is not None and item.grad.dim() == 2]
+    split = {item.name for item in strategy.weights if not item.shard.is_unsharded}
+    found = [grad for grad in found if getattr(grad, "weight", None) and grad.weight.name in split]
+    accepted = []
+    for label, norm in NORMS_OF_ROWS.items():
+        for grad in found:
+            try:
+                norm(grad)
+                accepted.append(label)
+            except ConfigError as error:
+                assert "over some dims" in str(error)
+    return len(found), accepted
+
+
+def test_norms_of_rows_and_of_operators_of_a_split_gradient_are_refused() -> None:
+    for count, accepted in run_ranks(2, norms_of_rows):
+        assert count and not accepted
