@@ -41,7 +41,7 @@ class PartialGradReducer:
         return {partial.name for partial in self._partial_grads}
 
     def summed_parts(self) -> dict[nn.Parameter, list[tuple[PartialGrad, int]]]:
-        """Returns, for each parameter that has such gradients, these and the number of ranks that sum each."""
+        """Returns, for each parameter (any shape) with such gradients, these and the number of ranks that sum each."""
         parameters_by_name = dict(self._module.named_parameters(remove_duplicate=False))
         parts: dict[nn.Parameter, dict[tuple[object, ...], tuple[PartialGrad, int]]] = {}
         for partial in self._partial_grads:
@@ -95,7 +95,7 @@ class PartialGradReducer:
 
 
 def partial_grad_views(parameter: torch.Tensor, grad: torch.Tensor, partial: PartialGrad) -> list[torch.Tensor]:
-    """Returns the views of a local gradient that are summed."""
+    """Returns the views of a local gradient, (n_local, ...) as the local part of the parameter, that are summed."""
     if not partial.runs:
         return [grad] if grad.numel() else []
     # The runs count in tp's shard, of which FSDP2 may have left this rank some rows.

@@ -108,7 +108,7 @@ def read_parts(_rank: int, text: str, make: Callable[[], nn.Module]) -> tuple[in
             ("replicate=2,tp=2", plain_model),
             ("shard=2,ep=2", mixtral),
         ],
-        (0, 1, 4),
+        (0, 1, 3),
     ),
 )
 def test_split_weights_read_as_full_ones_or_not_at_all(text: str, make: Callable[[], nn.Module]) -> None:
