@@ -60,3 +60,11 @@ def test_a_loop_that_is_not_there_is_refused_before_anything_is_said(
     assert main(["verify", "--loop", source]) == 2
     said = capfd.readouterr().err
     assert said.startswith(f"error: --loop {source}: ") and told in said and "Traceback" not in said
+
+
+def test_a_trace_of_no_run_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trace", str(tmp_path / "nowhere")]) == 2
+    assert (
+        capsys.readouterr().err
+        == f"error: {tmp_path / 'nowhere'} holds no run; give the directory that train reported\n"
+    )
