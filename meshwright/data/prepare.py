@@ -16,8 +16,8 @@ from meshwright.data.files import full_disk, lone_writer, settle, sha256
 from meshwright.data.filters import LANGUAGE_MODELS, check_filters
 from meshwright.data.sources import CorpusFile, list_sources
 from meshwright.data.stages import PrepareJob, Progress, Report, work
-from meshwright.data.tokenizer import tokenizer_digest
-from meshwright.data.tokens import VERSION, TokenSet, read_manifest
+from meshwright.data.tokenizer import given_tokenizer, tokenizer_digest
+from meshwright.data.tokens import MANIFEST, VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
 
@@ -91,6 +91,9 @@ def prepare(
     with full_disk(out_path.parent), lone_writer(out_path.with_name(out_path.name + ".lock"), LOCK_S):
         if out_path.exists():
             return _open_existing(out_path, key)
+        if config.tokenizer not in TRAINED_TOKENIZERS:
+            # A name that is none is said before the text is read, which may take hours.
+            given_tokenizer(config.tokenizer)
         work_dir = out_path.with_name(out_path.name + ".partial")
         _claim_work_dir(work_dir, key)
         check_filters(config.filters)
@@ -147,6 +150,10 @@ def _model_digest(path: str) -> str:
 def _open_existing(out_path: Path, key: str) -> TokenSet:
     if out_path.is_dir() and not any(out_path.iterdir()):
         raise DataError(f"{out_path} exists and is empty; remove it or choose another directory")
+    if not (out_path / MANIFEST).exists():
+        raise DataError(
+            f"{out_path} exists and is not a prepared set (it has no {MANIFEST}); name a directory that isn't there yet"
+        )
     if read_manifest(out_path)["key"] != key:
         raise DataError(f"{out_path} was prepared from other text or settings; delete it or choose another directory")
     return TokenSet.open(out_path)
