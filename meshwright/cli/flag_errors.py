@@ -43,7 +43,7 @@ def describe_complaint(box: str, kind: type[Config], args: Sequence[str], base: 
     if missing := re.search(r"Missing value for argument '(--[\w.-]+)", text):
         return f"{missing[1]} needs a value"
     if choice := re.search(r"invalid choice '(.*?)' for argument '(--[\w.-]+?)'\. Expected one of \((.*?)\)", text):
-        known = re.findall(r"'(.*?)'", choice[3])
+        known = [word for word in re.findall(r"'(.*?)'", choice[3]) if word]
         close = difflib.get_close_matches(choice[1], known, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         return f"{choice[2]} '{choice[1]}': it takes {', '.join(known)}{hint}"

@@ -91,12 +91,9 @@ def prepare(
     with full_disk(out_path.parent), lone_writer(out_path.with_name(out_path.name + ".lock"), LOCK_S):
         if out_path.exists():
             return _open_existing(out_path, key)
-        if config.tokenizer not in TRAINED_TOKENIZERS:
-            # A name that is none is said before the text is read, which may take hours.
-            given_tokenizer(config.tokenizer)
+        _check_before_reading(config)
         work_dir = out_path.with_name(out_path.name + ".partial")
         _claim_work_dir(work_dir, key)
-        check_filters(config.filters)
         with BatchPool(engine(work_dir, processes, key)) if engine else Pool(processes, run_inline) as pool:
             job = PrepareJob(
                 config=config, sources=sources, key=key, beside=work_dir, pool=pool, report=progress or _ignore_progress
@@ -110,6 +107,13 @@ def prepare(
         settle(work_dir / "whole", out_path)
         shutil.rmtree(work_dir)
     return TokenSet.open(out_path)
+
+
+def _check_before_reading(config: DataConfig) -> None:
+    """Tries filters and a given tokenizer: what can't be is said before the text is read, which may take hours."""
+    if config.tokenizer not in TRAINED_TOKENIZERS:
+        given_tokenizer(config.tokenizer)
+    check_filters(config.filters)
 
 
 def _ignore_progress(progress: Progress) -> None:

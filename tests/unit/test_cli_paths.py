@@ -1,4 +1,4 @@
-"""The corpus of ``prepare`` and the loop of ``verify --loop``: named in several ways, refused before anything else."""
+"""What commands are given by name: the corpus of ``prepare``, a loop, a run, devices; refused before anything else."""
 
 from __future__ import annotations
 
@@ -68,3 +68,22 @@ def test_a_trace_of_no_run_is_refused_as_such(tmp_path: Path, capsys: pytest.Cap
         capsys.readouterr().err
         == f"error: {tmp_path / 'nowhere'} holds no run; give the directory that train reported\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (
+            ["--devices", "8-512"],
+            "devices = 8-512: give a number, as 64, several, as 8,24,64, or each doubling, as 8..512",
+        ),
+        (["--lost", "9"], "a loss of 9 nodes leaves nothing of 64xh100, 8 nodes; lose at most 7"),
+        (["--emit", "torchtitn"], "it takes torchtitan, megatron, deepspeed; did you mean 'torchtitan'?"),
+    ],
+)
+def test_a_plan_of_devices_that_are_no_number_of_them_is_refused(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ["--sizes", "layers=2,width=256,heads=4,vocab=1000", "--cluster", "64xh100", "--batch", "64"]
+    assert main(["plan", *sizes, *words]) == 2
+    assert told in capsys.readouterr().err
