@@ -40,6 +40,8 @@ def describe_complaint(box: str, kind: type[Config], args: Sequence[str], base: 
             near = re.search(r"Perhaps you meant: (--[\w.-]+)", text)
             return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
         return _describe_leftover(unknown[1], kind, args)
+    if required := re.search(r"Required options? .*?(--[\w.-]+) ([A-Z]+)", text):
+        return f"{required[1]} is missing, which has no default; --help says what it takes"
     if missing := re.search(r"Missing value for argument '(--[\w.-]+)", text):
         return f"{missing[1]} needs a value"
     if choice := re.search(r"invalid choice '(.*?)' for argument '(--[\w.-]+?)'\. Expected one of \((.*?)\)", text):

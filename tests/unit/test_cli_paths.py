@@ -87,3 +87,8 @@ def test_a_plan_of_devices_that_are_no_number_of_them_is_refused(
     sizes = ["--sizes", "layers=2,width=256,heads=4,vocab=1000", "--cluster", "64xh100", "--batch", "64"]
     assert main(["plan", *sizes, *words]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_an_export_without_a_target_names_the_flag(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", str(tmp_path)]) == 2
+    assert capsys.readouterr().err == "error: --to is missing, which has no default; --help says what it takes\n"
