@@ -49,13 +49,14 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import OptimizerConfig
 from meshwright.train.faults import FOLDER
 from meshwright.train.feed import MicroBatch
-from meshwright.train.memory import RankMemory, RecoveryMemory, SupervisorRequests
+from meshwright.train.memory import RankMemory, RecoveryMemory
 from meshwright.train.model_analysis import analyse_model
 from meshwright.train.optimizer import LocalAdamW
 from meshwright.train.scaler import LossScaler
 from meshwright.train.session import build_program
 from meshwright.train.state import state_tensors
 from meshwright.train.step import Stepper
+from meshwright.train.supervisor_requests import SupervisorRequests
 
 CASES = {
     "replicate=2, a new process": ("replicate=2", 2, "restart"),

@@ -1,9 +1,10 @@
 """A language model of one's own: any nn.Module that turns tokens (B, S) into logits (B, S, V).
 
     meshwright verify --model examples.my_model:build --devices 2
-    meshwright train --model examples.my_model:build --train.steps 100 --layout replicate=2
+    meshwright train --model examples.my_model:build --train.steps 100 --layout replicate=2 --data.mask-documents false
 
-The function may take `vocab` and `context`, which come from the data, and any `--model.*` size that is set.
+Its forward takes no `position_ids`, by which the documents of a row could be kept apart: they aren't. The function may
+take `vocab` and `context`, which come from the data, and any `--model.*` size that is set.
 """
 
 from __future__ import annotations

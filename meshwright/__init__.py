@@ -188,7 +188,9 @@ importlib.import_module(f"{__name__}.torch_compat.torchao_finder").watch_torchao
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a public name when it is used first."""
+    """Loads a public name when it is used first; `meshwright.monitor.meter` has a second one."""
+    if name == "monitor":
+        return importlib.import_module("meshwright.monitor")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name]), name)

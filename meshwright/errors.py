@@ -7,7 +7,7 @@ before a rank starts wherever that is possible; on a rank the launcher prefixes 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 FAILED = 1
 """Exit status of what was begun and failed."""
@@ -98,3 +98,15 @@ def nearest(word: str, known: Iterable[str]) -> str:
         return f"; did you mean '{close[0]}'?"
     more = ", ..." if len(names) > MOST_NAMES else ""
     return "; known: " + ", ".join(names[:MOST_NAMES]) + more
+
+
+def nearest_path(path: str, known: Sequence[str]) -> str:
+    """Returns a hint that names the dotted name nearest to a wrong one; "" when none is near.
+
+    Args:
+        path: what the user wrote: a name's end, as ``h.0`` of ``transformer.h.0``, or another spelling.
+        known: the names that would have been right, the likeliest first.
+    """
+    ends = [name for name in known if path and name.endswith(f".{path}")]
+    hint = f"; did you mean '{ends[0]}'?" if ends else nearest(path, known)
+    return hint if hint.startswith("; did") else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -17,6 +17,9 @@ from meshwright.jobs.progress import to_stderr
 SHORT = {"--model": "--model.name", "--data": "--data.paths", "--outer": "--outer.kind", "--run-dir": "--run"}
 """Short forms of flags: the section's name stands for its main field. torchrun takes ``--run`` for its own
 ``--run-path`` wherever it stands, so there ``--run-dir`` says the same."""
+
+_PATHS = ("--data.paths", "--paths")
+"""Flags of a corpus, with and without the section."""
 
 C = TypeVar("C", bound=Config)
 
@@ -55,14 +58,24 @@ def read_positional(kind: type[C], args: Sequence[str], verb: str, name: str) ->
     return remaining[0], _parse_with_tyro(kind, remaining[1:], f"{verb} {name}", None)
 
 
-def read_config(kind: type[C], args: Sequence[str], verb: str) -> C:
+def read_config(kind: type[C], args: Sequence[str], verb: str, short: Mapping[str, str] = SHORT) -> C:
     """Builds a config from ``[RECIPE.toml] [--section.field value ...]``; flags win.
+
+    Args:
+        kind: of the config.
+        args: the words behind the verb.
+        verb: for messages.
+        short: short forms of flags.
 
     Raises:
         ConfigError: for a recipe that isn't there, an unknown key or flag (naming the nearest), or a wrong value.
         SystemExit: after ``--help``.
     """
-    expanded = [_expand_short_flag(arg) for arg in args]
+    expanded = [_expand_short_flag(arg, short) for arg in args]
+    for typed, flag, following in zip(args, expanded, [*expanded[1:], "--"]):
+        # No path at all would be the interpreter's own source: what an unset variable leaves must not mean that.
+        if flag in _PATHS and following.startswith("--"):
+            raise ConfigError(f"{typed} needs a value")
     base = kind()
     # Only the first word can be a recipe: later ones may be values of flags.
     if expanded and not expanded[0].startswith("-"):
@@ -150,9 +163,9 @@ def _named(flag: str) -> str:
     return f"--{section}{dot}{name.removeprefix('no-')}"
 
 
-def _expand_short_flag(arg: str) -> str:
+def _expand_short_flag(arg: str, short: Mapping[str, str]) -> str:
     name, equals, value = arg.partition("=")
-    return SHORT.get(name, name) + equals + value
+    return short.get(name, name) + equals + value
 
 
 def align_columns(rows: Sequence[Sequence[str]], numeric: Collection[int] = ()) -> list[str]:

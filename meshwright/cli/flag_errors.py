@@ -40,10 +40,12 @@ def describe_complaint(box: str, kind: type[Config], args: Sequence[str], base: 
             near = re.search(r"Perhaps you meant: (--[\w.-]+)", text)
             return f"unknown flag {unknown[1]}" + (f"; did you mean {near[1]}?" if near else "; --help lists all flags")
         return _describe_leftover(unknown[1], kind, args)
+    if required := re.search(r"Required options? .*?(--[\w.-]+) ([A-Z]+)", text):
+        return f"{required[1]} is missing, which has no default; --help says what it takes"
     if missing := re.search(r"Missing value for argument '(--[\w.-]+)", text):
         return f"{missing[1]} needs a value"
     if choice := re.search(r"invalid choice '(.*?)' for argument '(--[\w.-]+?)'\. Expected one of \((.*?)\)", text):
-        known = re.findall(r"'(.*?)'", choice[3])
+        known = [word for word in re.findall(r"'(.*?)'", choice[3]) if word]
         close = difflib.get_close_matches(choice[1], known, n=1)
         hint = f"; did you mean '{close[0]}'?" if close else ""
         return f"{choice[2]} '{choice[1]}': it takes {', '.join(known)}{hint}"

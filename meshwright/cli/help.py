@@ -155,7 +155,7 @@ PAGES = RUN_PAGES | {
         purpose="Turns text into token files, once; train does so by itself.",
         options=(("PATH ...", "files, directories, globs, URLs"), ("--to DIR", "where they are written"), JSON),
         settings=(
-            ("--tokenizer NAME", "auto, chars, bytes, a directory, a tokenizer.json or a hub name"),
+            ("--tokenizer NAME", "auto, bpe, chars, a directory, a tokenizer.json or a hub name"),
             ("--vocab-size N", "of a tokenizer that is trained"),
             ("--sequence N", "tokens of a row"),
             ("--validation-share X", "share of the text that is held out"),

@@ -12,6 +12,9 @@ from meshwright.errors import ConfigError
 from meshwright.jobs.prepare_engines import PrepareConfig, run_share
 from meshwright.jobs.progress import to_stderr as say
 
+_SHORT = {"--data": "--paths"}
+"""train's flag for the same: here settings of the data have no section."""
+
 
 def run(argv: Sequence[str]) -> int:
     """Prepares ``[PATH...] [--to DIR] [--json]`` and the fields of the data section, without its prefix.
@@ -26,7 +29,11 @@ def run(argv: Sequence[str]) -> int:
     paths: list[str] = []
     while args and not args[0].startswith("-"):
         paths.append(args.pop(0))
-    config = read_config(PrepareConfig, (["--paths", *paths] if paths else []) + args, "prepare")
+    if paths and any(arg.partition("=")[0] in ("--paths", "--data") for arg in args):
+        raise ConfigError(
+            f"paths are named twice, before the flags ({' '.join(paths)}) and by --paths or --data; name all once"
+        )
+    config = read_config(PrepareConfig, (["--paths", *paths] if paths else []) + args, "prepare", _SHORT)
     token_set = meshwright.prepare(config, to or None)
     summary = {
         "path": str(token_set.path),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from meshwright.cli.arguments import print_result, take_value
 from meshwright.errors import ConfigError, PlanError
-from meshwright.monitor.rundir import read_run
+from meshwright.monitor.rundir import is_run_directory, read_run
 from meshwright.monitor.trace import write_trace
 from meshwright.spec.layout import Layout
 
@@ -20,6 +20,8 @@ def run(argv: Sequence[str]) -> int:
     run_dir, target = Path(args.pop(0)), take_value(args, "--to")
     if args:
         raise ConfigError(f"'{args[0]}' is not known here; meshwright trace --help lists what is")
+    if not is_run_directory(run_dir):
+        raise ConfigError(f"{run_dir} holds no run; give the directory that train reported")
     path, files = Path(target) if target else run_dir / "trace.json", read_run(run_dir)
     try:
         describe = Layout.parse(files.layout).describe_rank if files.layout else "rank {}".format

@@ -278,6 +278,10 @@ class Cluster:
         Raises:
             ClusterError: when no node remains, or an index is out of range.
         """
+        if isinstance(nodes, int) and nodes >= self.nodes:
+            count = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+            most = f"lose at most {self.nodes - 1}" if self.nodes > 1 else "name a cluster of several nodes"
+            raise ClusterError(f"a loss of {nodes} nodes leaves nothing of {self.name or 'a cluster'}, {count}; {most}")
         # A number means the last nodes; indices are taken as they are.
         lost = set(range(self.nodes - nodes, self.nodes)) if isinstance(nodes, int) else set(nodes)
         if not lost <= set(range(self.nodes)) or len(lost) == self.nodes:

@@ -16,8 +16,8 @@ from meshwright.data.files import full_disk, lone_writer, settle, sha256
 from meshwright.data.filters import LANGUAGE_MODELS, check_filters
 from meshwright.data.sources import CorpusFile, list_sources
 from meshwright.data.stages import PrepareJob, Progress, Report, work
-from meshwright.data.tokenizer import tokenizer_digest
-from meshwright.data.tokens import VERSION, TokenSet, read_manifest
+from meshwright.data.tokenizer import given_tokenizer, tokenizer_digest
+from meshwright.data.tokens import MANIFEST, VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
 
@@ -91,9 +91,9 @@ def prepare(
     with full_disk(out_path.parent), lone_writer(out_path.with_name(out_path.name + ".lock"), LOCK_S):
         if out_path.exists():
             return _open_existing(out_path, key)
+        _check_before_reading(config)
         work_dir = out_path.with_name(out_path.name + ".partial")
         _claim_work_dir(work_dir, key)
-        check_filters(config.filters)
         with BatchPool(engine(work_dir, processes, key)) if engine else Pool(processes, run_inline) as pool:
             job = PrepareJob(
                 config=config, sources=sources, key=key, beside=work_dir, pool=pool, report=progress or _ignore_progress
@@ -107,6 +107,13 @@ def prepare(
         settle(work_dir / "whole", out_path)
         shutil.rmtree(work_dir)
     return TokenSet.open(out_path)
+
+
+def _check_before_reading(config: DataConfig) -> None:
+    """Tries filters and a given tokenizer: what can't be is said before the text is read, which may take hours."""
+    if config.tokenizer not in TRAINED_TOKENIZERS:
+        given_tokenizer(config.tokenizer)
+    check_filters(config.filters)
 
 
 def _ignore_progress(progress: Progress) -> None:
@@ -147,6 +154,10 @@ def _model_digest(path: str) -> str:
 def _open_existing(out_path: Path, key: str) -> TokenSet:
     if out_path.is_dir() and not any(out_path.iterdir()):
         raise DataError(f"{out_path} exists and is empty; remove it or choose another directory")
+    if not (out_path / MANIFEST).exists():
+        raise DataError(
+            f"{out_path} exists and is not a prepared set (it has no {MANIFEST}); name a directory that isn't there yet"
+        )
     if read_manifest(out_path)["key"] != key:
         raise DataError(f"{out_path} was prepared from other text or settings; delete it or choose another directory")
     return TokenSet.open(out_path)

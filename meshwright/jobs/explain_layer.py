@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from meshwright.errors import ConfigError, MeshwrightError, nearest
+from meshwright.errors import ConfigError, MeshwrightError, nearest_path
 from meshwright.json_types import JsonObject
 from meshwright.models.analysis.evidence import TensorUse
 from meshwright.models.analysis.experts import find_experts
@@ -111,10 +111,12 @@ def _unknown_layer(built: BuiltModel, name: str) -> str:
     ]
     inside = [path for path, _ in built.module.named_modules() if any(path.startswith(f"{item}.") for item in layers)]
     # a layer's own name is likelier than a module's inside of one
-    hint = nearest(name, [*layers, *outside])
-    hint = hint if hint.startswith("; did") else nearest(name, [*layers, *outside, *inside])
+    hint = nearest_path(name, [*layers, *outside]) or nearest_path(name, [*layers, *outside, *inside])
     span = f"; its layers are {layers[0]} to {layers[-1]}" if layers else ""
-    return f"the model has no layer with weights '{name}'{hint}{span}"
+    others = (
+        f"; {'outside of them it has' if layers else 'it has'} {', '.join(outside)}" if outside and not hint else ""
+    )
+    return f"the model has no layer with weights '{name}'{hint}{span}{others}"
 
 
 def _sequence_text(sharding: ShardingAnalysis, layer: str) -> str:

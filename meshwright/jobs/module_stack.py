@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.errors import ConfigError, nearest
+from meshwright.errors import ConfigError, nearest_path
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import apply_transforms, check
@@ -53,7 +53,9 @@ def module_stacks(built: BuiltModel, layout: Layout, name: str, rank: int = 0) -
     """
     names = [path for path, _ in built.module.named_modules()]
     if name not in names:
-        raise ConfigError(f"the model has no module '{name}'{nearest(name, names)}")
+        outermost = [path for path, _ in built.module.named_children()]
+        hint = nearest_path(name, [*built.structure.layers, *names[1:]])
+        raise ConfigError(f"the model has no module '{name}'{hint}; its outermost modules are {', '.join(outermost)}")
     if not 0 <= rank < layout.world:
         raise ConfigError(f"rank {rank}: layout {layout} has the ranks 0 to {layout.world - 1}")
     check(layout, "cuda", len(built.structure.layers))

@@ -154,6 +154,10 @@ class PlanConfig(Config):
         check_fits(self.fits)
         if self.usable is not None and not 0 < self.usable <= 1:
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")
+        if self.devices and not (self.devices.isdigit() or ".." in self.devices or "," in self.devices):
+            raise ConfigError(
+                f"devices = {self.devices}: give a number, as 64, several, as 8,24,64, or each doubling, as 8..512"
+            )
         if self.lost < 0:
             raise ConfigError(f"lost = {self.lost}: a number of nodes is 0 or more")
         check_allowed(self.allow)

@@ -12,6 +12,7 @@ from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, choose_attention
 from meshwright.jobs.conclusion import conclude, follower_result
+from meshwright.jobs.early_model import read_early
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
@@ -141,12 +142,13 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
 
 def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadModel]:
     """Prepares the text and builds the model for its vocabulary; refuses a prompt or masks that they don't support."""
-    if config.model.kind == "type":
-        read_model(config, None, None)  # a wrong name or size is known before text is prepared
-    token_set = prepare(text_config(config.model, config.data), say=say)
+    text = text_config(config.model, config.data)
+    early_model = read_early(config, text)
+    token_set = prepare(text, say=say)
     if config.train.sample and config.train.sample_tokens:
         check_prompt(token_set.tokenizer(), config.train.sample)
-    model = read_model(config, token_set.vocab_size, config.data.sequence)
+    vocab, sequence = token_set.vocab_size, config.data.sequence
+    model = early_model if early_model and vocab == text.vocab_size else read_model(config, vocab, sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
     return token_set, model

@@ -8,7 +8,7 @@ from typing import Literal
 from meshwright.jobs.proof_reports import LoopReport
 from meshwright.jobs.requests import Layouts, LoopConfig, with_fields
 from meshwright.spec.layout import Layout
-from meshwright.strategy.loop_proof import LoopCase, LoopVerdict, loop_layouts
+from meshwright.strategy.loop_proof import LoopCase, LoopVerdict, check_loop, loop_layouts
 from meshwright.strategy.loop_proof import verify_loop as prove_loop
 
 
@@ -39,6 +39,7 @@ def verify_loop(
     config = with_fields(config, layout=layout, devices=devices, dtype=dtype)
     layouts = [Layout.parse(text) for text in config.layout] or loop_layouts(config.devices)
     case = LoopCase(source=config.loop, dtype=config.dtype, timeout_s=config.timeout_s)
+    check_loop(case)
     if on_start is not None:
         on_start(config.loop, layouts)
     verdicts = prove_loop(case, layouts, on_verdict)

@@ -150,6 +150,16 @@ def build_meta(
     return BuiltModel(config, module, recipe, structure, source, without_cache(module))
 
 
+def check_function(config: ModelConfig) -> None:
+    """Refuses a function's name that isn't one, and a size that it has no parameter for; nothing is built.
+
+    Raises:
+        ConfigError: with the nearest name, or the function's parameters.
+    """
+    config.check()
+    _function_factory(config, None, None)
+
+
 def _record_model(build: Callable[[], nn.Module], config: ModelConfig) -> tuple[nn.Module, Recording]:
     """Returns a model on the meta device and how it was made; of one whose code reads values, its real weights.
 

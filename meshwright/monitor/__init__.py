@@ -1,6 +1,7 @@
 """Monitoring of a run: sinks of records and events, displays, progress of ranks, drift from the plan, report.
 
-``meshwright.monitor.meter`` measures a custom loop; it is loaded when it is used first, torch with it.
+``meshwright.monitor.meter``, also ``meshwright.meter``, measures a custom loop; it is loaded when it is used
+first, torch with it.
 """
 
 from __future__ import annotations

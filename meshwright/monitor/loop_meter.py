@@ -169,7 +169,7 @@ class Meter:
         if self._monitor is None or self._timer is None:
             raise ConfigError("meter: step() belongs into `with meter(run_dir) as m:`")
         scalars, self._scalars = self._scalars, {}
-        loss_value, norm_value = (float(loss), float(grad_norm)) if self._rank == 0 else (math.nan, math.nan)
+        loss_value, norm_value = (_to_number(loss), _to_number(grad_norm)) if self._rank == 0 else (math.nan, math.nan)
         self._timer.wait()
         # Read before the drain, where the next step's parts begin: they lie within the step, however late the host is.
         now_s = time.perf_counter()
@@ -191,7 +191,7 @@ class Meter:
     def evaluated(self, loss: float | torch.Tensor, **numbers: float) -> None:
         """Records the validation loss after the steps so far, and other numbers of the evaluation by name."""
         if self._monitor is not None and self._rank == 0:
-            fields = {"step": self._step, "loss": float(loss)} | numbers
+            fields = {"step": self._step, "loss": _to_number(loss)} | numbers
             self._monitor.event(Event(kind="evaluated", rank=0, data=fields))
 
     def _claim_directory(self, stack: contextlib.ExitStack) -> None:
@@ -257,3 +257,8 @@ class Meter:
 
 meter = Meter
 """``with meter(run_dir, strategy) as m:``; see `Meter`."""
+
+
+def _to_number(value: float | torch.Tensor) -> float:
+    """Returns a number of the loop; a loss that still has its graph is one too."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)

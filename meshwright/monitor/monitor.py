@@ -38,6 +38,8 @@ class Monitor:
         self.continues = False
         """Whether other ranks continue the run: only the rank that ends it writes the report."""
         self._supervisor_events = EventTail(run_dir / EVENTS) if rank == 0 else None
+        self.on_shown: Callable[[float], None] | None = None
+        """Takes the time of the supervisor's newest event that was shown here: it shows later ones itself."""
 
     @classmethod
     def build(
@@ -80,18 +82,27 @@ class Monitor:
             self._jsonl.step(record)
             for sink in list(self._displays):
                 self._call_or_drop(sink, partial(sink.step, record))
-            for event in (
-                self._supervisor_events.read() if self._supervisor_events is not None and self._displays else ()
-            ):
-                for sink in list(self._displays):
-                    self._call_or_drop(sink, partial(sink.event, event))
+            self._show_supervisor_events()
 
     def event(self, event: Event) -> None:
-        """Records and shows one event; any thread may call it."""
+        """Records and shows one event, after new ones of the supervisor; any thread may call it."""
         with self._lock:
+            self._show_supervisor_events()
             self._jsonl.event(event)
-            for sink in list(self._displays):
-                self._call_or_drop(sink, partial(sink.event, event))
+            self._show(event)
+
+    def _show_supervisor_events(self) -> None:
+        """Shows what the supervisor has recorded since the last call; under the lock."""
+        events = self._supervisor_events.read() if self._supervisor_events is not None else []
+        for event in events:
+            self._show(event)
+        if events and self.on_shown is not None:
+            self.on_shown(events[-1].time)
+
+    def _show(self, event: Event) -> None:
+        """Passes an event to every display; under the lock."""
+        for sink in list(self._displays):
+            self._call_or_drop(sink, partial(sink.event, event))
 
     def __enter__(self) -> Self:
         """Returns the monitor; the end of the block closes it in any case."""
@@ -109,6 +120,8 @@ class Monitor:
         if self._closed:
             return
         self._closed = True
+        with self._lock:
+            self._show_supervisor_events()
         for tracker in self._trackers:
             tracker.continues = self.continues
         for sink in list(self._displays):

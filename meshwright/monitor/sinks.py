@@ -127,7 +127,9 @@ class EventTail:
             # Ranks write to the same file; only the supervisor's events are news here.
             if values.get("rank") == SUPERVISOR:
                 data = {key: value for key, value in values.items() if key not in _EVENT_FIELDS}
-                events.append(Event(kind=str(values.get("kind")), rank=SUPERVISOR, data=data))
+                recorded_at = values.get("time")
+                recorded_at = float(recorded_at) if isinstance(recorded_at, (int, float)) else 0.0
+                events.append(Event(kind=str(values.get("kind")), rank=SUPERVISOR, data=data, time=recorded_at))
         return events
 
 

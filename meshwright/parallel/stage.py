@@ -23,6 +23,7 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from meshwright.errors import ConfigError
 from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
 from meshwright.parallel.model_checkpointing import restoring_first_run
 from meshwright.spec.layer_graph import LayerGraph, Path
@@ -58,7 +59,7 @@ class Stage:
         kept_names: names of the weights that it holds, `layer_graph.weights_by_stage`.
     """
 
-    OF_FORWARD = ("_received",)
+    OF_FORWARD = ("_received", "_runs")
     """What belongs to a forward that runs."""
 
     def __init__(
@@ -79,6 +80,8 @@ class Stage:
             if not any(layer is own_layer for own_layer in self.layers):
                 layer.__dict__[_ELSEWHERE] = True
         self._received: tuple[torch.Tensor, ...] = ()
+        self._runs = False
+        self._place = f"stage {number} of {len(bounds) - 1}"
         self._dropped: list[tuple[nn.Module, str, torch.Size, torch.dtype]] = []
         self._drop_other_stages(kept_names)
         # Layers before the stage pass their arguments on; the one behind it ends the forward, so later ones never run.
@@ -110,6 +113,7 @@ class Stage:
         if not self.is_first and self.layers:
             # Before the hooks of the data axes, which look for the tensors that gradients will flow back through.
             self.layers[0].register_forward_pre_hook(self._receive, with_kwargs=True, prepend=True)
+        self.module.register_forward_pre_hook(self._refuse_alone, prepend=True)
         if not self.is_last:
             self.module.register_forward_hook(_leave_with_output)
             if self.stop == len(self.layer_graph.layers):
@@ -122,7 +126,7 @@ class Stage:
         Returns:
             What ``call`` returns in the last stage; in another the tensors for the next stage.
         """
-        self._received = received
+        self._received, self._runs = received, True
         try:
             # A checkpoint inside is computed again in backward, when `_received` may be another micro-batch's.
             with restoring_first_run(self._snapshot, fed=not self.is_first):
@@ -130,7 +134,16 @@ class Stage:
         except _Boundary as boundary:
             return boundary.payload
         finally:
-            self._received = ()
+            self._received, self._runs = (), False
+
+    def _refuse_alone(self, _module: nn.Module, _args: object) -> None:
+        """Refuses a call of the model by a loop: its other layers are on other ranks."""
+        if not self._runs:
+            raise ConfigError(
+                f"this rank holds {self._place} of the model, which can't be called alone: under pp the stages run "
+                "together, by strategy.step(batch) or PipelineEngine.step; a loop that calls the model itself takes a "
+                "layout without pp"
+            )
 
     def _snapshot(self) -> Callable[[], AbstractContextManager[None]]:
         """Returns what gives the stage its present input again, for a checkpoint of the model's own."""

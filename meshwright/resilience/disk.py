@@ -18,7 +18,7 @@ from meshwright.errors import CheckpointError, LaunchError
 from meshwright.resilience.helper import Helper
 from meshwright.spec.layout import Layout
 from meshwright.train.faults import WRITER, Fault, Faults
-from meshwright.train.memory import SupervisorRequests
+from meshwright.train.supervisor_requests import SupervisorRequests
 
 _POLL_S = 0.005
 

@@ -24,10 +24,11 @@ from meshwright.spec.axis import Mechanics
 from meshwright.spec.groups import coordinates
 from meshwright.spec.layout import Layout
 from meshwright.train.flight import Flight
-from meshwright.train.memory import PeerCopies, RecoveryMemory, SupervisorRequests
+from meshwright.train.memory import PeerCopies, RecoveryMemory
 from meshwright.train.session import TrainJob
 from meshwright.train.shortage import OUT_OF_MEMORY
 from meshwright.train.stage_times import PublishedTimes, can_replan
+from meshwright.train.supervisor_requests import SupervisorRequests
 
 _IDLE_LIMIT_GROWTH = 4.0
 """Factor on the idle limit after each failure without a new step: the last one may have been no hang."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -69,6 +70,8 @@ class LocalNode:
         """Of this node from a run of islands, at SIGTERM."""
         self.ranks_run = False
         """Whether ranks run, whose display shows events."""
+        self.shown_until = math.inf
+        """Time of the newest event that the last ranks' display has shown; infinity where rank 0 wasn't here."""
         self.end = GenerationEnd()
         """How the last generation ended here."""
         self.failed_at: float | None = None
@@ -178,6 +181,8 @@ class LocalNode:
             error, self.failed_at = failed, time.monotonic()
         finally:
             ranks.launcher.cancel()
+            has_display = order.share(self.node).first_rank == 0
+            self.shown_until = ranks.control.shown_until if has_display else math.inf
             self.ranks_run = False
             ranks.hang.refresh()
             self.end = dataclasses.replace(

@@ -6,6 +6,7 @@ one node has one supervisor, a run of several nodes one on each (`agent`); the s
 
 from __future__ import annotations
 
+from collections import deque
 from types import FrameType
 from typing import Any
 
@@ -23,6 +24,9 @@ from meshwright.resilience.membership import Membership
 from meshwright.resilience.planning import Planning
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.session import TrainJob
+
+_MOST_UNSHOWN = 64
+"""Newest events recorded beside ranks that are kept: their display shows each within a step."""
 
 
 class Supervisor:
@@ -44,6 +48,8 @@ class Supervisor:
         raise_descriptor_limit(count_descriptors(job.plan.layout, devices.count, nodes, peers, devices.kind == "cuda"))
         self._job, self._devices, self._planning = job, devices, planning
         self._sink = JsonlSink(job.run_dir, metrics=False)
+        self._recorded: deque[Event] = deque(maxlen=_MOST_UNSHOWN)
+        """Events recorded while ranks run, until these have ended."""
         self._local = self._make_node()
 
     def _make_node(self) -> LocalNode:
@@ -71,14 +77,25 @@ class Supervisor:
 
     def _close(self) -> None:
         self._local.storage.close()
+        self._show_recorded()
         self._sink.close()
 
     def event(self, kind: str, **data: Any) -> None:
         """Records an event, and shows it while no ranks run, whose display would do so."""
         event = Event(kind=kind, rank=SUPERVISOR, data=data)
         self._sink.event(event)
-        if not self._local.ranks_run:
+        if self._local.ranks_run:
+            self._recorded.append(event)
+        else:
+            self._show_recorded()
             show_event(event, self._job.config.monitor.display)
+
+    def _show_recorded(self) -> None:
+        """Shows the events that the display of the ranks, which have ended, hasn't shown."""
+        while self._recorded:
+            event = self._recorded.popleft()
+            if event.time > self._local.shown_until:
+                show_event(event, self._job.config.monitor.display)
 
     @property
     def terminated(self) -> bool:

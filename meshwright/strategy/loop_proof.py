@@ -6,9 +6,11 @@ The function is called with a strategy and returns its losses. On one device the
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.errors import ConfigError, MeshwrightError, nearest
 from meshwright.launch.contract import RankContext
 from meshwright.launch.devices import Devices
 from meshwright.launch.fork import ForkLauncher
@@ -85,7 +87,7 @@ def load_loop(source: str) -> Loop:
     """Returns the function that ``FILE:FUNCTION`` names.
 
     Raises:
-        ConfigError: there is no such file, or no such function in it.
+        ConfigError: there is no such file, it can't be imported, or there is no such function in it.
     """
     path, name = loop_file(source)
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -94,13 +96,42 @@ def load_loop(source: str) -> Loop:
     # the loop's file imports its neighbours
     sys.path.insert(0, str(path.parent))
     sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    # The file's code may raise anything.
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"--loop {source}: {path.name} can't be imported: {type(error).__name__}: {error} ({place.filename}, line "
+            f"{place.lineno})"
+        ) from error
     loop = getattr(module, name, None)
     if not callable(loop):
-        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"--loop {source}: {path.name} has no function '{name}'; it has {', '.join(functions[:12])}")
+        functions = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        own = [key for key in functions if vars(module)[key].__module__ == module.__name__]
+        raise ConfigError(f"--loop {source}: {path.name} has no function '{name}'{nearest(name, own)}")
     typed_loop: Loop = loop
     return typed_loop
+
+
+def check_loop(case: LoopCase) -> None:
+    """Refuses a loop that isn't there, before anything is proven; its file is imported in a process of its own.
+
+    Raises:
+        ConfigError: as `load_loop`.
+    """
+    loop_file(case.source)
+    if refusal := _launch(1, case, _loading_refusal)[0]:
+        raise ConfigError(refusal)
+
+
+def _loading_refusal(_: RankContext, case: LoopCase) -> str:
+    """Returns why the loop can't be loaded; "" where it can."""
+    try:
+        load_loop(case.source)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def loop_layouts(ranks: int) -> list[Layout]:
@@ -128,7 +159,6 @@ def verify_loop(
     Raises:
         ConfigError: there is no such loop, or it can't run on one device.
     """
-    loop_file(case.source)
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="meshwright-loop-") as folder:
         path = Path(folder) / "reference.pt"

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import ConfigError, nearest
+from meshwright.monitor.progress import PHASES
 
 FOLDER = "chaos"
 """Folder of a run directory with faults requested while it runs, and marks of those that happened."""
@@ -43,6 +44,9 @@ WRITER = -1
 """The rank that a fault names to hit the process that writes checkpoints on node 0; one less a node."""
 COURIER = -101
 """The rank that a fault names to hit the process that sends node 0's snapshots to another node; one less a node."""
+SAVE_POINTS = ("open", "write", "saved", "written", "manifest", "rename", "renamed", "collect", "copy")
+"""Points of a save, which the writer of a checkpoint stamps: ``checkpoint.rename``."""
+_POINTS = (*PHASES, "collective", "send", *(f"checkpoint.{point}" for point in SAVE_POINTS))
 _FOR_EVER_S = 10**7
 _TICK_NS = 10**9
 
@@ -100,7 +104,8 @@ class Fault:
         for field_text in field_texts.split(","):
             name, _, value = field_text.partition("=")
             if name not in types:
-                raise ConfigError(f"fault '{text}': '{name}' is unknown{nearest(name, types)}")
+                hint = f"; did you mean 'rank={name}'?" if name.isdigit() else nearest(name, types)
+                raise ConfigError(f"fault '{text}': '{name}' is unknown{hint}")
             try:
                 values[name] = types[name](value)
             except ValueError:
@@ -109,6 +114,13 @@ class Fault:
             raise ConfigError(f"fault '{text}' names no rank; write {kind}:rank=0,step=20")
         if (target := values.get("of", "weights")) not in FLIPPED:
             raise ConfigError(f"fault '{text}': of={target} is unknown{nearest(str(target), FLIPPED)}")
+        phase = str(values.get("phase", ""))
+        phase_of_layer, _, layer = phase.partition(".")
+        if phase and phase not in _POINTS and not (phase_of_layer in PHASES and layer.isdigit()):
+            # It would be waited for until the run's end.
+            raise ConfigError(
+                f"fault '{text}': phase={phase} is unknown{nearest(phase, _POINTS)}; of a layer, backward.3"
+            )
         if not -1 <= int(values.get("bit", 0)) < 32:
             raise ConfigError(f"fault '{text}': bit={values['bit']} isn't from 0 to 31, or -1")
         return cls(kind=kind, **values)  # type: ignore[arg-type]

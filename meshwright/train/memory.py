@@ -30,6 +30,7 @@ from meshwright.train.state import (
     state_addresses,
     state_tensors,
 )
+from meshwright.train.supervisor_requests import SupervisorRequests
 
 _INT64 = struct.Struct("<q")
 CUT_SHARE = 2.0**-20
@@ -40,39 +41,6 @@ _CHECKSUM_THREADS = 4
 """Most threads that make the checksums of a GPU's state, 3 GB a second each."""
 RESTORING = "restoring from memory failed"
 """Beginning of the error for a state in memory that can't be restored."""
-
-
-class SupervisorRequests:
-    """Three shared int64 words, written by a supervisor: reconfiguration requested, written step, write succeeded."""
-
-    def __init__(self) -> None:
-        self._segment = Segment()
-        self._map = self._segment.map(3 * _INT64.size)
-
-    def request_reconfiguration(self) -> None:
-        """Requests that all ranks end after a step that they agree on, with a snapshot of its state."""
-        _INT64.pack_into(self._map, 0, 1)
-
-    @property
-    def reconfiguration_requested(self) -> bool:
-        """Whether a reconfiguration was requested."""
-        return _INT64.unpack_from(self._map, 0)[0] != 0
-
-    def publish_written(self, step: int, good: bool) -> None:
-        """Publishes whether the checkpoint of a step was written."""
-        # The step is stored last: a rank that reads the new step also reads its outcome.
-        _INT64.pack_into(self._map, 2 * _INT64.size, int(good))
-        _INT64.pack_into(self._map, _INT64.size, step)
-
-    @property
-    def written(self) -> tuple[int, bool]:
-        """The step of the last checkpoint, 0 before the first, and whether it was written."""
-        return _INT64.unpack_from(self._map, _INT64.size)[0], _INT64.unpack_from(self._map, 2 * _INT64.size)[0] != 0
-
-    def close(self) -> None:
-        """Lets go of the memory."""
-        self._map.close()
-        self._segment.close()
 
 
 class PeerCopies:

@@ -315,6 +315,7 @@ def _train(context: RankContext, job: TrainJob, progress: ProgressWriter, stack:
     monitor = Monitor.build(
         config.monitor, job.run_dir, header, rank=context.rank, resumed_step=latest.step if latest else None
     )
+    monitor.on_shown = job.memory.control.publish_shown if job.memory is not None else None
     stack.callback(monitor.close)
     monitor.event(Event(kind="rank_started", rank=context.rank, data={"device": context.device}))
     faults.refuse = partial(_report_refused_fault, monitor, context.rank)

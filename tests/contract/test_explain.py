@@ -211,6 +211,11 @@ def test_cuts_and_recompute_of_a_layer() -> None:
         ("model.layer.0", "did you mean 'model.layers.0'?; its layers are model.layers.0 to model.layers.1"),
         ("model.layers.9", "its layers are model.layers.0 to model.layers.1"),
         ("lm_haed", "did you mean 'lm_head'?"),
+        ("1", "weights '1'; did you mean 'model.layers.1'?; its"),
+        (
+            "99",
+            "weights '99'; its layers are model.layers.0 to model.layers.1; outside of them it has model.embed_tokens",
+        ),
         ("model", "its layers are model.layers.0 to model.layers.1"),
     ],
 )

@@ -56,6 +56,10 @@ def test_a_stage_shows_stubs_of_the_layers_that_others_compute() -> None:
 def test_an_unknown_module_is_refused_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match=r"no module 'transformer\.h\.00'.*transformer\.h\.0"):
         module_stacks(model(), Layout.parse("tp=2"), "transformer.h.00")
+    with pytest.raises(ConfigError, match=r"'1'; did you mean 'transformer\.h\.1'"):
+        module_stacks(model(), Layout.parse("tp=2"), "1")
+    with pytest.raises(ConfigError, match=r"no module 'zzz'; its outermost modules are transformer, lm_head$"):
+        module_stacks(model(), Layout.parse("tp=2"), "zzz")
 
 
 def test_the_command_shows_a_layer_under_each_layout(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.strategy import PipelineEngine
+from meshwright.strategy import HybridParallelStrategy, PipelineEngine
 from tests.own_models import (
     CLIP,
     Batch,
@@ -208,3 +208,17 @@ def test_what_a_pipeline_refuses() -> None:
         assert "gave no batch" in empty
         assert "give one of them" in twice
         assert "example=" in blind
+
+
+def calls_a_stage(_rank: int) -> str:
+    strategy = HybridParallelStrategy("pp=2")
+    model = convolutional()
+    model, _ = strategy.shard(model, torch.optim.AdamW(model.parameters()), loss=mean_loss, example=rows(3, 8, 8)[0][0])
+    with pytest.raises(ConfigError) as refusal:
+        model(rows(3, 8, 8)[0][0])
+    return str(refusal.value)
+
+
+def test_a_loop_that_calls_a_stage_itself_is_told_who_runs_it() -> None:
+    for stage, told in enumerate(run_ranks(2, calls_a_stage)):
+        assert f"stage {stage} of 2" in told and "strategy.step(batch)" in told and "a layout without pp" in told

@@ -42,6 +42,8 @@ FLAGS = [
     (["--optimizer.lr", "fast"], ["--optimizer.lr 'fast': it takes a number, as --optimizer.lr 0.0"]),
     (["--model.layers", "x"], ["--model.layers 'x': it takes a whole number or None"]),
     (["--train.steps"], ["--train.steps needs a value\n"]),
+    (["--data", "--train.steps", "3"], ["--data needs a value\n"]),
+    (["--data.paths"], ["--data.paths needs a value\n"]),
     (["--model.sharding", "*.mlp"], ["--model.sharding: it takes pairs", "as --model.sharding NAME VALUE\n"]),
     (["--train.steps", "3", "4"], ["'4' belongs to no flag; a recipe comes first"]),
     (["--data.mask-documents", "maybe"], ["--data.mask-documents maybe: it takes true or false\n"]),
@@ -208,6 +210,24 @@ def test_layouts_of_recovery(layouts: str, told: list[str], root: Path, capsys: 
 def test_models(flags: list[str], told: list[str], root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     message = refused(root, capsys, *flags)
     assert all(part in message for part in told), message
+
+
+def test_an_own_model_that_cannot_do_it_is_refused_before_the_text_is_prepared(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Preparing takes hours of a large text: what the model alone decides is said first."""
+    texts, cache = root / "several", root / "not-prepared"
+    texts.mkdir()
+    for seed in range(3):
+        write_corpus(texts / f"{seed}.txt", 60, seed)
+    flags = ("--data", str(texts), "--data.cache", str(cache), "--model.layers", "None", "--model.width", "None")
+    for name, told in (
+        ("tests.plain_model:build", "its forward takes no position_ids; set data.mask_documents = false"),
+        ("tests.plain_model:bild", "did you mean 'build'?"),
+    ):
+        message = refused(root, capsys, *flags, "--model", name)
+        assert told in message
+        assert not cache.exists()
 
 
 def test_text_that_cannot_be_read(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

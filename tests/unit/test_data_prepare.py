@@ -62,7 +62,7 @@ def test_the_set_is_reused_and_bound_to_its_inputs(tmp_path: Path, monkeypatch: 
         prepare(dataclasses.replace(config, dedup=False), tmp_path / "set")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(DataError, match="not a prepared set"):
+    with pytest.raises(DataError, match=r"exists and is not a prepared set .* name a directory that isn't there yet"):
         prepare(config, tmp_path / "mine")
 
 
@@ -329,3 +329,15 @@ def test_the_manifest_vouches_for_every_file(tmp_path: Path) -> None:
     assert found == {*made.manifest["files"], "manifest.json"}
     for name, facts in made.manifest["files"].items():
         assert hashlib.sha256((made.path / name).read_bytes()).hexdigest() == facts["sha256"]
+
+
+def test_a_tokenizer_that_is_none_is_refused_before_the_text_is_read(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words to read\n" * 40)
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    config = DataConfig(paths=(str(tmp_path / "text.txt"),), tokenizer=str(folder), workers=1)
+    stages: list[str] = []
+    with pytest.raises(DataError, match="cannot be read"):
+        prepare(config, tmp_path / "set", progress=lambda progress: stages.append(progress.stage))
+    assert "read" not in stages
+    assert not (tmp_path / "set.partial").exists()

@@ -28,7 +28,7 @@ def test_ranks_are_closed_when_their_storage_fails(monkeypatch: pytest.MonkeyPat
         storage.start.side_effect = RuntimeError("no room for the keeper")
     monkeypatch.setattr(local_node.dataclasses, "replace", lambda value, **_: value)
     monkeypatch.setattr(local_node, "retain_snapshots", lambda *_: ["newest"])
-    plan, share = SimpleNamespace(layout=Layout.parse("replicate=2")), SimpleNamespace(slots=())
+    plan, share = SimpleNamespace(layout=Layout.parse("replicate=2")), SimpleNamespace(slots=(), first_rank=0)
     order = SimpleNamespace(generation=0, plan=plan, nodes=(0,), state=None, share=lambda node: share)
     node = local_node.LocalNode(
         cast(TrainJob, MagicMock()),

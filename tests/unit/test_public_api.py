@@ -68,6 +68,17 @@ def test_the_package_alone_loads_nothing_heavy(tmp_path: Path) -> None:
     assert run(code, tmp_path).split("\n") == ["[]", "False", ""]
 
 
+def test_a_loop_is_measured_by_either_name(tmp_path: Path) -> None:
+    """In a process that has loaded nothing else, and with the loss as a loop has it: with its graph."""
+    loop = "\n m.step(loss=torch.ones((), requires_grad=True) * 2)\n m.evaluated(torch.ones((), requires_grad=True))\n"
+    code = "import warnings; warnings.simplefilter('error')\nimport meshwright\nmeter = meshwright.monitor.meter\n"
+    code += f"import torch\nwith meter('first') as m:{loop}with meshwright.meter('second') as m:{loop}"
+    run(code, tmp_path)
+    for name in ("first", "second"):
+        (line,) = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        assert json.loads(line)["loss"] == 2.0
+
+
 def test_every_name_comes_by_a_star_and_a_room_never_hides_a_job(tmp_path: Path) -> None:
     code = (
         "import meshwright.train.run_config, meshwright.calibrate.machine\n"

@@ -39,7 +39,8 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.config import RecoveryConfig
 from meshwright.train.faults import Fault, Faults, ask, parse_faults
 from meshwright.train.health import LEAST, Health
-from meshwright.train.memory import RankMemory, RecoveryMemory, SupervisorRequests
+from meshwright.train.memory import RankMemory, RecoveryMemory
+from meshwright.train.supervisor_requests import SupervisorRequests
 
 
 class Clock:

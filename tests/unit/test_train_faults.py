@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint import store
 from meshwright.errors import ConfigError
 from meshwright.train import config as train_config
 from meshwright.train import faults as faults_module
-from meshwright.train.faults import FLIPPED, FOLDER, KINDS, Fault, Faults, parse_faults
+from meshwright.train.faults import FLIPPED, FOLDER, KINDS, SAVE_POINTS, Fault, Faults, parse_faults
 from meshwright.train.spoiler import _flip
 
 ROOT = Path(__file__).parents[2]
@@ -94,3 +95,27 @@ def test_a_flip_of_what_does_not_exist_is_refused() -> None:
     with pytest.raises(ConfigError, match="bit=32"):
         Fault.parse("flip:rank=0,bit=32")
     assert {Fault.parse(f"flip:rank=0,of={what}").of for what in FLIPPED} == set(FLIPPED)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (
+            "kill:rank=0,step=4,phase=bakward",
+            "phase=bakward is unknown; did you mean 'backward'?; of a layer, backward.3",
+        ),
+        ("kill:rank=0,step=4,phase=backward.x", "phase=backward.x is unknown; did you mean 'backward'?"),
+        ("kill:rank=-1,step=4,phase=checkpoint.renam", "did you mean 'checkpoint.rename'?"),
+        ("kill:3", "'3' is unknown; did you mean 'rank=3'?"),
+    ],
+)
+def test_a_fault_that_would_never_happen_is_refused(text: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        Fault.parse(text)
+
+
+def test_the_points_of_a_save_are_those_that_its_writer_stamps() -> None:
+    stamped = re.findall(r'_stamp\("(\w+)"\)', Path(store.__file__).read_text(encoding="utf-8"))
+    assert sorted(stamped) == sorted(SAVE_POINTS)
+    for point in (*(f"checkpoint.{name}" for name in SAVE_POINTS), "forward.12", "collective", "send", "snapshot"):
+        assert Fault.parse(f"kill:rank=0,phase={point}").phase == point

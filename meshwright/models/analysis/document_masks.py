@@ -27,8 +27,7 @@ def check_documents(built: BuiltModel) -> None:
     Raises:
         ConfigError: with the reason, and the advice to set ``data.mask_documents = false``.
     """
-    if not built.structure.takes_positions:
-        raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
+    check_positions(built)
     if built.config.kind == "function":
         return
     try:
@@ -38,6 +37,16 @@ def check_documents(built: BuiltModel) -> None:
         raise ConfigError(_refusal(built.config.name, f"a small clone doesn't run in float64: {reason}")) from error
     if moved > 1e-9:
         raise ConfigError(_refusal(built.config.name, f"a second document's logits move by {moved:.1e} with the first"))
+
+
+def check_positions(built: BuiltModel) -> None:
+    """Refuses document masks for a model whose forward takes no positions.
+
+    Raises:
+        ConfigError: with the advice to set ``data.mask_documents = false``.
+    """
+    if not built.structure.takes_positions:
+        raise ConfigError(_refusal(built.config.name, "its forward takes no position_ids"))
 
 
 def document_leak(config: ModelConfig) -> float:
