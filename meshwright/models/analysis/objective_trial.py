@@ -42,7 +42,7 @@ from meshwright.models.analysis.objective import (
     nothing_dropped,
     with_words,
 )
-from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
+from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads, refuse_replaced_weights
 from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
@@ -97,6 +97,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
     try:
         clone = make_clone(built)
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
+        refuse_replaced_weights(trial.clone, trial.length, built.config.name)
         objective, moving = trial.objective(), trial.moving()
         clone = dataclasses.replace(trial.clone, objective=objective)
         ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
