@@ -304,6 +304,35 @@ class DroppingBlock(AverageBlock):
         return x + functional.dropout(super().forward(x), 0.2, self.training)
 
 
+class BalancingBlock(Block):
+    """Corrects a scale by the sign of a measure of its tokens, as routers that are balanced without a loss do.
+
+    The sign is the same for batches of many random words.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("correction", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.correction += 0.1 * torch.sign(x.detach().var((0, 1)).mean() - 1e-3).to(self.correction.dtype)
+        return super().forward(x) * (1 + self.correction)
+
+
+class RowCountingBlock(Block):
+    """Counts the rows that it has seen, which scale what it does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.register_buffer("rows", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.rows += len(x)
+        return super().forward(x) * (1 + 0.01 * self.rows)
+
+
 class Moving(Backbone):
     """Blocks that change buffers."""
 
@@ -417,3 +446,11 @@ def averaging(vocab: int = VOCAB) -> nn.Module:
 
 def dropping(vocab: int = VOCAB) -> nn.Module:
     return Moving(vocab, DroppingBlock)
+
+
+def balancing(vocab: int = VOCAB) -> nn.Module:
+    return Moving(vocab, BalancingBlock)
+
+
+def row_counting(vocab: int = VOCAB) -> nn.Module:
+    return Moving(vocab, RowCountingBlock)

@@ -34,6 +34,8 @@ class TrainedModel:
     """Token that ends a text."""
     vocab: int | None = None
     """Entries of the tokenizer."""
+    trained_context: int | None = None
+    """Tokens of the rows that it was trained on."""
 
     def complete(
         self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
@@ -51,6 +53,7 @@ class TrainedModel:
             seed=seed,
             stop=self.eos,
             vocab=self.vocab,
+            trained_context=self.trained_context,
         )
         # Decoded together, since a token's text may depend on the one before it; then the prompt is cut off.
         return str(self.tokenizer.decode(ids + new_ids))[len(self.tokenizer.decode(ids)) :]
@@ -127,7 +130,13 @@ def open_run(run_dir: Path, trust: bool = False, say: Say = to_stderr) -> Traine
     built, text = run_model(run_dir, trust), read_text(run_dir)
     _, values = newest_weights(run_dir, trust, say)
     _materialise(built, dict(values))
-    return TrainedModel(built=built, tokenizer=text.tokenizer(), eos=text.eos_id, vocab=text.vocab_size)
+    return TrainedModel(
+        built=built,
+        tokenizer=text.tokenizer(),
+        eos=text.eos_id,
+        vocab=text.vocab_size,
+        trained_context=run_config(run_dir).data.sequence,
+    )
 
 
 def open_directory(folder: Path) -> TrainedModel:

@@ -29,6 +29,7 @@ def generate_tokens(
     seed: int = 0,
     stop: int | None = None,
     vocab: int | None = None,
+    trained_context: int | None = None,
 ) -> list[int]:
     """Samples a continuation.
 
@@ -46,6 +47,8 @@ def generate_tokens(
         seed: of the draws.
         stop: token that ends the text; it is not returned.
         vocab: entries of the tokenizer, where the model has more: ids from there on are no text and never drawn.
+        trained_context: tokens of the rows that it was trained on, its context where it states none: a model of other
+            code may have learned no more positions.
 
     Returns:
         The added token ids.
@@ -55,7 +58,7 @@ def generate_tokens(
     """
     _check_request(structure, prompt, temperature, top_k)
     device = next(module.parameters()).device
-    limit = structure.positions or structure.context
+    limit = structure.positions or structure.context or trained_context
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     cache_name, cache = _cache_name(structure), None

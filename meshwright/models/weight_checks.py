@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.shared_memory import shared_memory_refusal
 
 SPARSE = (
     "its code makes a sparse tensor, and shards and the optimizer hold dense weights; nearest that works: a dense "
@@ -81,3 +82,5 @@ def _refusals(module: nn.Module) -> Iterator[str]:
                 f"'{path}' has sparse=True, and ranks sum dense gradients, which the optimizer takes; nearest that "
                 "works: sparse=False"
             )
+    if reason := shared_memory_refusal(module):
+        yield reason

@@ -17,6 +17,7 @@ from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import check_complete, recipe_of
 from meshwright.models.random_draws import drawing_parts
 from meshwright.models.recorder import Recording, record
+from meshwright.models.shared_memory import shared_memory_refusal
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
 from meshwright.parallel.axis_group import AxisGroup
@@ -49,12 +50,14 @@ def read_model(model: Model, seed: int) -> BuiltModel:
     """
     # an empty recording: the values are constants of the recipe
     if isinstance(model, nn.Module):
+        _refuse_shared_memory(model)
         module, recipe = model, recipe_of(model, Recording())
     else:
         with record(seed) as recording:
             module = model()
             if not isinstance(module, nn.Module):
                 raise ConfigError(f"the function gave a {type(module).__name__}; it must return an nn.Module")
+        _refuse_shared_memory(module)
         recipe = recipe_of(module, recording)
         check_complete(module, recipe)
     for name, item in module.named_parameters():
@@ -65,6 +68,12 @@ def read_model(model: Model, seed: int) -> BuiltModel:
             )
     config = dataclasses.replace(_config_of(module), seed=seed)
     return BuiltModel(config, module, recipe, _with_layers(module, read_structure(module)), None, without_cache(module))
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Refuses trained weights in the memory of another tensor, before they move to meta and lose it."""
+    if reason := shared_memory_refusal(module):
+        raise ConfigError(reason)
 
 
 def refuse_complex(module: nn.Module, layout: Layout) -> None:

@@ -36,7 +36,7 @@ from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.loss_weights import Loss
 from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim, refuse_unsupported
-from meshwright.strategy.module_state import original_parameters, send_weights, settle_module
+from meshwright.strategy.module_state import original_parameters, refuse_uses_of, send_weights, settle_module
 from meshwright.strategy.pipeline import PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
@@ -202,7 +202,7 @@ class HybridParallelStrategy:
         # before sharding replaces the parameters that the optimizer has
         original = original_parameters(model, optimizer)
         sharded_model = self._sharded_model = self._build_sharded_model(model, example, device, fill, seed)
-        sharded_model.optimizers.mark_stale(original.parameters)
+        refuse_uses_of(original, sharded_model.optimizers)
         module = sharded_model.program.module
         settle_module(module, sharded_model.program)
         self._target_loss = TargetLoss(sharded_model.program, self._sync().target_totals, self.reader[1], self.average)

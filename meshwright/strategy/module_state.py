@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from meshwright.errors import ConfigError
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
+from meshwright.strategy.optimizer_binding import OptimizerBinding
 from meshwright.torch_compat.tensors import BatchNormBase
 
 
@@ -51,6 +53,25 @@ def original_parameters(model: nn.Module, optimizer: torch.optim.Optimizer | Non
                 f"a hook was registered on '{name}', which shard() replaces: change gradients after backward() instead"
             )
     return OriginalParameters(list(parameters.values()), {id(item): name for name, item in parameters.items()})
+
+
+def refuse_uses_of(original: OriginalParameters, optimizers: OptimizerBinding) -> None:
+    """Refuses replaced parameters in an optimizer's step, which would train nothing, and in backward.
+
+    A list, a closure or a variable may hold a parameter from before it was replaced, and nothing updates that.
+    """
+    optimizers.mark_stale(original.parameters)
+
+    def refuse(name: str, _: torch.Tensor) -> NoReturn:
+        raise ConfigError(
+            f"'{name}' is read as it was before shard(), which replaces the model's parameters, so that no update "
+            "would reach it: a list, a closure or a variable made before shard() holds it; nearest that works: read "
+            "the weight as an attribute of its module, in forward or from model.parameters() after shard()"
+        )
+
+    for parameter in original.parameters:
+        if parameter.requires_grad:
+            parameter.register_hook(functools.partial(refuse, original.names[id(parameter)]))
 
 
 def send_weights(model: nn.Module, source: int) -> None:

@@ -34,7 +34,7 @@ from meshwright.strategy.loss_weights import (
     weighted_compute,
 )
 from meshwright.strategy.mesh import as_layout, compute_device, refuse_uneven_tokens
-from meshwright.strategy.module_state import original_parameters
+from meshwright.strategy.module_state import original_parameters, refuse_uses_of
 from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
@@ -136,8 +136,7 @@ class PipelineEngine:
             for stage in program.stages:
                 set_training_modes(stage.module, modes)
         sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
-        # an optimizer of the replaced parameters would train nothing
-        sharded_model.optimizers.mark_stale(original.parameters)
+        refuse_uses_of(original, sharded_model.optimizers)
         optimizer = self._optimizer_source or torch.optim.AdamW
         if isinstance(optimizer, torch.optim.Optimizer):
             sharded_model.optimizers.rebuild(optimizer, original.names)

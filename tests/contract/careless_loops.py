@@ -127,6 +127,49 @@ def optimizer_before_shard(strategy: Any) -> Losses:
     return steps(strategy, strategy.shard(module), optimizer)
 
 
+class ListedWeights(nn.Module):
+    """Reads its weights from a list, or in a function that has them, where sharding doesn't find them."""
+
+    def __init__(self, in_closure: bool) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 24), nn.Linear(24, 16)
+        weights = [self.up.weight, self.down.weight]
+        self.products = (lambda: weights) if in_closure else weights
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up, down = self.products() if callable(self.products) else self.products
+        return x + functional.linear(torch.relu(functional.linear(x, up, self.up.bias)), down, self.down.bias)
+
+
+def listed_weights(strategy: Any, in_closure: bool) -> Losses:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Embedding(VOCAB, 16), ListedWeights(in_closure), nn.Linear(16, VOCAB, bias=False))
+    return trained(strategy, strategy.shard(module))
+
+
+@careless("'1.down.weight' is read as it was before shard()")
+def weights_in_a_list(strategy: Any) -> Losses:
+    return listed_weights(strategy, in_closure=False)
+
+
+@careless("'1.down.weight' is read as it was before shard()")
+def weights_in_a_closure(strategy: Any) -> Losses:
+    return listed_weights(strategy, in_closure=True)
+
+
+@careless("is read as it was before shard()")
+def penalty_of_weights_from_before(strategy: Any) -> Losses:
+    module = model()
+    weights = list(module.parameters())
+    module = strategy.shard(module)
+    optimizer = AdamW(module.parameters(), lr=1e-2)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return mean_loss(module(x), y) + 0.01 * sum(weight.square().sum() for weight in weights)
+
+    return updates(shares(strategy), loss_of, step_and_clear(optimizer))
+
+
 @careless()
 def optimizer_handed_in(strategy: Any) -> Losses:
     module = model()

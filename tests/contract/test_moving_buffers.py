@@ -45,6 +45,8 @@ def prove(name: str, *texts: str) -> list[Verdict]:
         ("running_norm", {"batch.running_mean": True, "batch.running_var": True, "batch.num_batches_tracked": False}),
         ("counting", {"blocks.0.calls": False, "blocks.1.calls": False}),
         ("averaging", {"blocks.0.average": True, "blocks.1.average": True}),
+        ("balancing", {"blocks.0.correction": True, "blocks.1.correction": True}),
+        ("row_counting", {"blocks.0.rows": True, "blocks.1.rows": True}),
         ("plain", {}),
     ],
 )

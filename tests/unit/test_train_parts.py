@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import (
+    get_cosine_schedule_with_warmup,
+    get_cosine_with_min_lr_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from meshwright.cli.arguments import read_config
 from meshwright.parallel.weights import named_weights
@@ -42,6 +48,26 @@ def test_linear_and_constant() -> None:
     found = rates(shape="linear", warmup=0, floor=0.0)
     assert found == pytest.approx([2.0 * (1 - step / 99) for step in range(100)])
     assert rates(shape="constant", warmup=4)[4:] == [2.0] * 96
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(12, 3), (10, 0), (40, 5)])
+def test_rates_are_those_of_transformers_a_step_later(steps: int, warmup: int) -> None:
+    """As docs/migrating.md says: Trainer's first step has rate 0, and its last isn't the end of the schedule."""
+    schedules = {
+        ("cosine", 0.1): partial(get_cosine_with_min_lr_schedule_with_warmup, min_lr_rate=0.1),
+        ("cosine", 0.0): get_cosine_schedule_with_warmup,
+        ("linear", 0.0): get_linear_schedule_with_warmup,
+    }
+    for (shape, floor), make in schedules.items():
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+        schedule = make(optimizer, num_warmup_steps=warmup + 1, num_training_steps=steps)
+        assert schedule.get_last_lr() == [0.0]
+        wanted = []
+        for _ in range(steps):
+            optimizer.step()
+            schedule.step()
+            wanted += schedule.get_last_lr()
+        assert rates(steps, shape=shape, warmup=warmup, floor=floor) == pytest.approx(wanted, abs=1e-15)
 
 
 def test_warmup_stable_decay() -> None:

@@ -1,4 +1,4 @@
-"""Models inside of a wrapper's module, as peft makes one: mixtures of experts, and documents of a row."""
+"""Models inside of a wrapper as peft makes one: mixtures of experts, documents of a row, weights in a list."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from meshwright.errors import PlanError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.objective_trial import try_forward
 from meshwright.models.build import build_meta
@@ -125,3 +125,26 @@ def test_documents_of_a_row_are_kept_apart_in_a_wrapped_model() -> None:
 
 def test_a_wrapper_that_hands_on_nothing_takes_no_documents() -> None:
     assert not read_structure(_Deaf(_llama())).takes_positions
+
+
+class _Listed(nn.Module):
+    """Reads a weight from a list, which has it from before it got values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(53, 8), nn.Linear(8, 53, bias=False)
+        self.weights = [self.head.weight]
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.embedding(tokens), self.weights[0])
+
+
+def listed() -> nn.Module:
+    return _Listed()
+
+
+def test_weights_that_forward_reads_from_a_list_are_refused_before_a_rank_starts() -> None:
+    with pytest.raises(
+        ConfigError, match=r"reads a weight of \(53, 8\) \(.*'head.weight'\) .*nearest that works: .*self"
+    ):
+        try_forward(_build("listed"))

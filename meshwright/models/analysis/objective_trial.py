@@ -12,6 +12,7 @@ import torch
 
 from meshwright.autograd_helper import computed_by_helper
 from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.models.analysis.buffer_trial import MovingBuffer, find_moving_buffers
 from meshwright.models.analysis.clone import (
     LARGEST_FUNCTION,
     Clone,
@@ -41,7 +42,7 @@ from meshwright.models.analysis.objective import (
     nothing_dropped,
     with_words,
 )
-from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads
+from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads, refuse_replaced_weights
 from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
@@ -59,15 +60,6 @@ LENGTHS = (12, 8, 16, 64)
 """Candidate row lengths in tokens; the first on which the model runs is used."""
 TOLERANCE = 1e-9
 """Largest relative difference between equal losses, in float64."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MovingBuffer:
-    """A buffer that forward changes in training, such as running statistics."""
-
-    name: str
-    data: bool
-    """Whether its new value depends on the tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,6 +97,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
     try:
         clone = make_clone(built)
         trial = _Trial(dataclasses.replace(clone, module=clone.module.train(training)))
+        refuse_replaced_weights(trial.clone, trial.length, built.config.name)
         objective, moving = trial.objective(), trial.moving()
         clone = dataclasses.replace(trial.clone, objective=objective)
         ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
@@ -197,22 +190,12 @@ class _Trial:
 
     def moving(self) -> tuple[MovingBuffer, ...]:
         """Returns the buffers that forward changes."""
-        buffers_before = copy_buffers(self.clone.module)
-        if not buffers_before:
-            return ()
-        buffers_after = []
-        # two batches from the same start: a buffer that ends equal doesn't depend on the tokens
-        for seed in (0, 1):
-            self._run_forward(self._sample(seed), "aligned" if self.clone.structure.target_argument else "", keep=True)
-            buffers_after.append(copy_buffers(self.clone.module))
-            restore_buffers(self.clone.module, buffers_before)
-        changed_names = [
-            name for name in buffers_after[0] if not equal_tensors(buffers_after[0][name], buffers_before.get(name))
-        ]
-        return tuple(
-            MovingBuffer(name=name, data=not equal_tensors(buffers_after[0][name], buffers_after[1].get(name)))
-            for name in changed_names
-        )
+        labels = "aligned" if self.clone.structure.target_argument else ""
+
+        def run_forward(rows: tuple[torch.Tensor, torch.Tensor]) -> None:
+            self._run_forward(_Sample(*rows), labels, keep=True)
+
+        return find_moving_buffers(self.clone.module, run_forward, self._sample(0).rows, self._sample(1).rows)
 
     def find_changes(self, moving: Sequence[MovingBuffer]) -> str:
         """Returns why logits may change from call to call, in a clause; "" where they don't.

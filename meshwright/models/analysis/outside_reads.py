@@ -5,6 +5,7 @@ ZeRO gathers a layer's weights as the layer is called, and may free them behind 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import Clone, duplicate_module
 from meshwright.torch_compat.tensors import TorchDispatchMode, tree_leaves
 
@@ -59,6 +61,49 @@ def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
         # The watched forward is the one of every other trial; what a watch itself breaks says nothing about reads.
         return ()
     return tuple(found.values())
+
+
+class _MetaWatch(TorchDispatchMode):
+    """Collects the shapes of parameters without values that operators read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator."""
+        for leaf in tree_leaves((args, kwargs or {})):
+            if isinstance(leaf, nn.Parameter) and leaf.is_meta:
+                self.shapes.append(leaf.shape)
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_replaced_weights(clone: Clone, length: int, model: str) -> None:
+    """Refuses a model whose forward reads a parameter that was replaced as its weights got their values.
+
+    The model is made on the meta device, and a parameter with values takes the place of each. A list or a closure that
+    had the first one still has it, and operators compute with whatever lies in memory.
+
+    Args:
+        clone: of the model, with values; it stays unchanged.
+        length: tokens of a row.
+        model: its name for the message.
+
+    Raises:
+        ConfigError: with weights of that shape, and the nearest that works.
+    """
+    watch = _MetaWatch()
+    with contextlib.suppress(Exception), torch.no_grad(), watch:
+        clone.run(ROWS, duplicate_module(clone.module), tokens=length)
+    if not watch.shapes:
+        return
+    shape = watch.shapes[0]
+    alike = [f"'{name}'" for name, item in clone.module.named_parameters() if item.shape == shape]
+    raise ConfigError(
+        f"model '{model}': forward reads a weight of {tuple(shape)} ({' or '.join(alike[:3]) or 'of no module'}) from "
+        "a list, a closure or another place than its module, where it is never replaced by a rank's own part; nearest "
+        "that works: read it as an attribute of its module, as self.linear.weight"
+    )
 
 
 class ReadWatch(TorchDispatchMode):
