@@ -143,8 +143,7 @@ def _unexchangeable_reason(group: ShardingGroup) -> str:
     if group.inner_row_linears:
         return (
             f"only what enters and leaves attention is exchanged, but between the matrices around it "
-            f"{group.inner_row_linears[0]} sums over all heads, before {group.row_linear} reads them; "
-            "the nearest is attention=gather"
+            f"{group.inner_row_linears[0]} sums over all heads, before {group.row_linear} reads them"
         )
     for cutting in (cutting for cutting in group.cuttings if cutting.kind is not CuttingKind.WIDTH):
         description = f"argument '{cutting.key}' of {cutting.module or 'the layer'}"
@@ -154,7 +153,7 @@ def _unexchangeable_reason(group: ShardingGroup) -> str:
             description = cutting.module
         return (
             f"only what enters and leaves attention is exchanged, but {description} holds all heads at once, of which "
-            f"{group.row_linear} reads some on each rank; the nearest is attention=gather"
+            f"{group.row_linear} reads some on each rank"
         )
     return ""
 
@@ -176,7 +175,7 @@ def wrap_group(layer: nn.Module, group: ShardingGroup, axis_group: AxisGroup) ->
     if not group.module:
         raise ValueError(
             f"the attention that {group.row_linear} reads is code of the layer itself, and only a module of its own "
-            "can be shown whole rows; the nearest is attention=gather"
+            "can be shown whole rows"
         )
     splits_by_name = {split.name: split for split in group.splits}
     attention = layer.get_submodule(group.module)

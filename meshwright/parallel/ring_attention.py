@@ -38,7 +38,6 @@ from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwarg
 
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-NEAREST = "the nearest is attention=gather"
 
 
 class RingRefusal(ValueError):
@@ -329,7 +328,7 @@ def attend_in_ring(
     """
     rows, heads, tokens, size = query.shape
     if key.shape[2] != tokens or heads % key.shape[1]:
-        raise RingRefusal(f"attention=ring: queries {tuple(query.shape)} and keys {tuple(key.shape)} differ; {NEAREST}")
+        raise RingRefusal(f"queries {tuple(query.shape)} and keys {tuple(key.shape)} are of other tokens")
     ring = KeyRing(axis_group.size, tokens // 2, mask.window if mask is not None else 0)
     starts = document_starts
     if mask is not None and starts is None:
@@ -369,10 +368,10 @@ class RingAttention(TorchFunctionMode):
             return func(*args, **named)
         named |= dict(zip(_NAMES, args))
         if named.get("attn_mask") is not None:
-            raise RingRefusal(f"attention=ring reads no mask that a model's own code makes; {NEAREST}")
+            raise RingRefusal("a ring reads no mask that a model's own code makes")
         if not named.get("is_causal", False):
-            raise RingRefusal(f"attention=ring is causal, and some of the model's attention isn't; {NEAREST}")
+            raise RingRefusal("a ring is causal, and some of the model's attention isn't")
         if dropout := named.get("dropout_p", 0.0):
-            raise RingRefusal(f"attention=ring drops no attention weights, here with p = {dropout:g}; {NEAREST}")
+            raise RingRefusal(f"a ring drops no attention weights, here with p = {dropout:g}")
         query, key, value = (named[name] for name in _NAMES[:3])
         return attend_in_ring(query, key, value, self._axis_group, scale=named.get("scale")).transpose(1, 2)

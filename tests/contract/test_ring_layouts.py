@@ -119,15 +119,58 @@ def test_a_custom_module_goes_round_the_ring() -> None:
             "cp=2,attention=ring",
             "reads no mask that a model's own code makes; .* works: attention=gather",
         ),
-        (ModelConfig(name="gpt2", layers=2, width=32, heads=4, dropout=0.1), "cp=2,attention=ring", "drops attention"),
+        (
+            ModelConfig(name="gpt2", layers=2, width=32, heads=4, dropout=0.1),
+            "cp=2,attention=ring",
+            "drops attention",
+        ),
         (ModelConfig(name="llama", layers=2, width=32, heads=4), "cp=2,attention=ring,compile=true", "drop one"),
         (ModelConfig(name="gemma2", layers=2, width=32, heads=4), "cp=2,attention=ring", "transformers' 'eager'|caps"),
+        (
+            ModelConfig(name="gpt2", layers=2, width=36, heads=3),
+            "cp=4,attention=heads",
+            "reads 3 heads .* works: attention=gather; use shard=4",
+        ),
     ],
-    ids=["mask", "dropout", "compile", "cap"],
+    ids=["mask", "dropout", "compile", "cap", "heads"],
 )
 def test_what_cannot_go_round_is_refused_before_ranks_start(config: ModelConfig, layout: str, reason: str) -> None:
     with pytest.raises(PlanError, match=reason):
         analysed(config, layout)
+
+
+class SlopingAttention(MaskingAttention):
+    """Takes off scores what grows with the distance of two tokens. Source: Press et al., ALiBi (2022), section 3."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (4, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
+        place = torch.arange(x.shape[1])
+        distance = place[:, None] - place
+        mask = (-0.5 * distance.to(x.dtype)).masked_fill(distance < 0, float("-inf"))
+        mixed = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.out(mixed.transpose(1, 2).flatten(2))
+
+
+class Sloping(Causal):
+    """Adds no positions and slopes its scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attention = SlopingAttention()
+
+
+def sloping() -> nn.Module:
+    """The same with slopes."""
+    return Sloping()
+
+
+@pytest.mark.parametrize("attention", ["ring", "gather", "heads"])
+def test_no_way_is_named_that_is_refused_itself(attention: str) -> None:
+    config = ModelConfig(name="tests.contract.test_ring_layouts:sloping")
+    with pytest.raises(PlanError, match=f"cp=2 splits .* attention={attention}: .*; use shard=2") as refusal:
+        analysed(config, f"cp=2,attention={attention}")
+    assert "nearest" not in str(refusal.value)
 
 
 def test_kernels_on_gpus_take_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:

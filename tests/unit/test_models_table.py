@@ -117,7 +117,7 @@ def test_a_norm_over_key_heads_needs_heads_of_its_own_on_every_rank(key_heads, d
         ({}, ""),
         (
             {"inner_row_linears": ("mix",)},
-            "mix sums over all heads, before w0 reads them; the nearest is attention=gather",
+            "mix sums over all heads, before w0 reads them",
         ),
         ({"kind": CuttingKind.GLOBAL_NORM, "module": "norm"}, "norm holds all heads at once"),
         ({"kind": CuttingKind.BUFFER, "module": "mix", "key": "slopes"}, "mix.slopes holds all heads at once"),

@@ -69,9 +69,12 @@ def read_context(
         tokens: in the run's rows; 0 where no run is known.
     """
     context = _find_way(built, table, degree, tensor, (attention,) if attention else ("heads", "gather"), tokens)
-    if attention != RING or not context.refused:
-        return context if not context.refused else dataclasses.replace(context, attention=attention)
-    other = _find_way(built, table, degree, tensor, ("gather", "heads"), tokens)
+    if not context.refused:
+        return context
+    if not attention:
+        return dataclasses.replace(context, attention="")
+    others = tuple(way for way in ("gather", "heads") if way != attention)
+    other = _find_way(built, table, degree, tensor, others, tokens)
     nearest = f"; the nearest that works: attention={other.attention}" if not other.refused else ""
     return dataclasses.replace(context, attention=attention, refused=context.refused + nearest)
 
