@@ -59,10 +59,13 @@ class Config:
         Args:
             where: dotted path of this config inside the whole, for messages.
         """
+        hints = _type_hints(type(self))  # type: ignore[arg-type]  # classes are hashable
         for field in dataclasses.fields(self):  # type: ignore[arg-type]
             value, path = getattr(self, field.name), f"{where}.{field.name}" if where else field.name
             if isinstance(value, Config):
                 value.check_all(path)
+            elif isinstance(hint := hints[field.name], type) and issubclass(hint, Config):
+                check_config(value, hint, path)
             else:
                 _check_finite(value, path)
         self.check()
@@ -96,6 +99,24 @@ class Config:
             for field in dataclasses.fields(self)  # type: ignore[arg-type]
             if getattr(self, field.name) is not None
         }
+
+
+def check_config(value: object, kind: type[Config], name: str) -> None:
+    """Refuses what isn't a config where one is asked for, as the path of a recipe.
+
+    Args:
+        value: what a caller gave.
+        kind: of the config.
+        name: of the argument or the field.
+
+    Raises:
+        ConfigError: says how one is made.
+    """
+    if not isinstance(value, kind):
+        raise ConfigError(
+            f"{name} = {value!r} is a {type(value).__name__}; it must be {kind.__name__}: write {kind.__name__}(...), "
+            f"or {kind.__name__}.from_dict(tomllib.load(file)) of a TOML file"
+        )
 
 
 @functools.cache

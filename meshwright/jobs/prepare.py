@@ -6,6 +6,7 @@ import contextlib
 import time
 from pathlib import Path
 
+from meshwright.config import check_config
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare as prepare_folder
 from meshwright.data.prepare import prepared_path
@@ -39,6 +40,7 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
         ConfigError, DataError: for text that isn't there or can't be read.
         LaunchError: when the engine can't start its tasks.
     """
+    check_config(config, DataConfig, "config")
     config.check_all()
     began, progress = time.monotonic(), _progress_report(say) if say is not None else None
     folder = Path(out) if out is not None else prepared_path(config, CACHE, progress)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from meshwright.config import check_config
 from meshwright.data.prepare import prepared_path
 from meshwright.errors import ConfigError
 from meshwright.jobs.export import export
@@ -86,6 +87,7 @@ def run_recipe(
     Raises:
         ConfigError: without ``run``, and as `meshwright.train` and `meshwright.export` raise.
     """
+    check_config(config, RunConfig, "config")
     if not config.run:
         raise ConfigError("run: a recipe's stages are found again by their directory; give one with --run DIR")
     config.check_all()

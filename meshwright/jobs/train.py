@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from meshwright.config import check_config
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, choose_attention
@@ -99,6 +100,7 @@ def train(
         ConfigError, PlanError, ClusterError: before a rank starts, for what can't be.
         RankError: when ranks failed more often than recovery allows.
     """
+    check_config(config, RunConfig, "config")
     config.check_all()
     check_trackers(config.monitor.trackers)
     config.recovery.check_nodes(nodes.nodes if nodes is not None else 1)
@@ -127,6 +129,7 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
     Raises:
         ConfigError, PlanError: before a rank starts, for what can't be.
     """
+    check_config(config, RunConfig, "config")
     if count < 1 or config.layout != "auto":
         raise ConfigError(f"trials: count = {count}, layout = {config.layout}: give at least 1, and layout = auto")
     config.check_all()

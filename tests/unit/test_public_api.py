@@ -126,6 +126,17 @@ def test_a_curve_of_devices() -> None:
         (lambda: meshwright.trials(meshwright.RunConfig(layout="tp=2")), "layout = auto"),
         (lambda: meshwright.calibrate(meshwright.CalibrateConfig(practice=-1)), "practice = -1"),
         (lambda: meshwright.export("nowhere", "there"), "not a run directory"),
+        (
+            lambda: meshwright.train("recipe.toml"),
+            "config = 'recipe.toml' is a str; it must be RunConfig",
+        ),
+        (lambda: meshwright.run_recipe("recipe.toml"), "RunConfig.from_dict(tomllib.load(file))"),
+        (lambda: meshwright.trials({}), "config = {} is a dict; it must be RunConfig"),
+        (lambda: meshwright.prepare("text"), "config = 'text' is a str; it must be DataConfig"),
+        (
+            lambda: meshwright.train(meshwright.RunConfig(model="gpt2")),
+            "model = 'gpt2' is a str",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_numbers_and_rule(call: Any, words: str) -> None:
