@@ -74,3 +74,10 @@ def test_a_pipeline_of_shared_layers_is_refused_with_what_works(name: str, why: 
     (verdict,) = prove(name, "pp=2,microbatches=2")
     assert verdict.outcome == "refused" and why in verdict.refused
     assert "nearest that works: tp, cp or shard" in verdict.refused
+
+
+def test_layers_that_fill_a_cache_of_their_caller_are_not_split() -> None:
+    plain, split = prove("caching", "shard=2,zero=3", "tp=2")
+    assert plain.passed
+    assert split.outcome == "refused" and "a CachingBlock fails when it is called again" in split.refused
+    assert "nearest that works: replicate, shard or pp" in split.refused

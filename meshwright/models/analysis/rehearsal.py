@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import TOKENS, duplicate_module
 from meshwright.models.analysis.evidence import Shape, SplitTrial
 from meshwright.models.analysis.thread_group import (
@@ -137,11 +138,21 @@ def rehearse_layer(trace: LayerTrace, rows: LayerSharding, degree: int, sequence
         rows: the layer's entry of the sharding table.
         degree: of the axis.
         sequence: whether tokens are split between the groups.
+
+    Raises:
+        PlanError: the unsplit layer can't be called again.
     """
     inputs = {id(item): item.detach().clone().requires_grad_() for item in trace.inputs}
-    expected = run_passes(
-        lambda: _run_traced_call(trace.layer, trace, inputs), trace.layer, random_output_grad, [*inputs.values()]
-    )
+    try:
+        expected = run_passes(
+            lambda: _run_traced_call(trace.layer, trace, inputs), trace.layer, random_output_grad, [*inputs.values()]
+        )
+    except Exception as error:  # code of any model
+        raise PlanError(
+            f"a {type(trace.layer).__name__} fails when it is called again on the inputs of its first call "
+            f"({describe_error(error)}), as where that call filled a cache which its caller holds; so no split of it "
+            "can be tried; nearest that works: replicate, shard or pp in place of tp, cp and ep"
+        ) from error
 
     def compare(rank_results: list[RankResult], comparison: PassComparison) -> str:
         # before any comparison: a partial gradient alone never equals the full one
