@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
 
-from meshwright.errors import PlanError
+from meshwright.errors import MeshwrightError, PlanError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.fsdp import accumulate_gradients
 from meshwright.parallel.stage_module import StageModule
@@ -64,6 +65,20 @@ class PipelineGroup:
     """Where this rank computes."""
 
 
+@contextmanager
+def _raising_refusals() -> Iterator[None]:
+    """Raises a refusal of ours as it was: torch's runtime wraps what a stage raises in an error of shapes."""
+    try:
+        yield
+    except RuntimeError as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, MeshwrightError):
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise cause from cause.__cause__
+
+
 class _TorchStage(PipelineStage):
     """A stage as torch's runtime drives it: the forward is ours, sends are booked."""
 
@@ -107,7 +122,8 @@ class _TorchStage(PipelineStage):
         """Called by torch's runtime before the forward of a micro-batch."""
         # Not as a keyword of the forward: torch 2.11 takes every value of these for a tensor in a backward in halves.
         self._microbatch = fwd_chunk_id
-        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with _raising_refusals():
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def forward_maybe_with_nosync(self, *args: object, **_kwargs: object) -> object:
         """Called by torch's runtime for the forward of a micro-batch."""
@@ -116,7 +132,8 @@ class _TorchStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> object:
         """Called by torch's runtime for a backward."""
         self._before_backward(bwd_chunk_id)
-        return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        with _raising_refusals():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: object, **kwargs: object) -> None:
         """Called by torch's runtime for the second half of a backward, which calls none of FSDP2's hooks."""

@@ -222,3 +222,29 @@ def calls_a_stage(_rank: int) -> str:
 def test_a_loop_that_calls_a_stage_itself_is_told_who_runs_it() -> None:
     for stage, told in enumerate(run_ranks(2, calls_a_stage)):
         assert f"stage {stage} of 2" in told and "strategy.step(batch)" in told and "a layout without pp" in told
+
+
+def refused_in_a_stage(_rank: int, phase: str) -> list[str]:
+    x, y = rows(3, 8, 8)[0]
+    engine = PipelineEngine(convolutional(), "pp=2,microbatches=2", mean_loss, example=x)
+
+    def refuse(*_: object) -> None:
+        raise PlanError("a sentence of ours")
+
+    def refuse_gradient(out: torch.Tensor) -> None:
+        if out.requires_grad:
+            out.register_hook(refuse)
+
+    for module in engine.modules:
+        if phase == "forward":
+            module.register_forward_pre_hook(refuse)
+        else:
+            module.register_forward_hook(lambda _module, _args, out: refuse_gradient(out))
+    engine.step(x, y)
+    return []
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_refusal_in_a_stage_is_told_as_it_is(phase: str) -> None:
+    with pytest.raises(PlanError, match=r"^\[rank \d\] a sentence of ours"):
+        run_ranks(2, refused_in_a_stage, phase)
