@@ -40,10 +40,15 @@ def shared_memory_refusal(module: nn.Module) -> str:
 
 
 def _held_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields each parameter, buffer and plain tensor attribute once, with its first name."""
+    """Yields each parameter, buffer and plain tensor attribute once, with its first name.
+
+    A module with a hook before its forward may compute its attributes there, as `torch.nn.utils.spectral_norm` does,
+    which starts with the weight's own memory: these are no weights.
+    """
     seen: set[int] = set()
     for path, child in module.named_modules():
-        attributes = {key: value for key, value in vars(child).items() if isinstance(value, torch.Tensor)}
+        values = {} if child._forward_pre_hooks else vars(child)
+        attributes = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
         for tensors in (child._parameters, child._buffers, attributes):
             for key, tensor in tensors.items():
                 if tensor is not None and id(tensor) not in seen:
