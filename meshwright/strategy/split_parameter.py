@@ -62,11 +62,10 @@ _OPERATORS = {
 """Operators of Python by torch's names, where these are others."""
 
 
-class SplitParameter(nn.Parameter):
-    """A part of a weight that is a plain parameter."""
+class _Guarded:
+    """Asks the guard before each torch function that gets such a tensor."""
 
-    guard: SplitWeightGuard
-    weight: Weight
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -74,6 +73,13 @@ class SplitParameter(nn.Parameter):
     ) -> object:
         """Called by torch instead of each of its functions."""
         return _call(func, args, kwargs or {})
+
+
+class SplitParameter(_Guarded, nn.Parameter):
+    """A part of a weight that is a plain parameter."""
+
+    guard: SplitWeightGuard
+    weight: Weight
 
     def __deepcopy__(self, memo: dict[int, object]) -> object:
         """Returns a copy of the part, (n_local, ...), as an average of weights starts from."""
@@ -87,17 +93,10 @@ class SplitParameter(nn.Parameter):
         return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)
 
 
-class SplitDTensor(DTensor):
+class SplitDTensor(_Guarded, DTensor):
     """A part of a weight that a data axis shards once more, or what was computed of one element by element."""
 
     __slots__ = ()
-
-    @classmethod
-    def __torch_function__(
-        cls, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
-    ) -> object:
-        """Called by torch instead of each of its functions."""
-        return _call(func, args, kwargs or {})
 
     def full_tensor(self, **options: Any) -> torch.Tensor:
         """Returns the full weight of any shape, where data axes alone shard it."""
@@ -108,18 +107,11 @@ class SplitDTensor(DTensor):
             return DTensor.full_tensor(_with_own_gradients(self), **options)
 
 
-class SplitTensor(torch.Tensor):
+class SplitTensor(_Guarded, torch.Tensor):
     """What was computed of a part element by element."""
 
     guard: SplitWeightGuard
     weight: Weight
-
-    @classmethod
-    def __torch_function__(
-        cls, func: TorchFunction, types: Collection[type], args: TorchArgs = (), kwargs: TorchKwargs | None = None
-    ) -> object:
-        """Called by torch instead of each of its functions."""
-        return _call(func, args, kwargs or {})
 
 
 class SplitWeightGuard:

@@ -66,6 +66,8 @@ class WeightReductions:
         if math.isinf(order):
             sign = 1 if order > 0 else -1
             return self._extreme(local.abs(), sign)
+        if order == 0:
+            return self._sum(local.ne(0).to(torch.float64), weight).to(local.dtype)
         powers = local.abs() ** order
         total = self._sum(powers.detach(), weight) ** (1.0 / order)
         # d norm / d x = |x|^(p-1) sign(x) / norm^(p-1), which is 0 at 0
@@ -117,9 +119,11 @@ class WeightReductions:
         """Returns the maximum, or with a sign of -1 the minimum, of all ranks' parts (n_local, ...) of a tensor."""
         signed = sign * local.detach().to(torch.float64)
         largest = signed.amax() if signed.numel() else signed.new_tensor(-math.inf)
-        largest = largest.reshape(1)
-        self._world.all_reduce_max(largest).wait()
-        result = (sign * largest[0]).to(local.dtype)
+        # A maximum over ranks may drop what is no number, and one device doesn't.
+        is_nan = largest.isnan()
+        maxima = torch.stack([largest.masked_fill(is_nan, -math.inf), is_nan.to(largest.dtype)])
+        self._world.all_reduce_max(maxima).wait()
+        result = (sign * maxima[0]).masked_fill(maxima[1] > 0, math.nan).to(local.dtype)
         refusal = "a maximum or minimum over a weight that ranks share has no gradient here: read it under no_grad()"
         return _with_local_gradient(local.sum(), result, refusal)
 

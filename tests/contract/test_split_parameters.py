@@ -18,11 +18,21 @@ from tests.own_models import equal, gpt2, mixtral, output, plain_model, rows, wo
 from tests.ranks.group import run_ranks
 from tests.tiers import further
 
+
+def spoiled(part: torch.Tensor) -> torch.Tensor:
+    """Returns a weight's values with one that is no number, on one rank of those that have a part of it."""
+    values = part.detach().clone()
+    values[0] = float("nan")
+    return values
+
+
 READ: dict[str, Callable[[Any], Any]] = {
     "norm": lambda p: p.norm(),
     "norm of order 1": lambda p: torch.norm(p, p=1),
     "norm of order 3": lambda p: torch.linalg.vector_norm(p.detach(), 3),
     "frobenius": lambda p: torch.linalg.norm(p),
+    "norm of order 0": lambda p: torch.linalg.vector_norm(p, 0),
+    "not a number": lambda p: spoiled(p).max().isnan() & spoiled(p).norm(float("inf")).isnan(),
     "norm of all": lambda p: torch._foreach_norm([p.data])[0],
     "largest": lambda p: p.detach().abs().max(),
     "smallest": lambda p: p.amin(),
