@@ -63,22 +63,29 @@ def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
     return tuple(found.values())
 
 
-class _MetaWatch(TorchDispatchMode):
-    """Collects the shapes of parameters without values that operators read."""
+class _StrayWatch(TorchDispatchMode):
+    """Collects the shapes of parameters that operators read and a module doesn't hold.
 
-    def __init__(self) -> None:
+    Args:
+        module: whose forward is watched.
+        with_values: whether parameters with values count too. A frozen model that its owner hides in a list has them.
+    """
+
+    def __init__(self, module: nn.Module, with_values: bool) -> None:
         super().__init__()
+        self._held, self._with_values = {id(parameter) for parameter in module.parameters()}, with_values
         self.shapes: list[torch.Size] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator."""
         for leaf in tree_leaves((args, kwargs or {})):
-            if isinstance(leaf, nn.Parameter) and leaf.is_meta:
+            is_stray = isinstance(leaf, nn.Parameter) and id(leaf) not in self._held
+            if is_stray and (leaf.is_meta or self._with_values):
                 self.shapes.append(leaf.shape)
         return func(*args, **(kwargs or {}))
 
 
-def refuse_replaced_weights(clone: Clone, length: int, model: str) -> None:
+def refuse_replaced_weights(clone: Clone, length: int, model: str, has_failed: bool = False) -> None:
     """Refuses a model whose forward reads a parameter that was replaced as its weights got their values.
 
     The model is made on the meta device, and a parameter with values takes the place of each. A list or a closure that
@@ -88,13 +95,15 @@ def refuse_replaced_weights(clone: Clone, length: int, model: str) -> None:
         clone: of the model, with values; it stays unchanged.
         length: tokens of a row.
         model: its name for the message.
+        has_failed: whether its forward doesn't run: a parameter of its own values and type may be why.
 
     Raises:
         ConfigError: with weights of that shape, and the nearest that works.
     """
-    watch = _MetaWatch()
+    module = duplicate_module(clone.module)
+    watch = _StrayWatch(module, has_failed)
     with contextlib.suppress(Exception), torch.no_grad(), watch:
-        clone.run(ROWS, duplicate_module(clone.module), tokens=length)
+        clone.run(ROWS, module, tokens=length)
     if not watch.shapes:
         return
     shape = watch.shapes[0]
