@@ -115,6 +115,15 @@ def refuse_replaced_weights(clone: Clone, length: int, model: str, has_failed: b
     )
 
 
+def unreadable_sharding(clone: Clone, length: int, model: str, error: Exception) -> ConfigError:
+    """Returns the refusal of a model whose clone doesn't run, by weights that it reads from elsewhere if it does so."""
+    try:
+        refuse_replaced_weights(clone, length, model, has_failed=True)
+    except ConfigError as refusal:
+        return refusal
+    return ConfigError(f"model '{model}': its sharding can't be read, since a small clone doesn't run: {error}")
+
+
 class ReadWatch(TorchDispatchMode):
     """Tells the reads of layers' weights while their layers aren't running.
 

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from meshwright.autograd_helper import computed_by_helper
-from meshwright.errors import ConfigError
 from meshwright.models.analysis.clone import ROWS, TOKENS, Clone, make_clone, train_frozen_layers, with_objective
 from meshwright.models.analysis.evidence import GroupEvidence, LayerEvidence, ModelTrial, ShardingEvidence, SplitTrial
 from meshwright.models.analysis.groups import find_groups, matrix_names
 from meshwright.models.analysis.objective import Objective
-from meshwright.models.analysis.outside_reads import refuse_replaced_weights
+from meshwright.models.analysis.outside_reads import unreadable_sharding
 from meshwright.models.analysis.rehearsal import rehearse_layer, rehearse_model
 from meshwright.models.analysis.rescale import rescale_group
 from meshwright.models.analysis.saved_tensors import SavedCounts, count_saved_tensors, saves_after_sums
@@ -88,10 +87,7 @@ def analyse_sharding(
     try:
         layer_traces = trace_layers(False)
     except Exception as error:
-        refuse_replaced_weights(clone, TOKENS, built.config.name, has_failed=True)
-        raise ConfigError(
-            f"model '{built.config.name}': its sharding can't be read, since a small clone doesn't run: {error}"
-        ) from error
+        raise unreadable_sharding(clone, TOKENS, built.config.name, error) from error
     saved_counts = count_saved_tensors(modules, lambda: clone.run(documents=True))
     read_by_kind: dict[Hashable, tuple[LayerSharding, LayerEvidence]] = {}
     layers: dict[str, LayerSharding] = {}
