@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from meshwright.cli.main import main
 from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.recipe import MigratedRecipe, migrate
 from meshwright.jobs.migrate.shell import read_script
+from meshwright.models.build import build_meta
 
 SCRIPT = "python pretrain_gpt.py --lr 1e-3 --micro-batch-size 1 "
 
@@ -46,6 +49,10 @@ def test_megatrons_defaults_hold(tmp_path: Path) -> None:
     assert (model.kv_heads, model.ffn, model.overrides) == (1, 640, {"rms_norm_eps": 1e-5})
     missing = "\n".join(recipe.missing)
     assert "position-embedding-type: not given, which is learned_absolute there" in missing
+    assert "hidden-dropout: not given, which is 0.1 there; llama has no dropout" in missing
+    assert "attention-dropout: not given" in missing and "initial weights: " in missing
+    none = migrated(tmp_path, ".sh", SCRIPT + sizes + "--swiglu --hidden-dropout 0 --attention-dropout 0.0")
+    assert "dropout" not in "\n".join(none.missing)
     assert "disable-bias-linear: not given" in missing and "normalization: not given" not in missing
     rest = "--swiglu --num-experts 4 --num-query-groups 2 --use-rotary-position-embeddings --ffn-hidden-size 512 "
     recipe = migrated(tmp_path, ".sh", SCRIPT + sizes + rest + "--moe-ffn-hidden-size 448")
@@ -182,3 +189,26 @@ def test_schedules_keep_their_shape(tmp_path: Path) -> None:
     piped = "pipeline_parallel_degree = 2\nnum_pp_microbatches = 3"
     with pytest.raises(ConfigError, match="8 rows don't divide over 6 micro-batches"):
         migrated(tmp_path, ".toml", f"[training]\nlocal_batch_size = 4\n[parallelism]\n{piped}")
+
+
+def test_torchtitans_flavors_bring_their_blocks(tmp_path: Path) -> None:
+    """Bases of rotary positions, their scaling, epsilon and tied heads are other numbers in Hugging Face's defaults."""
+
+    def built(suffix: str, text: str) -> Any:
+        recipe = migrated(tmp_path, suffix, text)
+        assert any(line.startswith("initial weights: ") for line in recipe.missing)
+        return build_meta(dataclasses.replace(recipe.config.model, layers=1)).module.config
+
+    llama = built(".toml", '[model]\nname = "llama3"\nflavor = "8B"')
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    assert llama.rope_parameters == rope | {"original_max_position_embeddings": 8192}
+    assert (llama.rms_norm_eps, llama.tie_word_embeddings) == (1e-5, False)
+    assert "model.overrides.rope_parameters: positions are scaled" in "\n".join(
+        migrated(tmp_path, ".toml", '[model]\nname = "llama3"\nflavor = "8B"').missing
+    )
+    qwen = built(".toml", '[model]\nname = "qwen3"\nflavor = "0.6B"')
+    assert qwen.rope_parameters == {"rope_type": "default", "rope_theta": 1e6}
+    assert (qwen.rms_norm_eps, qwen.head_dim, qwen.tie_word_embeddings) == (1e-6, 128, True)
+    of_function = built(".txt", "--module qwen3\n--config qwen3_0_6b")
+    assert of_function.to_dict() == qwen.to_dict()
+    assert not built(".toml", '[model]\nname = "qwen3"\nflavor = "8B"').tie_word_embeddings

@@ -288,6 +288,12 @@ def _read_model(config: Migration) -> None:
     hidden, attention = config.number("hidden-dropout"), config.number("attention-dropout")
     dropouts = ("hidden-dropout", "attention-dropout")
     if gated:
+        absent = [key for key, value in zip(dropouts, (hidden, attention), strict=True) if value is None]
+        config.missing.extend(f"{key}: not given, which is 0.1 there; {name} has no dropout" for key in absent)
+        config.missing.append(
+            "initial weights: Megatron's projections back to the stream begin sqrt(2 layers) times smaller; here all "
+            "begin with one deviation"
+        )
         if hidden or attention:
             config.leave(f"{name} has no dropout", *dropouts)
         else:

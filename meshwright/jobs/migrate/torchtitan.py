@@ -5,12 +5,10 @@ Source: torchtitan b5bcd76 (config/configs.py, components/optimizer), and the tr
 
 from __future__ import annotations
 
-from types import MappingProxyType
-
 from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
+from meshwright.jobs.migrate.torchtitan_model import read_torchtitan_model
 from meshwright.planner.emit import TORCHTITAN_SCHEDULES
-from meshwright.planner.presets import presets
 from meshwright.spec.layout import DEFAULT_SCHEDULE
 
 _P, _T, _AC = "parallelism.", "training.", "activation_checkpoint."
@@ -172,13 +170,6 @@ TORCHTITAN = Foreign(
         "lr_scheduler.decay_type": "`schedule.shape`; sqrt is left out",
     },
 )
-FLAVORS = MappingProxyType({"llama3": "llama-3", "qwen3": "qwen3", "deepseek_v3": "deepseek-v3"})
-"""Names of our presets begin so, where torchtitan's model has this name and a flavor follows."""
-
-_FUNCTION = (
-    "a function of torchtitan's Python has what these flags don't say (steps, rates, lengths, degrees), which stands "
-    "here at torchtitan's defaults; set it, or give what --debug.save_config_file writes"
-)
 
 
 def read_torchtitan(config: Migration, path: str) -> None:
@@ -202,7 +193,7 @@ def read_torchtitan(config: Migration, path: str) -> None:
             if _P + key in config.values:
                 raise ConfigError(f"{name} and {_P}{key} are one setting; leave one of them")
             config.values[_P + key] = config.values.pop(name)
-    layers = _read_model(config)
+    layers = read_torchtitan_model(config)
     readers, shard, pp = _read_degrees(config, path)
     if shard > 1:
         reshard = config.word(f"{_P}fsdp_reshard_after_forward")
@@ -372,26 +363,3 @@ def _read_warmup(config: Migration) -> None:
     if isinstance(steps, int) and isinstance(warmup, int) and warmup > steps:
         config.take(name)
         config.set("schedule.warmup", steps, name, why="torchtitan shortens a warm-up to its steps")
-
-
-def _read_model(config: Migration) -> int:
-    """Answers the model where its sizes are public; returns its layers, 0 where they aren't known."""
-    if str(config.values.get("model.name", "")).startswith("flux"):
-        raise ConfigError("model.name = flux makes images; causal language models are trained here")
-    module, function = (str(config.take(key) or "") for key in ("module", "config"))
-    config.leave(_FUNCTION, "config")
-    config.leave("its Python isn't brought along", "module")
-    name, flavor = (str(config.values.get(f"model.{key}", "")) for key in ("name", "flavor"))
-    if function.startswith(f"{module}_") and not name:
-        name, flavor = module, function.removeprefix(f"{module}_")
-    preset = presets().get(f"{FLAVORS.get(name.lower(), '?')}-{flavor.lower()}")
-    if preset is None or not preset.sizes.gated or preset.sizes.latent or preset.sizes.experts:
-        return 0
-    config.take("model.name"), config.take("model.flavor")
-    sizes = preset.sizes
-    keys = ("model.name", "model.flavor", "config")
-    config.set("model.name", "llama" if name.lower() == "llama3" else name.lower(), *keys)
-    for field in ("layers", "width", "heads", "kv_heads", "ffn", "vocab"):
-        if getattr(sizes, field):
-            config.set(f"model.{field}", getattr(sizes, field), *keys)
-    return sizes.layers
