@@ -9,7 +9,7 @@ from pathlib import Path
 from meshwright.errors import ConfigError, LaunchError
 from meshwright.jobs.run_control import run_status
 from meshwright.json_types import JsonObject
-from meshwright.monitor.rundir import read_run
+from meshwright.monitor.rundir import RunFiles, read_run
 from meshwright.resilience.drain_requests import DrainRequest, read_requests, withdraw_request, write_request
 
 _POLL_S = 0.3
@@ -50,16 +50,20 @@ def drain(run_dir: Path, request: DrainRequest, back: bool, limit_s: float) -> D
         limit_s: seconds to wait for the answer.
 
     Raises:
-        ConfigError: when the directory holds no run, it can't be written, or nothing was asked before.
+        ConfigError: when the directory holds no run, it can't be written, nothing was asked before, or a run that isn't
+            under way never had the node or device.
         LaunchError: when the run refuses, or doesn't answer in time. A refused request is withdrawn.
     """
     state = run_status(run_dir).state
-    recovery = read_run(run_dir).config.get("recovery")
+    files = read_run(run_dir)
+    recovery = files.config.get("recovery")
     if isinstance(recovery, dict) and recovery.get("enabled") is False:
         raise ConfigError(
             f"{run_dir} runs with recovery.enabled = false: nobody would start its ranks again; cancel it"
         )
     before = time.time()
+    if not back and state not in _LIVE:
+        _check_recorded(files, request)
     if back:
         if not withdraw_request(run_dir, request):
             raise ConfigError(f"{_name(request)} of {run_dir} isn't drained; meshwright drain {run_dir} lists what is")
@@ -84,6 +88,28 @@ def drain(run_dir: Path, request: DrainRequest, back: bool, limit_s: float) -> D
                 return DrainAnswer(text="the run ended meanwhile", step=None)
         time.sleep(_POLL_S)
     raise LaunchError(f"{run_dir} didn't answer within {limit_s:g} s; the request stands, --undo withdraws it")
+
+
+def _check_recorded(files: RunFiles, request: DrainRequest) -> None:
+    """Refuses what a run that isn't under way never had; a live run answers for itself.
+
+    Raises:
+        ConfigError: for a node without an event, or a device beyond those of its node.
+    """
+    ranks = {event.get("node"): event.get("ranks") for event in files.of_kind("node_ready")}
+    nodes = {*ranks, *(event.get("node") for event in files.of_kind("leading"))}
+    nodes = {node for node in nodes if isinstance(node, int)}
+    if not nodes and not files.of_kind("rank_started"):
+        return  # It never started, so no file says which nodes it will have.
+    nodes = nodes or {0}
+    if request.node not in nodes:
+        numbers = ", ".join(map(str, sorted(nodes)))
+        raise ConfigError(f"node {request.node} was never part of {files.path}; its nodes were {numbers}")
+    devices = ranks.get(request.node, files.config.get("devices"))
+    if request.device is not None and isinstance(devices, int) and 0 < devices <= request.device:
+        raise ConfigError(
+            f"{_name(request)} was never part of {files.path}; the highest device it can have is {devices - 1}"
+        )
 
 
 def _answers(event: JsonObject, request: DrainRequest, back: bool) -> bool:

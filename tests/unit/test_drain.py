@@ -186,6 +186,28 @@ def test_a_run_that_nobody_would_start_again_is_not_drained(tmp_path: Path, caps
     assert main(["drain", str(run), "--device", "2"]) == 2 and "recovery.enabled" in capsys.readouterr().err
 
 
+def test_an_ended_run_is_not_asked_to_do_without_what_it_never_had(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run without an event has told nobody of its nodes, so it holds any request until its start."""
+    run = make_run(tmp_path / "run", 3)
+    (run / "config.toml").write_text(f"devices = 4\n{(run / 'config.toml').read_text()}")
+    assert main(["drain", str(run), "--node", "7"]) == 2
+    assert "node 7 was never part of" in capsys.readouterr().err
+    assert main(["drain", str(run), "--device", "4"]) == 2
+    assert "the highest device it can have is 3" in capsys.readouterr().err
+    assert main(["drain", str(run), "--device", "3"]) == 0 and main(["drain", str(run), "--node", "0"]) == 0
+    found = [{"kind": "leading", "node": 0}, {"kind": "node_ready", "node": 2, "ranks": 1}, {"kind": "node_ready"}]
+    with (run / "events.jsonl").open("a") as file:
+        file.writelines(f"{json.dumps(event)}\n" for event in found)
+    assert main(["drain", str(run), "--node", "1"]) == 2 and "its nodes were 0, 2" in capsys.readouterr().err
+    assert main(["drain", str(run), "--node", "2", "--device", "1"]) == 2
+    assert main(["drain", str(run), "--node", "2"]) == 0
+    assert [(one.node, one.device) for one in read_requests(run)] == [(0, None), (0, 3), (2, None)]
+    (run / "events.jsonl").unlink()
+    assert main(["drain", str(run), "--node", "7"]) == 0
+
+
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Callable[..., Running]]:
     """Starts runs that last until they are cancelled."""
