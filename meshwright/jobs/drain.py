@@ -97,8 +97,8 @@ def _check_recorded(files: RunFiles, request: DrainRequest) -> None:
         ConfigError: for a node without an event, or a device beyond those of its node.
     """
     ranks = {event.get("node"): event.get("ranks") for event in files.of_kind("node_ready")}
-    nodes = {*ranks, *(event.get("node") for event in files.of_kind("leading"))}
-    nodes = {node for node in nodes if isinstance(node, int)}
+    found = (*ranks, *(event.get("node") for event in files.of_kind("leading")))
+    nodes = {node for node in found if isinstance(node, int)}
     if not nodes and not files.of_kind("rank_started"):
         return  # It never started, so no file says which nodes it will have.
     nodes = nodes or {0}

@@ -40,6 +40,7 @@ from meshwright.planner.measured_price import (
 from meshwright.planner.preset_bytes import CountedPreset
 from meshwright.planner.presets import presets
 from meshwright.planner.scaling import Point, best_size, curve, knee, replan, sizes
+from meshwright.planner.size_text import parse_sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
@@ -188,9 +189,10 @@ def model_of_sizes(text: str) -> PlannableModel:
         text: ``name=value`` of the sizes, separated by commas; layers, width, heads and vocab are needed.
 
     Raises:
-        ConfigError: for a size that isn't known, isn't a number, or is missing.
+        ConfigError: for a size that isn't known, isn't a number, is missing or given twice.
+        PlanError: for sizes that contradict each other.
     """
-    return PlannableModel(shape=shape_from_sizes(_parse_sizes(text)))
+    return PlannableModel(shape=shape_from_sizes(parse_sizes(text)))
 
 
 def model_name(text: str) -> str:
@@ -352,29 +354,6 @@ def read_cluster(config: PlanConfig) -> Cluster:
         devices = found_devices(int(config.devices) if config.devices.isdigit() else None)
         cluster = cluster_of_machines(Machines(devices=devices, ranks=devices.count))
     return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
-
-
-def _parse_sizes(text: str) -> TableSizes:
-    field_types = {item.name: str(item.type) for item in dataclasses.fields(TableSizes) if item.name != "latent"}
-    values: dict[str, Any] = {"name": "sizes"}
-    for assignment in (assignment.strip() for assignment in text.split(",") if assignment.strip()):
-        key, equals, value = assignment.partition("=")
-        if key not in field_types or not equals:
-            raise ConfigError(
-                f"sizes: '{assignment}' is unknown{nearest(key, field_types)}; write layers=96,width=12288,..."
-            )
-        if "bool" in field_types[key]:
-            values[key] = value.lower() in ("true", "1", "yes")
-        elif field_types[key] == "str":
-            values[key] = value
-        elif value.isdigit():
-            values[key] = int(value)
-        else:
-            raise ConfigError(f"sizes: {key}={value} is not a whole number")
-    missing = [key for key in ("layers", "width", "heads", "vocab") if key not in values]
-    if missing:
-        raise ConfigError(f"sizes: {', '.join(missing)} missing; a model needs layers, width, heads and vocab")
-    return TableSizes(**values)
 
 
 def _parse_limits(config: PlanConfig) -> dict[str, object]:

@@ -17,6 +17,7 @@ from meshwright.jobs.plan_model import model_of_sizes
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes
 from meshwright.planner.presets import presets
+from meshwright.planner.size_text import TRUTHS
 from meshwright.spec.layout import PRECISIONS
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
@@ -42,6 +43,8 @@ MOST_DEVICES = 16384
 """Largest cluster."""
 SIZES = tuple(list(BOUNDS)[2:-2])
 """The numbers that are sizes of the model."""
+_OF_EXPERTS = ("active_experts", "expert_ffn", "shared_ffn", "dense_layers")
+"""Sizes without a meaning where there are no experts."""
 NETWORKS = ("infiniband-", "roce-", "ethernet-", "efa-", "slingshot-", "omnipath-")
 """Beginnings of the names of links between nodes."""
 _SWITCHES = (("gated", "true"), ("tied", "false"))
@@ -121,8 +124,9 @@ class PlanQuestion(Config):
                 f"experts = {self.experts}: active_experts = {self.active_experts} must be from 1 to as many, and "
                 f"expert_ffn = {self.expert_ffn} above 0"
             )
-        if self.dense_layers > self.layers:
-            raise ConfigError(f"dense_layers = {self.dense_layers} of {self.layers} layers")
+        if self.dense_layers > self.layers - bool(self.experts):
+            left = " leave none for the experts; give fewer" if self.experts else ""
+            raise ConfigError(f"dense_layers = {self.dense_layers} of {self.layers} layers{left}")
 
     @property
     def node_devices(self) -> int:
@@ -168,7 +172,8 @@ class PlanQuestion(Config):
 
     def _sizes_text(self) -> str:
         needed = ("layers", "width", "heads", "vocab")
-        sizes = [(name, getattr(self, name)) for name in SIZES]
+        # Of a dense model the fields of experts mean nothing.
+        sizes = [(name, getattr(self, name)) for name in SIZES if self.experts or name not in _OF_EXPERTS]
         pairs = [f"{name}={value}" for name, value in sizes if value or name in needed]
         pairs += [f"{name}={str(getattr(self, name)).lower()}" for name in ("gated", "tied")]
         return ",".join(pairs)
@@ -219,8 +224,7 @@ def _fields_of_sizes(text: str) -> dict[str, object]:
         known = ", ".join((*SIZES, "gated", "tied"))
         raise ConfigError(f"sizes: the page of --serve has no {unknown[0]}; it has {known}")
     fields: dict[str, object] = {name: int(pairs.get(name, 0)) for name in SIZES}
-    truths = ("true", "1", "yes")
-    return fields | {name: pairs.get(name, default).lower() in truths for name, default in _SWITCHES}
+    return fields | {name: TRUTHS[pairs.get(name, default).lower()] for name, default in _SWITCHES}
 
 
 def _fields_of_cluster(text: str) -> dict[str, object]:

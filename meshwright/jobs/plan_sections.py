@@ -92,14 +92,14 @@ def _headline(result: PlanResult) -> list[Markup]:
 
 
 def _summary_tiles(result: PlanResult, best: JsonObject) -> Markup:
-    question, choice = result.question, result.choice
+    question, choice, job = result.question, result.choice, result.question.job
     index, device_bytes = question.tightest_stage(choice.best[0])
     needed_bytes = choice.best[0].price.stages[index].peak
     interval = step_interval(best)
     expected = f"{' to '.join(map(format_seconds, interval))}" if interval else "predicted"
     peak_tflops = best["tflops_per_device"] / best["mfu"]
     # A device without units for a precision computes it in another one.
-    dtype = question.cluster.device.computes_in(result.layout.precision)
+    dtype = question.cluster.device.computes_in(job.dtype)
     entries = [
         ("a step", format_seconds(best["price"]["step_s"]), expected),
         ("tokens a second", format_count(best["tokens_per_s"]), f"on {question.cluster.devices} devices"),

@@ -83,10 +83,13 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
         sizes: of the model.
 
     Raises:
-        PlanError: when heads don't divide the width and no head size is given, or a size is missing.
+        PlanError: when heads don't divide the width and no head size is given, a size is missing, or sizes of keys or
+            experts contradict each other.
     """
     if min(sizes.layers, sizes.width, sizes.heads, sizes.vocab) < 1:
         raise PlanError(f"{sizes.name}: layers, width, heads and vocab must be above 0")
+    _check_heads(sizes)
+    _check_experts(sizes)
     _check_groups(sizes)
     dense_block, expert_block = _block(sizes, False, 0), _block(sizes, True, 0)
     windowed_block = {True: _block(sizes, True, sizes.window), False: _block(sizes, False, sizes.window)}
@@ -121,6 +124,38 @@ def shape_from_sizes(sizes: TableSizes) -> ModelShape:
         positions=sizes.positions,
         blocks=tuple(blocks),
     )
+
+
+def _check_heads(sizes: TableSizes) -> None:
+    """Refuses heads of keys that the heads can't share out evenly."""
+    if sizes.kv_heads and sizes.heads % sizes.kv_heads:
+        divisor = max(count for count in range(1, sizes.kv_heads + 1) if sizes.heads % count == 0)
+        raise PlanError(
+            f"{sizes.name}: kv_heads={sizes.kv_heads} don't divide heads={sizes.heads}: equally many share one; "
+            f"nearest that works: kv_heads={divisor}"
+        )
+
+
+def _check_experts(sizes: TableSizes) -> None:
+    """Refuses sizes of experts that are incomplete, or that no layer would have."""
+    if not sizes.experts:
+        unused = ("active_experts", "expert_ffn", "shared_ffn", "dense_layers")
+        if name := next((name for name in unused if getattr(sizes, name)), ""):
+            raise PlanError(
+                f"{sizes.name}: {name}={getattr(sizes, name)} is of a model with experts, and experts isn't given; "
+                "give experts, or leave it out"
+            )
+        return
+    if not (1 <= sizes.active_experts <= sizes.experts and sizes.expert_ffn > 0):
+        raise PlanError(
+            f"{sizes.name}: experts={sizes.experts} need active_experts, those that a token visits, from 1 to as many, "
+            f"and expert_ffn above 0; given are active_experts={sizes.active_experts}, expert_ffn={sizes.expert_ffn}"
+        )
+    if sizes.dense_layers >= sizes.layers:
+        raise PlanError(
+            f"{sizes.name}: dense_layers={sizes.dense_layers} of {sizes.layers} layers leave none for the experts; "
+            f"give up to {sizes.layers - 1}, or leave experts out"
+        )
 
 
 def _check_groups(sizes: TableSizes) -> None:

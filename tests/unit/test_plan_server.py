@@ -29,6 +29,7 @@ from meshwright.jobs.plan_server import PlanServer
 from meshwright.jobs.plan_worker import answer_line
 from meshwright.jobs.requests import PlanConfig
 from meshwright.monitor import guarded_server
+from meshwright.spec.layout import PRECISIONS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 0, "ffn": 0, "vocab": 32000, "batch": 16, "sequence": 512}
@@ -186,6 +187,10 @@ def test_what_is_no_question_is_refused_in_a_sentence_before_anything_is_searche
         (good | {"question": {"nodes": 4096}}, "32768 devices"),
         (good | {"question": {"experts": 8}}, "active_experts"),
         (good | {"question": {"dense_layers": 64}}, "dense_layers"),
+        (
+            good | {"question": {"experts": 8, "active_experts": 2, "expert_ffn": 64, "dense_layers": 32}},
+            "leave none for the experts",
+        ),
         (good | {"page": "x" * 5000}, "4096 bytes"),
     ]
     bodies += [(good | {"question": {name: most + 1}}, name) for name, (_, most) in BOUNDS.items()]
@@ -328,6 +333,19 @@ def test_what_fits_nowhere_is_said(real: Site) -> None:
     odd = real.plan(width=1000, heads=3, kv_heads=0)
     assert odd.status == 422 and "3 heads" in odd.text
     assert "refused" in answer_line(json.dumps({"kind": "plan", "question": {"layers": 0}}))
+
+
+def test_every_precision_of_the_form_is_planned(real: Site) -> None:
+    for precision in PRECISIONS:
+        answer = real.plan(**SMALL, nodes=1, precision=precision)
+        assert answer.status == 200 and "TFLOP/s, dense" in answer.text, answer.text
+
+
+def test_fields_of_experts_mean_nothing_of_a_dense_model(real: Site) -> None:
+    """A field may keep its number while the number of experts is set to 0."""
+    question = PlanQuestion(active_experts=2, expert_ffn=64, shared_ffn=64, dense_layers=1)
+    assert question.command() == PlanQuestion().command()
+    assert real.plan(**SMALL, nodes=1, active_experts=2).status == 200
 
 
 def test_a_question_is_the_commands() -> None:

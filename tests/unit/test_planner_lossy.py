@@ -200,7 +200,9 @@ def test_sums_in_low_rank_cost_their_bytes_and_what_is_owed() -> None:
 
 
 MIXTURE = shape_from_sizes(
-    TableSizes(name="mixture", layers=4, width=1024, heads=16, vocab=32000, experts=16, active_experts=2)
+    TableSizes(
+        name="mixture", layers=4, width=1024, heads=16, vocab=32000, experts=16, active_experts=2, expert_ffn=512
+    )
 )
 ROUTED = PricedJob(shape=MIXTURE, sequence=512, rows=64, precision="bf16")
 FLOAT8 = ",compress_tokens=fp8"
