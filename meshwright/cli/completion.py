@@ -97,7 +97,8 @@ _meshwright() {{
     COMPREPLY=($(compgen -W "{" ".join(flags)}" -- "$current"))
     return
   fi
-  case "$verb:$previous" in
+  # A flag that takes true or false may stand without either.
+  [[ "$current" == -* ]] || case "$verb:$previous" in
 {value_cases}
   esac
   if [ -n "$words" ]; then
@@ -119,7 +120,9 @@ complete -o filenames -F _meshwright meshwright
 
 def zsh_script(flags: dict[str, dict[str, tuple[str, ...]]]) -> str:
     """Returns the script for zsh, for a folder of ``fpath`` or to be sourced."""
-    verbs = " ".join(f"'{verb}:{_quoted(VERBS[verb])}'" for verb in flags)
+    # _describe splits at colons.
+    purposes = {verb: VERBS[verb].replace(":", "\\:") for verb in flags}
+    verbs = " ".join(f"'{verb}:{_quoted(purpose)}'" for verb, purpose in purposes.items())
     cases = "\n".join(f"    {verb}) flags=({' '.join(sorted(rows))}) ;;" for verb, rows in flags.items())
     values = {f"{verb}:{flag}": row for verb, rows in flags.items() for flag, row in rows.items() if row}
     value_cases = "\n".join(
@@ -133,7 +136,8 @@ _meshwright() {{
     _describe command verbs
     return
   fi
-  case "$words[2]:$words[CURRENT-1]" in
+  # A flag that takes true or false may stand without either.
+  [[ "$words[CURRENT]" == -* ]] || case "$words[2]:$words[CURRENT-1]" in
 {value_cases}
   esac
   case "$words[2]" in
@@ -167,4 +171,4 @@ def fish_script(flags: dict[str, dict[str, tuple[str, ...]]]) -> str:
 
 def _quoted(text: str) -> str:
     """Returns a text for single quotes of a shell."""
-    return text.replace("'", "'\\''").replace(":", "\\:")
+    return text.replace("'", "'\\''")

@@ -29,7 +29,7 @@ def check_launcher(on: str | None, hostfile: str | None, nodes: NodeOptions | No
     if on is None:
         return
     if on not in LAUNCHERS:
-        raise ConfigError(f"--on {on} is unknown{nearest(on, LAUNCHERS)}; known: {', '.join(LAUNCHERS)}")
+        raise ConfigError(f"--on {on} is unknown{nearest(on, LAUNCHERS)}")
     if (on == "ssh") != (hostfile is not None):
         raise ConfigError("--on ssh and --hostfile HOSTS belong together: give both, or neither")
     if on in ("slurm", "kubernetes", "ray") and nodes is not None:

@@ -125,21 +125,25 @@ def read_slots(path: Path) -> list[int]:
     """Returns the ranks of each host of a hostfile.
 
     Raises:
-        ClusterError: when it can't be read, or names no host.
+        ClusterError: when it can't be read, names no host, or one twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ClusterError(f"the hostfile {path} can't be read: {error}; give a text file of 'host slots=8'") from None
-    slots = []
+    slots: dict[str, int] = {}
     for line_number, line in enumerate(lines, start=1):
         # Comments and blank lines are allowed.
         text = line.partition("#")[0].strip()
         match = _SLOTS.fullmatch(text)
         if text and (match is None or int(match[1] or 1) < 1):
             raise ClusterError(f"{path}:{line_number}: {text!r} is not a host; write it as 'host slots=8'")
-        if text and match:
-            slots.append(int(match[1] or 1))
+        if not text or match is None:
+            continue
+        host = text.split()[0]
+        if host in slots:
+            raise ClusterError(f"{path}:{line_number}: {host} is named twice; give one line with all its slots")
+        slots[host] = int(match[1] or 1)
     if not slots:
         raise ClusterError(f"the hostfile {path} names no host; write a line such as 'host slots=8' for each")
-    return slots
+    return list(slots.values())

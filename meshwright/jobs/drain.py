@@ -50,12 +50,14 @@ def drain(run_dir: Path, request: DrainRequest, back: bool, limit_s: float) -> D
         limit_s: seconds to wait for the answer.
 
     Raises:
-        ConfigError: when the directory holds no run, it can't be written, nothing was asked before, or a run that isn't
-            under way never had the node or device.
+        ConfigError: when the directory holds no run, it can't be written, nothing was asked before, a custom loop
+            recorded it, or a run that isn't under way never had the node or device.
         LaunchError: when the run refuses, or doesn't answer in time. A refused request is withdrawn.
     """
     state = run_status(run_dir).state
     files = read_run(run_dir)
+    if isinstance(files.config.get("meter"), dict):
+        raise ConfigError(f"{run_dir} is what a custom loop recorded; the ranks of such a loop are its own to stop")
     recovery = files.config.get("recovery")
     if isinstance(recovery, dict) and recovery.get("enabled") is False:
         raise ConfigError(

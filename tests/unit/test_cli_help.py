@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from meshwright.cli.arguments import SHORT
-from meshwright.cli.completion import SHELLS, flags_by_verb
+from meshwright.cli.completion import SHELLS, fish_script, flags_by_verb, zsh_script
 from meshwright.cli.help import PAGES
 from meshwright.cli.main import VERBS, main
 from meshwright.config import Config
@@ -68,6 +68,15 @@ def test_completion_knows_every_verb_and_flag(shell: str, capsys: pytest.Capture
         assert subprocess.run([shell, "-n", str(path)], timeout=60, check=False).returncode == 0
 
 
+def test_descriptions_are_quoted_for_their_shell() -> None:
+    """Within single quotes fish reads a backslash before a colon as one; zsh's _describe needs it."""
+    flags = flags_by_verb()
+    assert "stages of a recipe: prepare, plan" in fish_script(flags) and "what a layout'\\''s ranks" in fish_script(
+        flags
+    )
+    assert "run:all stages of a recipe\\: prepare, plan" in zsh_script(flags)
+
+
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 @pytest.mark.parametrize(
     ("line", "completions"),
@@ -77,6 +86,8 @@ def test_completion_knows_every_verb_and_flag(shell: str, capsys: pytest.Capture
         ("meshwright train --model.att", ["--model.attention"]),
         ("meshwright verify --dtype float3", ["float32"]),
         ("meshwright completion z", ["zsh"]),
+        ("meshwright plan --largest --lay", ["--layout"]),
+        ("meshwright plan --largest fa", ["false"]),
     ],
 )
 def test_bash_completes(line: str, completions: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

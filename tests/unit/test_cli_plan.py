@@ -48,6 +48,13 @@ def test_what_is_asked_for_is_planned_for(capsys: pytest.CaptureFixture[str]) ->
     assert steps["--compile"] < steps["--no-compile"]
 
 
+def test_a_hostfile_names_each_host_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("alpha slots=4\nbeta slots=4  # beside it\nalpha slots=4\n")
+    assert main([*WORDS, "--hostfile", str(hosts), "--device", "h100"]) == 2
+    assert ":3: alpha is named twice" in capsys.readouterr().err
+
+
 def test_the_curve_names_its_knee(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, "--cluster", "32xh100", "--devices", "8..32", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

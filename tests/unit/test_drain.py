@@ -186,6 +186,13 @@ def test_a_run_that_nobody_would_start_again_is_not_drained(tmp_path: Path, caps
     assert main(["drain", str(run), "--device", "2"]) == 2 and "recovery.enabled" in capsys.readouterr().err
 
 
+def test_what_a_custom_loop_recorded_is_not_drained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run", 3)
+    (run / "config.toml").write_text("[meter]\nranks = 4\n")
+    assert main(["drain", str(run), "--node", "0"]) == 2
+    assert "is what a custom loop recorded" in capsys.readouterr().err and not (run / "drain").exists()
+
+
 def test_an_ended_run_is_not_asked_to_do_without_what_it_never_had(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
