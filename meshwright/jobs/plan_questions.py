@@ -106,13 +106,13 @@ def plan_budget(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         else:
             budgets.append(make_budget(solve_case(str(question.cluster), question, solve), tokens))
             continue
-        budgets += budgets_within(question, tokens, config.days, counts, solve)
+        budgets += budgets_within(question, tokens, config.days or 0.0, counts, solve)
     return BudgetResult(
         tokens=tokens,
-        days=config.days,
+        days=config.days or 0.0,
         objective=config.objective,
         budgets=tuple(budgets),
-        chosen=cheapest_budget(budgets, config.days, config.objective),
+        chosen=cheapest_budget(budgets, config.days or 0.0, config.objective),
     )
 
 
@@ -195,6 +195,8 @@ def plan_measured(config: PlanConfig, model: PlannableModel, cluster: Cluster | 
     Raises:
         ConfigError, ClusterError, PlanError: for what can't be.
     """
+    if config.measured_s is None:
+        raise ConfigError("measured_s isn't given; say how many seconds a step took, as --measured-s 6.5")
     question = question_of(config, model, cluster)
     measure = None if model.measure is None else model.measure(config.sequence, question.job.precision)
     if measure is not None:

@@ -105,7 +105,7 @@ class PlanConfig(Config):
     """File for the plan as one page."""
     tokens: str = ""
     """Tokens to train on, as ``15T``: days, device hours, dollars and energy that this takes."""
-    days: float = 0.0
+    days: float | None = None
     """With ``tokens``: days that the training may take. Finds the cheapest number of devices that meets it."""
     largest: bool = False
     """Find the largest model of the given one's family that fits: its layers and widths grow alike."""
@@ -113,7 +113,7 @@ class PlanConfig(Config):
     """Find the longest rows that fit, in as many rows."""
     what_if: str = ""
     """Plan for a changed cluster too: ``nic=2x,memory=1.5x,bandwidth=0.5x,flops=2x``."""
-    measured_s: float = 0.0
+    measured_s: float | None = None
     """Seconds of a step that were measured under ``layout``: its utilisation, and where it loses against the plan."""
     reshape: bool = False
     """Find nearby sizes of the model that use the devices better."""
@@ -136,7 +136,7 @@ class PlanConfig(Config):
             "longest": self.longest,
             "batch": self.batch == "auto",
             "what_if": bool(self.what_if),
-            "measured_s": self.measured_s > 0,
+            "measured_s": self.measured_s is not None,
             "reshape": self.reshape,
             "walls": self.walls,
             "emit": bool(self.emit),
@@ -173,9 +173,11 @@ class PlanConfig(Config):
     def _check_question(self) -> None:
         """Refuses questions that other settings don't go with."""
         question, spans = self.question, ".." in self.devices or "," in self.devices
-        if self.days < 0 or self.measured_s < 0:
-            raise ConfigError(f"days = {self.days} and measured_s = {self.measured_s} can't be below 0")
-        if self.days and not self.tokens:
+        for name, example in (("days", "--days 30"), ("measured_s", "--measured-s 6.5")):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} = {value}: write a number above 0, as {example}")
+        if self.days is not None and not self.tokens:
             raise ConfigError(f"days = {self.days} is the time for some tokens; say how many, as --tokens 15T")
         if self.tokens and not (parse_count(self.tokens) or 0) > 0:
             raise ConfigError(f"tokens = {self.tokens}: write a number above 0, as 300B or 15T")

@@ -76,11 +76,18 @@ def measure_run(
         measure: returns the model's operators; None where only its sizes are known.
 
     Raises:
-        PlanError: when the layout doesn't divide the devices or the batch.
+        PlanError: when the layout doesn't divide the devices or the batch, or no devices are that fast.
     """
     predicted = _price(question, layout, measure)
     tokens = question.job.rows * question.job.sequence
     flops = model_flops_per_s(question.job, measured_s)
+    peak_flops = data_sheet_flops(question.cluster, question.job.dtype)
+    if flops > peak_flops:
+        raise PlanError(
+            f"measured_s = {measured_s:g} is {flops / peak_flops:.0%} of the dense peak of {question.cluster} in "
+            f"{question.job.dtype}; a step of {question.job.rows} rows of {question.job.sequence} tokens takes at "
+            f"least {measured_s * flops / peak_flops:.3g} s there: give the batch and cluster that were measured"
+        )
     fits = predicted.price.peak <= question.usable_bytes
     return MeasuredRun(
         question=question,
@@ -89,7 +96,7 @@ def measure_run(
         measured_s=measured_s,
         tokens_per_s=tokens / measured_s,
         flops_per_device=flops / question.cluster.devices,
-        mfu=flops / data_sheet_flops(question.cluster, question.job.dtype),
+        mfu=flops / peak_flops,
         shortage="" if fits else memory_sentence(question, predicted),
     )
 

@@ -41,9 +41,7 @@ def parse_factors(text: str) -> dict[str, float]:
     for assignment in (item.strip() for item in text.split(",") if item.strip()):
         key, _, value = assignment.partition("=")
         if key not in FIGURES:
-            raise ClusterError(
-                f"what_if: '{key}' can't be changed{nearest(key, FIGURES)}; it takes {', '.join(FIGURES)}"
-            )
+            raise ClusterError(f"what_if: '{key}' can't be changed{nearest(key, FIGURES)}")
         try:
             factor = float(value.removesuffix("x")) if value.endswith("x") else -1.0
         except ValueError:

@@ -59,6 +59,24 @@ def test_the_cheapest_number_of_devices_is_named(capsys: pytest.CaptureFixture[s
     assert "fewest dollars a token:" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (("--tokens", "1T", "--days", "0"), "days = 0.0: write a number above 0, as --days 30"),
+        (("--layout", "microbatches=2", "--measured-s", "0"), "measured_s = 0.0: write a number above 0"),
+        (("--layout", "microbatches=2", "--measured-s", "-2"), "measured_s = -2.0: write a number above 0"),
+        (
+            ("--layout", "microbatches=2", "--measured-s", "1e-5"),
+            "of the dense peak of 1xh100 in bf16; a step of 8 rows",
+        ),
+        (("--what-if", "nick=2x"), "did you mean 'nic'?"),
+    ],
+)
+def test_what_no_run_can_be_is_refused(more: tuple[str, ...], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--cluster", "1xh100", *more]) == 2
+    assert why in capsys.readouterr().err
+
+
 def test_a_model_is_named_by_its_preset_or_its_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rest = ["--cluster", "1xh100", "--batch", "8", "--sequence", "512", "--json"]
     assert main(["plan", "--model", "smollm2-135m", *rest]) == 0

@@ -86,7 +86,7 @@ def test_the_cheapest_cluster_within_days_is_that_of_asking_one_by_one() -> None
     by_hand = []
     for kind in ("h100", "a100-80"):
         for devices in (1, 2):
-            single = dataclasses.replace(config, days=0.0, cluster=f"{devices}x{kind}")
+            single = dataclasses.replace(config, days=None, cluster=f"{devices}x{kind}")
             by_hand += [item for item in plan_budget(single, MODEL).budgets if item.days <= 2.0]
     cheapest = min(by_hand, key=lambda item: item.dollars or 0)
     assert len(by_hand) > 1
