@@ -212,3 +212,8 @@ def test_torchtitans_flavors_bring_their_blocks(tmp_path: Path) -> None:
     of_function = built(".txt", "--module qwen3\n--config qwen3_0_6b")
     assert of_function.to_dict() == qwen.to_dict()
     assert not built(".toml", '[model]\nname = "qwen3"\nflavor = "8B"').tie_word_embeddings
+
+
+def test_an_empty_file_holds_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it holds nothing; a configuration is a mapping"):
+        migrated(tmp_path, ".yaml", "# all of it is a comment\n")

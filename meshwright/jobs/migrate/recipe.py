@@ -161,7 +161,8 @@ def _read(path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
     except (ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"it is not valid {path.suffix[1:].upper() or 'text'}: {str(error)[:200]}") from None
     if not isinstance(tree, Mapping):
-        raise ConfigError(f"it holds a {type(tree).__name__}; a configuration is a mapping of keys to values")
+        held = "nothing" if tree is None else f"a {type(tree).__name__}"
+        raise ConfigError(f"it holds {held}; a configuration is a mapping of keys to values")
     if path.suffix == ".json" and is_saved_torchtitan(tree):
         return "torchtitan", saved_values(tree), None, []
     framework = {".json": "deepspeed", ".toml": "torchtitan"}.get(path.suffix, "accelerate")
