@@ -14,6 +14,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
@@ -34,8 +35,8 @@ def build(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=f"tests.objectives:{name}"), vocab=VOCAB, context=SEQUENCE)
 
 
-def prove(name: str, *texts: str) -> list[Verdict]:
-    case = Case(build=partial(build, name), batches=BATCHES[:2], recipe=OptimizerRecipe(), timeout_s=50)
+def prove(name: str, *texts: str, steps: int = 2) -> list[Verdict]:
+    case = Case(build=partial(build, name), batches=BATCHES[:steps], recipe=OptimizerRecipe(), timeout_s=50)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 
@@ -72,6 +73,24 @@ def test_buffers_that_forward_changes_are_found(name: str, moving: dict[str, boo
 )
 def test_layouts_equal_one_device(name: str, texts: tuple[str, ...]) -> None:
     assert [(v.layout, v.refused, v.worst) for v in prove(name, *texts) if not v.passed] == []
+
+
+def test_a_buffer_that_moves_twice_a_step_is_wrong_after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = prove("counting", "microbatches=2", steps=1)
+    assert good.passed and good.buffer_error == good.to_json()["buffer_error"] == 0
+    assert prove("plain", "microbatches=2", steps=1)[0].buffer_error is None
+    once = Program.forward_backward
+
+    def twice(self: Program, *args: Any, **options: Any) -> torch.Tensor:
+        sums = once(self, *args, **options)
+        self.moving_buffers.restore({name: value + 1 for name, value in self.moving_buffers.copy().items()})
+        return sums
+
+    monkeypatch.setattr(Program, "forward_backward", twice)
+    (verdict,) = prove("counting", "microbatches=2", steps=1)
+    assert verdict.outcome == "wrong" and verdict.buffer_error == 1.0
+    assert "the buffer 'blocks.0.calls', which forward changes, is off by 1.0e+00 after the last step" in verdict.wrong
+    assert "2 of 2 such buffers are, though losses, gradients and weights agree" in verdict.wrong
 
 
 def test_logits_that_a_plain_attribute_scales_are_made_by_the_model_and_not_proven() -> None:
