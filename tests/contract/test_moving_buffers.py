@@ -108,6 +108,14 @@ def test_statistics_of_several_calls_are_refused_by_name(name: str) -> None:
         assert f"its forward changes the buffer '{buffer}' by the rows that it sees" in verdict.refused
 
 
+def test_rows_that_depend_on_each_other_stay_in_one_call() -> None:
+    whole, *cut = prove("row_norm", "tp=2", "replicate=2", "microbatches=2", "pp=2,microbatches=2")
+    assert whole.passed, whole
+    for verdict in cut:
+        assert "its logits of a row depend on the other rows of the call" in verdict.refused
+        assert "computes a batch in 2 calls; nearest that works: one reader and microbatches=1" in verdict.refused
+
+
 def test_stages_of_a_model_whose_forward_changes_a_buffer_are_refused_by_name() -> None:
     reason = (
         r"changes the buffer 'blocks.0.calls' once a step, and under pp=2 .*nearest that works: shard.*in place of pp"
