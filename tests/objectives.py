@@ -248,6 +248,14 @@ class RunningNorm(Backbone):
         return self.head(self.batch(x.transpose(1, 2)).transpose(1, 2))
 
 
+class RowNorm(Backbone):
+    """Its hidden state has the batch's mean taken off, of which no buffer keeps anything."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = functional.gelu(self.hidden(tokens))
+        return self.head(x - x.mean(dim=(0, 1)))
+
+
 class WarmingLogits(Backbone):
     """Counts its calls in a buffer, and scales its logits by them."""
 
@@ -426,6 +434,10 @@ def hidden_named(vocab: int = VOCAB) -> nn.Module:
 
 def running_norm(vocab: int = VOCAB) -> nn.Module:
     return RunningNorm(vocab)
+
+
+def row_norm(vocab: int = VOCAB) -> nn.Module:
+    return RowNorm(vocab)
 
 
 def warming_logits(vocab: int = VOCAB) -> nn.Module:

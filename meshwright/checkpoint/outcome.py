@@ -12,6 +12,9 @@ from meshwright.checkpoint.folder import RefusedCheckpoint
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.json_types import JsonObject
 
+CURE = "bring one of them back, name a checkpoint.mirror that has copies, or give another --run, which begins anew"
+"""What helps a run of which no checkpoint is good."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SavedCheckpoint:

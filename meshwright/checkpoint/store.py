@@ -29,7 +29,7 @@ from meshwright.checkpoint.folder import CheckpointEntry, Folder, RefusedCheckpo
 from meshwright.checkpoint.image import copy_image
 from meshwright.checkpoint.manifest import MANIFEST, Manifest, Origin
 from meshwright.checkpoint.mirror import BEFORE_ALL, Mirror, Order, order_of
-from meshwright.checkpoint.outcome import CheckpointSearch, LoadedCheckpoint, SavedCheckpoint
+from meshwright.checkpoint.outcome import CURE, CheckpointSearch, LoadedCheckpoint, SavedCheckpoint
 from meshwright.checkpoint.snapshot import State
 from meshwright.errors import CheckpointError
 from meshwright.json_types import JsonObject
@@ -433,6 +433,6 @@ class CheckpointStore:
     def _raise_none_found(self, step: int | None, search: CheckpointSearch, required: bool) -> None:
         root_label = f"{self.root}" + (f" at step {step}" if step is not None else "")
         if search.refused:
-            raise CheckpointError(f"no checkpoint in {root_label} is good: {search.reasons()}")
+            raise CheckpointError(f"no checkpoint in {root_label} is good: {search.reasons()}; {CURE}")
         if required:
             raise CheckpointError(f"there is no checkpoint in {root_label}")

@@ -39,6 +39,8 @@ def _error_columns(verdict: Verdict) -> str:
         "norm": verdict.grad_norm_error,
         "weight": verdict.weight_error,
     }
+    if verdict.buffer_error is not None:
+        errors["buffer"] = verdict.buffer_error
     columns = []
     for kind, error in errors.items():
         # Float64 has one fixed tolerance: only other precisions have a bound for each kind.

@@ -9,6 +9,7 @@ from meshwright.checkpoint.files import find_damage
 from meshwright.checkpoint.folder import Folder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.mirror import check_mirror
+from meshwright.checkpoint.outcome import CURE
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import CheckpointError, ConfigError
@@ -25,6 +26,9 @@ from meshwright.train.fragments import check_fragments
 from meshwright.train.island_checks import check_islands
 from meshwright.train.run_config import RunConfig
 from meshwright.train.state import WEIGHTS
+
+READ_BYTES = 1 << 29
+"""Largest checkpoint whose contents are read before ranks start: half a second; larger ones the ranks read together."""
 
 
 def check_before_start(
@@ -98,9 +102,9 @@ def check_torchrun(config: RunConfig, say: Say | None) -> None:
 
 
 def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool, token_set: TokenSet) -> None:
-    """Refuses checkpoints from which ranks of a layout can't resume, by manifests and sizes of files alone.
+    """Refuses checkpoints from which ranks of a layout can't resume, by manifests, sizes and, of small ones, checksums.
 
-    Contents are read, and compared with their checksums, by the ranks.
+    Larger ones are read by the ranks, and so are those that may come from elsewhere: a mirror, or other nodes' memory.
 
     Args:
         config: of the run, whose directory has checkpoints, or none.
@@ -117,7 +121,10 @@ def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool, to
     for entry in reversed(Folder(root).entries()):
         try:
             manifest = Manifest.read(entry.path)
-            damage = (find_damage(entry.path / name, record, contents=False) for name, record in manifest.files.items())
+            is_read = not several_nodes and not config.checkpoint.mirror and manifest.size_bytes <= READ_BYTES
+            damage = (
+                find_damage(entry.path / name, record, contents=is_read) for name, record in manifest.files.items()
+            )
             if reason := next(filter(None, damage), None):
                 raise CheckpointError(reason)
         except CheckpointError as error:
@@ -127,10 +134,7 @@ def check_checkpoints(config: RunConfig, layout: Layout, several_nodes: bool, to
         _check_text(entry.path, manifest, token_set, Path(config.run))
         return
     if reasons and not several_nodes:
-        raise CheckpointError(
-            f"no checkpoint in {root} is good: {'; '.join(reasons)}; bring one of them back, name a checkpoint.mirror "
-            "that has copies, or give another --run, which begins anew"
-        )
+        raise CheckpointError(f"no checkpoint in {root} is good: {'; '.join(reasons)}; {CURE}")
 
 
 def _check_precision(path: Path, manifest: Manifest, layout: Layout) -> None:

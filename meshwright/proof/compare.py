@@ -63,6 +63,8 @@ class Verdict:
     grad_norm_error: float
     weight_error: float
     worst: Worst
+    buffer_error: float | None = None
+    """Of the buffers that forward changes, after the last step, in float64; None where none was compared."""
     bounds: Mapping[str, float] = field(default_factory=dict)
     """What ``loss``, ``gradient``, ``norm`` and ``weight`` were held against, each that of the error beside it; empty
     in float64, where all are `EXACT`."""
@@ -108,6 +110,8 @@ class Verdict:
         plain = asdict(self) | {"scope": self.scope.to_json() if self.scope else None}
         optional = ("bounds", "refused", "crashed", "wrong", "method_error", "rounding_distance", "scope")
         plain = {key: value for key, value in plain.items() if value or key not in optional}
+        if self.buffer_error is None:
+            del plain["buffer_error"]
         return {key: _finite(value) for key, value in plain.items()}
 
 
@@ -167,26 +171,29 @@ def merge_ranks(
 
     Args:
         layout: text form.
-        ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights`` (name to `Deviation`);
-            of one that sends rounded numbers ``rounding``: their ``method`` (a `Deviation`) and ``distance``, and
-            whether the layout asks for any (``expected``).
+        ranks: per rank ``loss``, ``norm`` (each a `Deviation`) and ``gradients``, ``weights``, ``buffers`` (name to
+            `Deviation`; buffers may be left out); of one that sends rounded numbers ``rounding``: their ``method`` (a
+            `Deviation`) and ``distance``, and whether the layout asks for any (``expected``).
         scope: what was proven.
         allow_whole: whether a layout passes that left whole what it was asked to split.
     """
     gradients = _by_name(rank["gradients"] for rank in ranks)
     weights = _by_name(rank["weights"] for rank in ranks)
     loss, norm = (worst_of(rank[key] for rank in ranks) for key in ("loss", "norm"))
-    deviations = [*gradients.items(), *weights.items()]
+    buffers = _by_name(rank.get("buffers", {}) for rank in ranks)
+    deviations = [*gradients.items(), *weights.items(), *buffers.items()]
     name, error = max(deviations, key=lambda item: item[1].share, default=("", Deviation(error=0.0, bound=EXACT)))
-    grad, weight = (worst_of(deviations_by_name.values()) for deviations_by_name in (gradients, weights))
+    grad, weight, buffer = (
+        worst_of(deviations_by_name.values()) for deviations_by_name in (gradients, weights, buffers)
+    )
     gaps = (loss, grad, norm, weight)
     rounding = [rank["rounding"] for rank in ranks if "rounding" in rank]
     method = worst_of(item["method"] for item in rounding)
     distance = max((item["distance"] for item in rounding), default=0.0)
     # A program that sends exact values equals one device, and isn't what the layout says.
     unrounded = any(item["expected"] for item in rounding) and distance == 0.0
-    equal = all(gap.within for gap in gaps)
-    differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights)
+    equal = all(gap.within for gap in (*gaps, buffer))
+    differs = _Difference(layout=layout, loss=loss, norm=norm, gradients=gradients, weights=weights, buffers=buffers)
     refused = unsplit_refusal(scope) if equal and scope and scope.unsplit and not allow_whole else ""
     return Verdict(
         layout=layout,
@@ -196,6 +203,7 @@ def merge_ranks(
         grad_norm_error=norm.error,
         weight_error=weight.error,
         worst=Worst(name=name, error=error.error),
+        buffer_error=buffer.error if buffers else None,
         bounds={} if differs.exact else {kind: gap.bound for kind, gap in zip(KINDS, gaps)},
         refused=refused,
         wrong=_wrong_sentence(differs, equal, method, unrounded),
@@ -216,6 +224,8 @@ class _Difference:
     """The worst of any compared step and rank, by weight."""
     weights: Mapping[str, Deviation]
     """The same after the last step."""
+    buffers: Mapping[str, Deviation]
+    """Of the buffers that forward changes, after the last step."""
 
     @property
     def exact(self) -> bool:
@@ -230,6 +240,8 @@ class _Difference:
             ("gradient", self.gradients) if self._names_off(self.gradients) else ("trained value", self.weights)
         )
         off_names = self._names_off(errors)
+        if not off_names and self.loss.within and self.norm.within:
+            return self._buffer_sentence()
         if not off_names:
             loss_text, norm_text = self._deviation_text(self.loss), self._deviation_text(self.norm)
             scalars = f"the loss is off by {loss_text} and the gradients' norm by {norm_text}"
@@ -242,6 +254,16 @@ class _Difference:
             f"{self._deviation_text(errors[worst])}, and {len(off_names)} of {len(errors)} weights are off by more "
             f"than {f'{EXACT:g}' if self.exact else 'rounding explains'}{first_off_text}; the loss is off by "
             f"{self._deviation_text(self.loss)}: {self._likely_cause(kind == 'gradient')}"
+        )
+
+    def _buffer_sentence(self) -> str:
+        off_names = self._names_off(self.buffers)
+        worst = max(off_names, key=lambda name: self.buffers[name].share)
+        return (
+            f"under {self.layout} the buffer '{worst}', which forward changes, is off by "
+            f"{self._deviation_text(self.buffers[worst])} after the last step, and {len(off_names)} of "
+            f"{len(self.buffers)} such buffers are, though losses, gradients and weights agree so far: forward changes "
+            "it more often than once a step, or by rows or tokens that the layout gives to other ranks"
         )
 
     def _deviation_text(self, gap: Deviation) -> str:

@@ -1,8 +1,8 @@
-"""What a rank under a layout compares with one device: losses, norms, and its own parts of gradients and weights."""
+"""What a rank under a layout compares with one device: losses, norms, buffers, its parts of gradients and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ class Difference:
         self.loss = self.norm = Deviation(error=0.0, bound=EXACT)
         self.gradients: dict[str, Deviation] = {}
         self.weights: dict[str, Deviation] = {}
+        self.buffers: dict[str, Deviation] = {}
 
     def outcome(self, step: int, loss: float, norm: float) -> None:
         """Compares a step's loss and gradient norm."""
@@ -85,10 +86,27 @@ class Difference:
                 )
             self.weights[weight.name] = deviation
 
+    def changed(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Compares, in float64, the buffers that forward changes after the last step.
+
+        In low precision their own bound isn't known: a wrong one shows in the steps that read it.
+
+        Args:
+            buffers: (name, buffer) pairs of this rank, of any shape.
+        """
+        expected = self._expected["buffers"] if self._rounding is None else {}
+        for name, buffer in buffers:
+            if name in expected:
+                values = expected[name].to(torch.float64)
+                error = part_error(buffer.detach().cpu(), values, largest([values]))
+                deviation = Deviation(error=error, bound=EXACT)
+                self.buffers[name] = worst_of((self.buffers.get(name, deviation), deviation))
+
     @property
     def deviations(self) -> dict[str, Any]:
         """What `compare.merge_ranks` takes of a rank."""
-        return {"loss": self.loss, "norm": self.norm, "gradients": self.gradients, "weights": self.weights}
+        by_name = {"gradients": self.gradients, "weights": self.weights, "buffers": self.buffers}
+        return {"loss": self.loss, "norm": self.norm, **by_name}
 
     def _compare_scalar(self, kind: str, step: int, measured: float) -> Deviation:
         expected = self._expected[kind]

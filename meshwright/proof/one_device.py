@@ -130,7 +130,7 @@ def _reference(
     own: list[dict[str, Any]] = [
         {"losses": truth.losses, "norms": truth.norms, "gradients": truth.gradients} for truth in truths
     ]
-    saved: dict[str, Any] = {"weights": truths[0].weights}
+    saved: dict[str, Any] = {"weights": truths[0].weights, "buffers": truths[0].buffers}
     if precision != "float64":
         del module
         for scale in SCALES if precision == "fp16" else SCALES[-1:]:

@@ -35,6 +35,8 @@ class Trace:
     """Step to every weight's gradient before clipping, for the steps that are compared."""
     weights: dict[str, torch.Tensor] = field(default_factory=dict)
     """Every weight after the last step."""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Every buffer that forward changed, of any shape, after the last step; none where a step is several calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +90,7 @@ def train_plainly(
         for parameter in module.parameters():  # buffers keep their type, as under a layout
             parameter.data = parameter.data.to(compute) if parameter.is_floating_point() else parameter.data
     module.train(training)
+    buffers_before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     generator = torch.Generator().manual_seed(shake[1])
     for step, micro_batches in enumerate(batches):
         if compute:
@@ -102,7 +105,26 @@ def train_plainly(
         trace.losses.append(loss)
         trace.norms.append(float(norm))
     trace.weights = {name: parameter.detach().clone() for name, parameter in masters.items()}
+    # Each call changes them, and under a layout a step is one call: only where that is so here too they are its equal.
+    if all(len(micro_batches) == 1 for micro_batches in batches):
+        trace.buffers = changed_buffers(module, buffers_before)
     return trace
+
+
+def changed_buffers(module: nn.Module, before: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns copies of the buffers, of any shape, that aren't what they were.
+
+    Args:
+        module: whose buffers they are.
+        before: earlier values, by name.
+    """
+    return {
+        name: buffer.detach().clone()
+        for name, buffer in module.named_buffers()
+        if name not in before
+        or buffer.shape != before[name].shape
+        or not torch.allclose(buffer, before[name], rtol=0.0, atol=0.0, equal_nan=True)
+    }
 
 
 def make_adamw(masters: Mapping[str, torch.Tensor], recipe: OptimizerRecipe) -> torch.optim.AdamW:

@@ -206,6 +206,8 @@ def _train_under_layout(
         if outer is not None:
             outer.after_step(step + 1, outcome["targets"], outcome["loss"], step + 1 == len(case.batches))
     difference.trained(program.weights, len(case.batches))
+    for stage in program.stages:
+        difference.changed(stage.module.named_buffers())
     rounding = {"method": sums.method, "distance": sums.distance, "expected": is_lossy}
     return difference.deviations | {"held": held_elements, "rounding": rounding}
 

@@ -113,6 +113,38 @@ class WeightRule:
             )
 
 
+def scalar_loss(loss: Loss) -> Loss:
+    """Returns a loss whose value is one number, a () tensor, or an error that says what it gave instead.
+
+    Args:
+        loss: of the user.
+
+    Raises:
+        DataError: by the returned function, for a value of several elements, of another type, or without a gradient.
+    """
+
+    def call(output: Any, targets: torch.Tensor) -> torch.Tensor:
+        value: Any = loss(output, targets)
+        is_tensor = isinstance(value, torch.Tensor)
+        if is_tensor and value.numel() != 1:
+            problem = f"a tensor of shape {tuple(value.shape)}, and step() trains one number"
+            cure = "a mean over rows or targets, as .mean() or reduction='mean' give it"
+        elif not is_tensor or not value.is_floating_point():
+            problem = f"a tensor of {value.dtype}" if is_tensor else f"a {type(value).__name__}"
+            problem, cure = f"{problem}, and step() trains one real number", "return the mean itself, a tensor"
+        elif torch.is_grad_enabled() and not value.requires_grad and _has_gradient(output):
+            problem, cure = "a number without a gradient", "leave out .detach(), .item() and torch.no_grad()"
+        else:
+            return value.reshape(())
+        raise DataError(f"loss: it gave {problem}; nearest that works: {cure}")
+
+    return call
+
+
+def _has_gradient(output: Any) -> bool:
+    return any(leaf.requires_grad for leaf in _tensors(output))
+
+
 def try_rules(
     loss: Loss, parts: Sequence[tuple[Any, torch.Tensor]], ignored: float, empty_rows: float
 ) -> tuple[bool, bool]:

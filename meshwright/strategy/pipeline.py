@@ -30,6 +30,7 @@ from meshwright.strategy.loss_weights import (
     mean_cross_entropy,
     mean_of_sums,
     most_unequal,
+    scalar_loss,
     try_rules,
     weighted_compute,
 )
@@ -101,7 +102,7 @@ class PipelineEngine:
         plan = as_layout(_layout_or_mesh(layout, device_mesh))
         self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
         self._model = _single_module(model, model_stages)
-        self._loss, self._optimizer_source, self._clip = loss or mean_cross_entropy, optimizer, clip
+        self._loss, self._optimizer_source, self._clip = scalar_loss(loss or mean_cross_entropy), optimizer, clip
         self._weight_rule = known_rule(loss)
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
         self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None

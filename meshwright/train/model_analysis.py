@@ -115,6 +115,12 @@ def _check_trial(trial: ForwardTrial, layout: Layout) -> None:
             f"computes depends on which rows lie in one call, and {layout} has several; use one rank and "
             "microbatches=1, or a norm without statistics of the batch"
         )
+    if trial.mixes_rows and batches > 1:
+        raise PlanError(
+            f"its logits of a row depend on the other rows of the call (experts with a capacity, a norm over the "
+            f"batch), and {layout} computes a batch in {batches} calls; nearest that works: one reader and "
+            "microbatches=1, where more ranks split the model (tp=2), or code that looks at each row by itself"
+        )
     if trial.moving and layout.degree(Mechanics.STAGES) > 1:
         raise PlanError(
             f"its forward changes the buffer '{trial.moving[0].name}' once a step, and under "

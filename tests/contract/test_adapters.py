@@ -120,6 +120,29 @@ def projected(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
     return model
 
 
+class Turned(Block):
+    """Multiplies each token by a number of its place, as attention that DoRA keeps whole does by rotary angles."""
+
+    def forward(self, x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x * places)
+
+
+class TurnedModel(Model):
+    def __init__(self, vocab: int, dropout: float) -> None:
+        super().__init__(vocab, dropout)
+        self.blocks = nn.ModuleList([Turned(dropout) for _ in range(2)])
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, places = self.embedding(tokens), torch.arange(1, tokens.shape[1] + 1, dtype=torch.float64).unsqueeze(-1)
+        for block in self.blocks:
+            x = block(x, places.to(x.dtype))
+        return self.head(x)
+
+
+def turned(vocab: int = VOCAB, dropout: float = 0.0) -> nn.Module:
+    return TurnedModel(vocab, dropout)
+
+
 def build(dropout: float, name: str = "adapted") -> BuiltModel:
     return build_meta(ModelConfig(name=f"{__name__}:{name}", dropout=dropout), vocab=VOCAB, context=CONTEXT)
 
@@ -144,6 +167,12 @@ def test_adapters_train_as_on_one_device(dropout: float) -> None:
     texts = ("tp=2", "tp=2,sequence=true,recompute=full", "cp=2,attention=heads", "shard=2,tp=2,zero=3")
     layouts = [dataclasses.replace(Layout.parse(text), precision="float64") for text in texts]
     assert [(v.layout, v.refused, v.worst) for v in verify(case, layouts) if not v.passed] == []
+
+
+def test_code_that_needs_all_tokens_is_named_where_sequence_is_refused() -> None:
+    rows = sharding_table(build(0.0, "turned")).layers["blocks.0"]
+    assert not rows.sequence
+    assert rows.sequence_refused.startswith("the code of Turned doesn't run on a part of the tokens (The size of ")
 
 
 def test_a_product_with_a_buffer_is_not_proven_and_says_why() -> None:

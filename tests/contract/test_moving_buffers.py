@@ -14,6 +14,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import materialise
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.program import Program
 from meshwright.proof.compare import Verdict
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
@@ -34,8 +35,8 @@ def build(name: str) -> BuiltModel:
     return build_meta(ModelConfig(name=f"tests.objectives:{name}"), vocab=VOCAB, context=SEQUENCE)
 
 
-def prove(name: str, *texts: str) -> list[Verdict]:
-    case = Case(build=partial(build, name), batches=BATCHES[:2], recipe=OptimizerRecipe(), timeout_s=50)
+def prove(name: str, *texts: str, steps: int = 2) -> list[Verdict]:
+    case = Case(build=partial(build, name), batches=BATCHES[:steps], recipe=OptimizerRecipe(), timeout_s=50)
     return verify(case, [Layout.parse(f"{text},precision=float64") for text in texts])
 
 
@@ -74,6 +75,24 @@ def test_layouts_equal_one_device(name: str, texts: tuple[str, ...]) -> None:
     assert [(v.layout, v.refused, v.worst) for v in prove(name, *texts) if not v.passed] == []
 
 
+def test_a_buffer_that_moves_twice_a_step_is_wrong_after_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    (good,) = prove("counting", "microbatches=2", steps=1)
+    assert good.passed and good.buffer_error == good.to_json()["buffer_error"] == 0
+    assert prove("plain", "microbatches=2", steps=1)[0].buffer_error is None
+    once = Program.forward_backward
+
+    def twice(self: Program, *args: Any, **options: Any) -> torch.Tensor:
+        sums = once(self, *args, **options)
+        self.moving_buffers.restore({name: value + 1 for name, value in self.moving_buffers.copy().items()})
+        return sums
+
+    monkeypatch.setattr(Program, "forward_backward", twice)
+    (verdict,) = prove("counting", "microbatches=2", steps=1)
+    assert verdict.outcome == "wrong" and verdict.buffer_error == 1.0
+    assert "the buffer 'blocks.0.calls', which forward changes, is off by 1.0e+00 after the last step" in verdict.wrong
+    assert "2 of 2 such buffers are, though losses, gradients and weights agree" in verdict.wrong
+
+
 def test_logits_that_a_plain_attribute_scales_are_made_by_the_model_and_not_proven() -> None:
     head = try_forward(build("plainly_warming")).head
     assert not head.name and head.refused.startswith("two calls of its forward with the same rows")
@@ -87,6 +106,14 @@ def test_statistics_of_several_calls_are_refused_by_name(name: str) -> None:
     buffer = {"running_norm": "batch.running_mean", "averaging": "blocks.0.average"}[name]
     for verdict in prove(name, "replicate=2", "microbatches=2"):
         assert f"its forward changes the buffer '{buffer}' by the rows that it sees" in verdict.refused
+
+
+def test_rows_that_depend_on_each_other_stay_in_one_call() -> None:
+    whole, *cut = prove("row_norm", "tp=2", "replicate=2", "microbatches=2", "pp=2,microbatches=2")
+    assert whole.passed, whole
+    for verdict in cut:
+        assert "its logits of a row depend on the other rows of the call" in verdict.refused
+        assert "computes a batch in 2 calls; nearest that works: one reader and microbatches=1" in verdict.refused
 
 
 def test_stages_of_a_model_whose_forward_changes_a_buffer_are_refused_by_name() -> None:

@@ -86,7 +86,7 @@ def test_a_word_that_few_batches_hold_is_left_out(name: str, chooses: bool, voca
 
 
 def test_a_trial_of_a_plain_loss_repeats_few_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may be of millions of weights: one to fit the rows, two for the labels, and two that must be equal."""
+    """Each may be of millions of weights: one to fit the rows, two for the labels, two to be equal, one row alone."""
     calls, run = [], objective_trial.author_output
 
     def counted(*args: Any) -> Any:
@@ -95,7 +95,7 @@ def test_a_trial_of_a_plain_loss_repeats_few_forwards(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(objective_trial, "author_output", counted)
     trial = inspect.unwrap(try_forward)(build(ModelConfig(name="gpt2", layers=1, width=32, heads=2)))
-    assert trial.objective.plain and not trial.head.refused and len(calls) == 5
+    assert trial.objective.plain and not trial.head.refused and len(calls) == 6
 
 
 def test_a_trial_leaves_the_seeds_of_other_devices_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.functional import logsigmoid
 
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, DataError
 from meshwright.strategy import HybridParallelStrategy
-from tests.own_models import VOCAB, mean_loss, plain_model, rows
+from tests.own_models import STEPS, VOCAB, mean_loss, plain_model, rows
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
 
@@ -120,3 +122,35 @@ def preferences_on_ranks(_rank: int) -> list[float]:
 def test_a_frozen_model_beside_the_trained_one_is_split_too() -> None:
     for losses in run_ranks(2, preferences_on_ranks):
         assert losses == pytest.approx(preferences(lambda module: module), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda out, y: functional.cross_entropy(out.flatten(0, 1), y.flatten(), reduction="none"), "shape (64,)"),
+        (lambda out, y: (mean_loss(out, y), out), "a tuple, and step() trains one real number"),
+        (lambda out, y: mean_loss(out, y).detach(), "a number without a gradient; nearest that works: leave out .det"),
+        (lambda out, y: out.argmax(dim=-1).sum(), "a tensor of torch.int64"),
+    ],
+)
+def test_a_loss_that_is_not_one_number_is_refused(loss: Callable[..., Any], words: str) -> None:
+    def train(_rank: int) -> None:
+        strategy, model = HybridParallelStrategy("pp=2"), plain_model()
+        strategy.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, microbatches=2)
+        strategy.step(rows()[0])
+
+    with pytest.raises(DataError, match=re.escape(words)):
+        run_ranks(2, train)
+
+
+def test_a_loss_of_one_element_trains_as_its_scalar() -> None:
+    def train(_rank: int) -> list[float]:
+        losses = []
+        for loss in (mean_loss, lambda out, y: mean_loss(out, y).reshape(1, 1)):
+            strategy, model = HybridParallelStrategy("pp=2"), plain_model()
+            strategy.shard(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=loss, microbatches=2)
+            losses += [strategy.step(batch) for batch in rows()]
+        return losses
+
+    for losses in run_ranks(2, train):
+        assert losses[:STEPS] == losses[STEPS:]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 import meshwright.checkpoint.files as files
+from meshwright.jobs import start_checks
 from tests.runs import call, curve, events, last_step, rows, words, write_corpus
 from tests.tiers import cases
 
@@ -25,7 +27,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def stopped(root: Path, request: pytest.FixtureRequest) -> Path:
     """A copy of the run as it stood after 12 steps, with checkpoints of 9 and 12."""
-    run = root / request.node.name.partition("[")[0]
+    run = root / re.sub(r"\W", "-", request.node.name)
     shutil.copytree(root / "whole", run)
     for folder in (run / "checkpoints").iterdir():
         if folder.name not in ("step-00000009", "step-00000012"):
@@ -54,13 +56,20 @@ def test_a_damaged_checkpoint_is_passed_over_and_told(root: Path, stopped: Path)
     assert [row["step"] for row in rows(stopped)][12:15] == [10, 11, 12]
 
 
-def test_only_damaged_checkpoints_end_the_run_with_a_cure(root: Path, stopped: Path) -> None:
+@pytest.mark.parametrize("reader", ["the command", "the ranks"])
+def test_only_damaged_checkpoints_end_the_run_with_a_cure(
+    reader: str, root: Path, stopped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if reader == "the ranks":
+        monkeypatch.setattr(start_checks, "READ_BYTES", 0)
     for folder in (stopped / "checkpoints").iterdir():
         damage(folder)
     before = sorted(path.name for path in (stopped / "checkpoints").iterdir())
     status, text = call(words(root, stopped.name), root / "log")
     assert status == 1
-    assert "step-00000012" in text and "step-00000009" in text and "Traceback" not in text
+    told = (f"{name}: rank-00000.image is damaged: its checksum is " for name in reversed(before))
+    assert all(part in text for part in (*told, "name a checkpoint.mirror that has copies, or give another --run"))
+    assert "Traceback" not in text and ("[rank 0]" in text) == (reader == "the ranks"), text
     assert last_step(stopped) == 12
     assert sorted(path.name for path in (stopped / "checkpoints").iterdir()) == before
 

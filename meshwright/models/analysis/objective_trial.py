@@ -43,6 +43,7 @@ from meshwright.models.analysis.objective import (
     with_words,
 )
 from meshwright.models.analysis.outside_reads import OutsideRead, find_outside_reads, refuse_replaced_weights
+from meshwright.models.analysis.row_trial import mixes_rows
 from meshwright.models.analysis.target_trial import try_targets
 from meshwright.models.build import BuiltModel
 from meshwright.models.forward import IGNORED, ModelOutput, author_output
@@ -68,6 +69,8 @@ class ForwardTrial:
 
     objective: Objective = field(default_factory=Objective)
     moving: tuple[MovingBuffer, ...] = ()
+    mixes_rows: bool = False
+    """Whether its logits of a row depend on the other rows of the call."""
     head: HeadTrial = HeadTrial()  # noqa: RUF009 - frozen
     """How its logits come about."""
     ends: EndUnits = EndUnits()  # noqa: RUF009 - frozen
@@ -102,7 +105,10 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         clone = dataclasses.replace(trial.clone, objective=objective)
         ends, outside = find_end_units(clone, trial.length), find_outside_reads(clone, trial.length)
         head = try_head(built, trial.clone, objective, trial.length, changing=trial.find_changes(moving))
-        return ForwardTrial(objective=objective, moving=moving, head=head, ends=ends, outside=outside)
+        mixing = trial.mixes_rows()
+        return ForwardTrial(
+            objective=objective, moving=moving, mixes_rows=mixing, head=head, ends=ends, outside=outside
+        )
     except MeshwrightError:
         raise
     except Exception as error:
@@ -138,6 +144,7 @@ class _Trial:
         self.clone = clone
         self.length = self._fitting_length()
         self._repeats: bool | None = None  # whether two calls in a row gave the same logits; None before that
+        self._logits: torch.Tensor | None = None  # (ROWS, S, V) of the first sample, once they are there
 
     def objective(self) -> Objective:
         """Returns the terms of the model's loss."""
@@ -157,6 +164,7 @@ class _Trial:
         first_output = self._run_forward(samples[0], labels)
         if first_output.logits is None:
             return self._objective_of_loss(labels, samples)
+        self._logits = first_output.logits.detach()
         # first the common case: the loss is the cross-entropy alone
         as_counted = Objective(labels=labels, terms=(LossTerm(name="rest", coefficient=1.0, mean="rows", exact=False),))
         output = self._run_forward(samples[0], labels)
@@ -196,6 +204,16 @@ class _Trial:
             self._run_forward(_Sample(*rows), labels, keep=True)
 
         return find_moving_buffers(self.clone.module, run_forward, self._sample(0).rows, self._sample(1).rows)
+
+    def mixes_rows(self) -> bool:
+        """Returns whether logits of a row depend on the other rows of the call."""
+        labels, sample = "aligned" if self.clone.structure.target_argument else "", self._sample(0)
+        with torch.no_grad():
+            logits = self._run_forward(sample, labels).logits if self._logits is None else self._logits
+            if logits is None or len(logits) != ROWS:
+                return False
+            last_row = sample.part(slice(ROWS - 1, ROWS))
+            return mixes_rows(logits, lambda seed: self._run_forward(last_row, labels, seed=seed).logits)
 
     def find_changes(self, moving: Sequence[MovingBuffer]) -> str:
         """Returns why logits may change from call to call, in a clause; "" where they don't.
@@ -258,11 +276,11 @@ class _Trial:
             targets[row, 1 + ignored_tokens] = IGNORED
         return _Sample(tokens, targets)
 
-    def _run_forward(self, sample: _Sample, labels: str, keep: bool = False) -> ModelOutput:
+    def _run_forward(self, sample: _Sample, labels: str, keep: bool = False, seed: int = 0) -> ModelOutput:
         """Runs forward in float64, with nothing dropped."""
         buffers_before = {} if keep else copy_buffers(self.clone.module)
         # the same draws at each call, so that two calls differ by their arguments alone
-        seed_all(0)
+        seed_all(seed)
         with Float64Ops(), nothing_dropped():
             output = author_output(self.clone.module, self.clone.structure, sample.tokens, sample.targets, labels)
         if not keep:

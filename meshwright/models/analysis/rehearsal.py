@@ -24,6 +24,7 @@ from meshwright.models.analysis.thread_group import (
     PATIENCE_S,
     ThreadGroup,
     describe_error,
+    raising_module,
     run_in_threads,
 )
 from meshwright.models.analysis.trace import LayerTrace, first_tensor
@@ -167,7 +168,7 @@ def rehearse_layer(trace: LayerTrace, rows: LayerSharding, degree: int, sequence
         return _compare_gradients(expected.grads, rank_results, degree, comparison)
 
     trial = _rehearse(
-        lambda axis_group: _run_split_layer(trace, rows, axis_group, sequence), degree, PATIENCE_S, compare
+        lambda axis_group: _run_split_layer(trace, rows, axis_group, sequence), degree, PATIENCE_S, compare, sequence
     )
     full_values = {
         f"{number.module}.{number.attribute}".lstrip("."): read_number(
@@ -193,6 +194,7 @@ def _rehearse(
     degree: int,
     patience_s: float,
     compare: Callable[[list[RankResult], PassComparison], str],
+    sequence: bool = False,
 ) -> SplitTrial:
     """Runs the ranks of a split in threads and compares their results; what their code raises is the failure.
 
@@ -201,13 +203,16 @@ def _rehearse(
         degree: number of ranks.
         patience_s: how long a thread waits for the others.
         compare: names the first difference; "" for none.
+        sequence: whether a rank has a part of the tokens between the groups of a layer.
     """
     comparison = PassComparison()
     try:
         rank_results = run_in_threads(degree, run_rank, patience_s)
         failure = compare(rank_results, comparison)
     except (RuntimeError, ValueError, TypeError, AttributeError, IndexError) as error:
-        return SplitTrial(degree=degree, failure=describe_error(error))
+        module = raising_module(error) if sequence else ""
+        code = f"the code of {module} doesn't run on a part of the tokens" if module else ""
+        return SplitTrial(degree=degree, failure=f"{code} ({describe_error(error)})" if code else describe_error(error))
     first_rank = rank_results[0]
     return SplitTrial(
         degree=degree,

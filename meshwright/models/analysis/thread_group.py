@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from meshwright.parallel.axis_group import DifferentiableCollectives
 
@@ -158,3 +160,11 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and text:
         return text
     return f"{type(error).__name__}: {text}" if text else f"its code raised {type(error).__name__}"
+
+
+def raising_module(error: BaseException) -> str:
+    """Returns the class of the innermost module whose forward raised an error on a rank; "" for none."""
+    frames = (frame for frame, _ in traceback.walk_tb((error.__cause__ or error).__traceback__))
+    owners = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "forward"]
+    names = [type(owner).__name__ for owner in owners if isinstance(owner, nn.Module)]
+    return names[-1] if names else ""
