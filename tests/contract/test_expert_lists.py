@@ -69,7 +69,7 @@ class CalledAlways(Mixture):
         logits = self.router(x)
         weights, chosen = logits.softmax(-1).topk(2, dim=-1)
         out = torch.zeros_like(x)
-        self.last_load = chosen.flatten().bincount(minlength=len(self.experts))
+        self.last_load = functional.one_hot(chosen, len(self.experts)).flatten(0, -2).sum(0)
         self.loads = [*self.loads[-3:], int(self.last_load[0])]
         for slot in range(2):
             for number, (name, _) in enumerate(self.experts.items()):
@@ -124,6 +124,121 @@ def prove(function: str, *layouts: str, rows: int = 8, sequence: int = 8) -> Non
     )
     for verdict in verify(case, [Layout.parse(f"{layout},precision=float64") for layout in layouts]):
         assert verdict.passed, verdict
+
+
+class ReadsWeights(Mixture):
+    """A penalty on the experts' weights."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        return super().forward(x) + sum(expert.down.weight.mean() for expert in self.experts)
+
+
+class WritesIntoInput(Mixture):
+    """Works in the memory of its caller."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        return super().forward(x.mul_(0.5))
+
+
+class Chained(Mixture):
+    """One expert reads what another returned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        return self.experts[1](self.experts[0](x))
+
+
+class Depending(Mixture):
+    """A second expert is called where the first returns little."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        first = self.experts[0](x)
+        return first + self.experts[1](x) if bool(first.abs().mean() > 0) else first
+
+
+class Mixing(Expert):
+    """Centres its rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (..., D) to the same shape."""
+        return super().forward(x - x.mean(0))
+
+
+class MixesRows(Mixture):
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(Mixing() for _ in range(experts))
+
+
+class Weighing(Expert):
+    """Weighs its rows by itself."""
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        """x: (..., D) to the same shape, by weight: (..., 1)."""
+        return super().forward(x) * weight
+
+
+class SecondArgument(Mixture):
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__(experts)
+        self.experts = nn.ModuleList(Weighing() for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        weights = self.router(x).softmax(-1)
+        return sum((e(x, weights[..., i, None]) for i, e in enumerate(self.experts)), start=torch.zeros_like(x))
+
+
+class Holder(nn.Module):
+    def __init__(self, experts: int) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(Expert() for _ in range(experts))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        return x
+
+
+class CalledFromOutside(nn.Module):
+    """Another module than the list's parent calls the experts."""
+
+    def __init__(self, experts: int = EXPERTS) -> None:
+        super().__init__()
+        self.holder = Holder(experts)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        return sum((expert(x) for expert in self.holder.experts), start=self.holder(x))
+
+
+REFUSED = {
+    ReadsWeights: "reads 'down' of an expert",
+    WritesIntoInput: "writes into its input",
+    Chained: "something else",
+    Depending: "depends on what others returned",
+    MixesRows: "something else",
+    SecondArgument: "called with (Tensor, Tensor), not with one tensor of rows",
+    CalledFromOutside: "another module's forward than its parent's calls them",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Returns what makes a model of a kind that is refused."""
+    kind = next((kind for kind in REFUSED if f"make_{kind.__name__}" == name), None)
+    if kind is None:
+        raise AttributeError(name)
+    return lambda vocab=VOCAB: model(kind, vocab)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_lists_that_cannot_be_spread_are_refused(kind: type[nn.Module]) -> None:
+    config = ModelConfig(name=f"tests.contract.test_expert_lists:make_{kind.__name__}")
+    with pytest.raises(PlanError) as caught:
+        try_expert_lists(build_meta(config, VOCAB, 8), [])
+    assert REFUSED[kind] in str(caught.value) and "nearest that works" in str(caught.value)
 
 
 @pytest.mark.parametrize("function", further(["mixture", "called_always", "capacity"]))
