@@ -120,7 +120,9 @@ def _expert_fsdp_group(
     expert_axis = mesh.layout.axis(Mechanics.EXPERTS)
     if mesh.layout.degree(Mechanics.EXPERTS) == 1:
         return None
-    expert_modules = [module for name, module in stage.module.named_modules() if name in expert_names]
+    modules = ((name, module) for name, module in stage.module.named_modules() if name in expert_names)
+    # Layers of other stages have no weights here.
+    expert_modules = [module for _, module in modules if next(module.parameters(), None) is not None]
     axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups[f"{expert_axis}_copies"]]
     if mesh.layout.zero:
         axis_groups = [

@@ -111,7 +111,9 @@ def _apply(context: TransformContext) -> None:
     copies = mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in context.stages:
         modules_by_name = dict(stage.module.named_modules())
-        for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
+        # Layers of other stages have no weights here.
+        held = {name for name, child in modules_by_name.items() if next(child.parameters(), None) is not None}
+        for rows in (rows for rows in context.source.experts if rows.module in held):
             experts = uncompiled = modules_by_name[rows.module]
             if rows.children:
                 uncompiled = modules_by_name[rows.caller]

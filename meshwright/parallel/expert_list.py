@@ -47,7 +47,7 @@ class _Calls:
     """Calls of the second run so far."""
 
 
-class _Local(threading.local):
+class _CallsOfThread(threading.local):
     """Of a thread, since two halves of a micro-batch may be in the same module."""
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class _Local(threading.local):
         """Of each `LocalExperts` whose caller runs, by id."""
 
 
-_LOCAL = _Local()
+_LOCAL = _CallsOfThread()
 
 
 class LocalExperts(nn.Module):
@@ -185,7 +185,7 @@ class _Expert:
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         values = [*args, *kwargs.values()]
-        if len(values) != 1 or not isinstance(values[0], torch.Tensor) or values[0].dim() < 2:
+        if len(values) != 1 or not isinstance(values[0], torch.Tensor) or not values[0].dim():
             kinds = ", ".join(type(value).__name__ for value in values)
             self._experts.refuse(f"they are called with ({kinds}), not with one tensor of rows (..., D)")
         return self._experts.call(self._number, values[0])
@@ -264,7 +264,7 @@ class ListDispatch:
             (N, D) that came back, in the order of the calls, and the rows of each call; more may follow these.
         """
         sizes = [rows.shape[:-1].numel() for rows in calls.rows]
-        sent = list(zip(calls.experts, (rows.flatten(0, -2) for rows in calls.rows)))
+        sent = list(zip(calls.experts, (rows.reshape(-1, rows.shape[-1]) for rows in calls.rows)))
         example = next((rows[:1].detach() for _, rows in sent if len(rows)), None)
         visited = {expert for expert, rows in sent if len(rows)}
         for expert, rows in sent[:]:

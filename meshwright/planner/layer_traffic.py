@@ -269,7 +269,8 @@ class LayerTraffic:
         active, routing = self._active_experts(layer), self._routing_elements(layer)
         tokens, compute = self._tokens, self._bytes.compute
         if rows.children:
-            # A list's rows travel as its caller sends them, weighed there.
+            # A list's rows travel as its caller sends them, weighed there; of equal tokens fewer do, since each rank of
+            # tp sends those of a run of experts.
             tokens, active, routing = tokens * active, 1, 0
         if tp_degree > 1:
             tokens = -(-tokens // tp_degree)

@@ -273,9 +273,7 @@ def analyse_model(
         _check_stages(model, layer_graph, layout)
     experts = experts or require_experts(model.module, layout.degree(Mechanics.EXPERTS))
     if layout.degree(Mechanics.EXPERTS) > 1:
-        _check_expert_lists(model, layout, experts, trial)
-    if layout.ep_keep:
-        _check_kept_exchange(model, layout, experts)
+        _check_experts(model, layout, experts, trial)
     tensor_stages.check(table, layout)
     tensor_stages.check_overlap(model.module, table, layout)
     if layout.sequence and table is not None:
@@ -302,8 +300,10 @@ def analyse_model(
     )
 
 
-def _check_expert_lists(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows], trial: ForwardTrial) -> None:
-    """Refuses experts in a list whose caller can't call them where they are on several ranks."""
+def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows], trial: ForwardTrial) -> None:
+    """Refuses experts in a list whose caller can't call them on several ranks, and to keep what no layer exchanges."""
+    if layout.ep_keep:
+        _check_kept_exchange(model, layout, experts)
     lists = [rows for rows in experts if rows.children]
     if lists and layout.ep_node:
         raise PlanError(
