@@ -17,6 +17,8 @@ from meshwright.models.build import BuiltModel
 from meshwright.models.sizes import ACTIVE_EXPERTS, size_of
 from meshwright.spec.model_shape import LayerShape, Product
 
+_ACTIVE_ATTRIBUTES = ("top_k", "topk", "k", "num_selected", "experts_per_token")
+"""Attributes of modules of one's own with the number of experts that a token visits."""
 _NUMBERED = re.compile(r"(^|\.)experts\.(\d+)\.")
 _LOW_RANK = re.compile(r"_a_proj|_down_proj_|q_lora|kv_lora|compress")
 _CLOSING = re.compile(r"(o_proj|out\w*|down\w*|c_proj|fc2|fc_out|w2|wo|dense|dense_4h_to_h|down_proj)(\.weight)?$")
@@ -102,17 +104,21 @@ def _layer_shape(layer: nn.Module, width: int, hf_fields: Mapping[str, Any], win
         experts=experts,
         expert_ffn=expert_ffn,
     )
-    return _with_routing(shape, hf_fields) if experts else shape
+    return _with_routing(shape, hf_fields, layer) if experts else shape
 
 
-def _with_routing(shape: LayerShape, hf_fields: Mapping[str, Any]) -> LayerShape:
+def _with_routing(shape: LayerShape, hf_fields: Mapping[str, Any], layer: nn.Module) -> LayerShape:
     """Returns a layer's sizes with the experts that its router chooses, and the groups of them that it chooses first.
 
     Those groups are DeepSeek-V2's and V3's; their descendants keep the names.
     """
     is_limited = hf_fields.get("topk_method") != "greedy"
     groups, chosen = (int(hf_fields.get(name) or 0) * is_limited for name in ("n_group", "topk_group"))
-    active = _active_experts(hf_fields)
+    active = _active_experts(hf_fields, ACTIVE_EXPERTS)
+    if not hf_fields:
+        # a model of one's own says it by an attribute of its router or mixture
+        named = (_active_experts(vars(child), (*ACTIVE_EXPERTS, *_ACTIVE_ATTRIBUTES)) for child in layer.modules())
+        active = max(count for count in (1, *named) if count <= shape.experts)
     if not 0 < chosen < groups or shape.experts % groups or active > chosen * shape.experts // groups:
         groups = chosen = 0
     return dataclasses.replace(shape, active_experts=active, expert_groups=groups, chosen_groups=chosen)
@@ -226,9 +232,9 @@ def _expert_count(layer: nn.Module) -> int:
     return max([*stacked_counts, *numbers], default=0)
 
 
-def _active_experts(hf_fields: Mapping[str, Any]) -> int:
-    """Returns the number of experts that a token visits."""
-    return max((value for key in ACTIVE_EXPERTS if isinstance(value := hf_fields.get(key), int)), default=1)
+def _active_experts(fields: Mapping[str, Any], names: Sequence[str]) -> int:
+    """Returns the number of experts that a token visits, by the fields of a config or a module."""
+    return max((value for key in names if type(value := fields.get(key)) is int), default=1)
 
 
 def _window_tokens(hf_fields: Mapping[str, Any], layer_index: int, context: int) -> int:

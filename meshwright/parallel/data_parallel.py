@@ -5,7 +5,7 @@ Which axes these are, and over which groups each weight's gradient is summed, fo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import cached_property
 
 from meshwright.errors import ConfigError
@@ -59,7 +59,8 @@ def _shard(context: TransformContext, stage: StageModule) -> None:
     )
     copies = mesh.combined_group(gradient_axes(layout.state_axes))
     axis_groups = _groups_in_use(shard_group, copies)
-    expert_group = _expert_fsdp_group(stage, mesh, context.rounding_key)
+    expert_names = {rows.module for rows in context.source.experts}
+    expert_group = _expert_fsdp_group(stage, mesh, expert_names, context.rounding_key)
     # A schedule gathers and frees a stage as a whole.
     ends = EndUnits() if layout.degree(Mechanics.STAGES) > 1 else context.source.ends
     fsdp_sync = fsdp.wrap(
@@ -112,14 +113,16 @@ def _compressors(
     return fsdp.Compressors(mesh.compressor(copies, key, stage_index), mesh.weight_compressor(shards))
 
 
-def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp.ExpertFsdpGroup | None:
+def _expert_fsdp_group(
+    stage: StageModule, mesh: Mesh, expert_names: Collection[str], key: RoundingKey
+) -> fsdp.ExpertFsdpGroup | None:
     """Returns a stage's experts modules, whose shards lie on the ranks that hold the same experts; None without any."""
     expert_axis = mesh.layout.axis(Mechanics.EXPERTS)
-    expert_modules = {
-        name.rpartition(".")[0]: None for name, shard in stage.local_shards.items() if expert_axis in shard.axes
-    }
     if mesh.layout.degree(Mechanics.EXPERTS) == 1:
         return None
+    modules = ((name, module) for name, module in stage.module.named_modules() if name in expert_names)
+    # Layers of other stages have no weights here.
+    expert_modules = [module for _, module in modules if next(module.parameters(), None) is not None]
     axis_groups = [mesh.combined_group((shard_axis.AXIS.name,)), mesh.axis_groups[f"{expert_axis}_copies"]]
     if mesh.layout.zero:
         axis_groups = [
@@ -131,7 +134,7 @@ def _expert_fsdp_group(stage: StageModule, mesh: Mesh, key: RoundingKey) -> fsdp
     if not expert_modules:
         return None
     return fsdp.ExpertFsdpGroup(
-        modules=[stage.module.get_submodule(name) for name in expert_modules],
+        modules=expert_modules,
         mesh=mesh.axis_device_mesh(axis_groups[0]),
         axis_groups=_groups_in_use(*axis_groups),
         compressors=compressors,

@@ -100,10 +100,10 @@ def local_units(group: ShardingGroup, mesh: Mesh, layout: Layout, attention: str
 
 
 def _apply(context: TransformContext) -> None:
-    source = context.source
-    context.dropout_rng = install(
-        context.stages, source.layers, source.table, source.experts, context.mesh, source.attention
-    )
+    source, table = context.source, context.source.table
+    if table is not None and context.layout.degree(Mechanics.EXPERTS) > 1:
+        table = table.without_experts([rows.module for rows in source.experts])
+    context.dropout_rng = install(context.stages, source.layers, table, source.experts, context.mesh, source.attention)
 
 
 TRANSFORM = Transform(layer=ForwardLayer.DROPOUT, applies=lambda _layout, source: source.random, apply=_apply)

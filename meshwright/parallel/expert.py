@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.parallel import expert_list
+from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.parallel.node_dispatch import NodeDispatch
 from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, ExpertNode
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.ep import AXIS
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
-from meshwright.spec.placement import LocalShard
+from meshwright.spec.placement import LocalShard, Span
 
 
 def check(experts: Sequence[ExpertRows], degree: int) -> None:
@@ -44,7 +48,7 @@ def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int)
 
     Args:
         module: the layer's experts module, on the meta device or materialised; parameters, counts and forward are
-            replaced.
+            replaced. Of a list it has this rank's experts already.
         rows: what it is.
         groups: the ranks that hold its experts.
         copies: ranks of the world that hold the same experts.
@@ -54,6 +58,26 @@ def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int)
     """
     axis_group = groups.axis_group
     start, stop = rows.span(axis_group.index, axis_group.size)
+    shards = {}
+    if rows.children:
+        for key, parameter in module.named_parameters(prefix=rows.module):
+            whole = LocalShard.unsharded(key, tuple(parameter.shape), copies)
+            shards[key] = dataclasses.replace(whole, axes=(AXIS.name,))
+    else:
+        shards = _keep_rows(module, rows, (start, stop), copies)
+    for attribute in rows.counts:
+        setattr(module, attribute, stop - start)
+
+    def dispatch(plain: Forward) -> Dispatch:
+        return (NodeDispatch if groups.node else Dispatch)(module, rows, groups, plain)
+
+    wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", dispatch)
+    return shards
+
+
+def _keep_rows(module: nn.Module, rows: ExpertRows, span: Span, copies: int) -> dict[str, LocalShard]:
+    """Cuts the rows of this rank's experts out of each parameter; returns their shards, by dotted name in the model."""
+    start, stop = span
     shards = {}
     for attribute in rows.parameters:
         full_parameter = module.get_parameter(attribute)
@@ -67,13 +91,6 @@ def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int)
         shards[name] = LocalShard(
             name=name, global_shape=tuple(full_parameter.shape), spans=spans, copies=copies, axes=(AXIS.name,)
         )
-    for attribute in rows.counts:
-        setattr(module, attribute, stop - start)
-
-    def dispatch(plain: Forward) -> Dispatch:
-        return (NodeDispatch if groups.node else Dispatch)(module, rows, groups, plain)
-
-    wrap_forward(module, ForwardLayer.EXPERT, "tokens go to the ranks of their experts", dispatch)
     return shards
 
 
@@ -93,13 +110,33 @@ def _apply(context: TransformContext) -> None:
     )
     copies = mesh.axis_groups[f"{AXIS.name}_copies"].size
     for stage in context.stages:
-        modules_by_name = {name: child for name, child in stage.module.named_modules() if child._parameters}
-        for rows in (rows for rows in context.source.experts if rows.module in modules_by_name):
-            experts = modules_by_name[rows.module]
+        modules_by_name = dict(stage.module.named_modules())
+        # Layers of other stages have no weights here.
+        held = {name for name, child in modules_by_name.items() if next(child.parameters(), None) is not None}
+        for rows in (rows for rows in context.source.experts if rows.module in held):
+            experts = uncompiled = modules_by_name[rows.module]
+            if rows.children:
+                uncompiled = modules_by_name[rows.caller]
+                experts = _spread_list(context, uncompiled, rows, groups.axis_group)
             stage.local_shards |= wrap(experts, rows, groups, copies)
             if layout.compile:
                 # The number of tokens that arrive is known at run time alone.
-                wrap_forward(experts, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
+                wrap_forward(uncompiled, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
+
+
+def _spread_list(
+    context: TransformContext, caller: nn.Module, rows: ExpertRows, axis_group: AxisGroup
+) -> expert_list.LocalExperts:
+    """Leaves this rank its experts of a list."""
+    source = context.source
+    return expert_list.spread(
+        caller,
+        rows,
+        rows.span(axis_group.index, axis_group.size),
+        MovingBuffers([caller], source.moving, rows.caller),
+        lambda: context.dropout_rng,
+        source.width,
+    )
 
 
 TRANSFORM = Transform(layer=ForwardLayer.EXPERT, axis=AXIS.name, applies=uses_axis(AXIS.name), apply=_apply)

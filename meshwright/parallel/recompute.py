@@ -121,7 +121,7 @@ def _uncompiled_parts(context: TransformContext, module: nn.Module, layer: str) 
     """Returns the modules of a layer that run as they are though it is compiled."""
     if context.layout.degree(Mechanics.EXPERTS) == 1:
         return []
-    names = (rows.module for rows in context.source.experts)
+    names = (rows.caller if rows.children else rows.module for rows in context.source.experts)
     return [module.get_submodule(name) for name in names if name.startswith(f"{layer}.")]
 
 

@@ -43,8 +43,7 @@ def split(
         The run of the vocabulary whose logits this rank has; None for all of it.
     """
     axis_group, layout = mesh.group_with(Mechanics.MATRICES), mesh.layout
-    if expert_modules:
-        table = without_experts(table)
+    table = table.without_experts(expert_modules)
     expert_prefixes = tuple(f"{name}." for name in expert_modules)
     copies = mesh.island.size // layout.degree(Mechanics.STAGES)
     # Of the whole model's table: all ranks must make the same groups, whatever stage they have.
@@ -72,15 +71,6 @@ def _with_tied_copies(shard: LocalShard, tied_shard: LocalShard | None, copies: 
     tie_factor = tied_shard.copies // copies
     copied = tuple((start, stop, number * tie_factor) for start, stop, number in shard.copied)
     return dataclasses.replace(shard, name=tied_shard.name, copies=shard.copies * tie_factor, copied=copied)
-
-
-def without_experts(table: ShardingTable) -> ShardingTable:
-    """Returns the table without the groups that split experts by channel."""
-    layers = {
-        name: dataclasses.replace(rows, groups=tuple(group for group in rows.groups if group.column_linears))
-        for name, rows in table.layers.items()
-    }
-    return dataclasses.replace(table, layers=layers)
 
 
 def _shared_by(table: ShardingTable, degree: int) -> list[int]:

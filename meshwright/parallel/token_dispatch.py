@@ -237,7 +237,7 @@ class Dispatch:
     def _compute_experts(self, tokens: torch.Tensor, expert_of_token: torch.Tensor) -> torch.Tensor:
         """Runs this rank's experts: ``tokens: (N, D)``, ``expert_of_token: (N,)`` counted on this rank, unweighted."""
         if not len(tokens):
-            return _ZeroGradWeights.apply(tokens, *(getattr(self._module, name) for name in self._rows.parameters))
+            return _ZeroGradWeights.apply(tokens, *self._module.parameters())
         # By position: the kernel that takes the module's place may call its arguments otherwise.
         outputs: torch.Tensor = self._compute(tokens, expert_of_token.unsqueeze(1), tokens.new_ones(len(tokens), 1))
         return outputs

@@ -28,6 +28,7 @@ from meshwright.spec.compression import (
 )
 from meshwright.spec.groups import coordinates, gradient_axes, state_index
 from meshwright.spec.layout import SECONDARY, Layout
+from meshwright.spec.sharding_table import ShardingTable
 
 ACTIVE_STAGES = 3
 """Stages of a rank that stay gathered in a pipeline. Source: torch 2.13, pipelining, `_add_unshard_reshard`."""
@@ -168,7 +169,7 @@ class StateTraffic:
 
     def feedback_bytes(self, names: Sequence[str]) -> FeedbackBytes:
         """Returns the bytes of some weights' gradients, summed over copies with error feedback."""
-        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
+        table, degree = self._model.split_table(self._layout), self._layout.degree(Mechanics.MATRICES)
         exact_names = set[str]()
         if degree > 1 and table is not None:
             repeated = (
@@ -176,7 +177,7 @@ class StateTraffic:
                 for layer, split, _, _ in table.splits(degree)
                 if any(block.count < degree for block in split.blocks)
             )
-            exact_names = {*self._partial_names(names, set()), *repeated}
+            exact_names = {*self._partial_names(table, names), *repeated}
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
         layout = self._layout
         shard = state_index(self._rank, layout.degrees, layout.zero), layout.state_shards
@@ -299,49 +300,39 @@ class StateTraffic:
 
     def _add_partial_gradients(self, collectives: Collectives, names: Sequence[str]) -> None:
         """Adds the gradients that are partial over ``tp``: of weights that every rank of a sharding group holds."""
-        if self._layout.degree(Mechanics.MATRICES) == 1 or self._model.table is None:
+        table = self._model.split_table(self._layout)
+        if self._layout.degree(Mechanics.MATRICES) == 1 or table is None:
             return
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
-        expert_modules = (
-            {row.module for row in self._model.experts} if self._layout.degree(Mechanics.EXPERTS) > 1 else set()
-        )
-        partial_names = self._partial_names(names, expert_modules)
+        partial_names = self._partial_names(table, names)
         size = sum(self._local_elements(((shapes[name][0], _row_elements(shapes[name])),)) for name in partial_names)
         collectives.add(self._groups.across((self._tp_axis,)), "all_reduce", size * self._width.master)
-        for holders, count in self._repeated_elements(names, expert_modules).items():
+        for holders, count in self._repeated_elements(table, names).items():
             collectives.add(self._groups.neighbours(self._tp_axis, holders), "all_reduce", count * self._width.master)
 
-    def _partial_names(self, names: Sequence[str], expert_modules: set[str]) -> list[str]:
+    def _partial_names(self, table: ShardingTable, names: Sequence[str]) -> list[str]:
         """Returns the names of weights that every rank of ``tp`` holds, and has a term of the gradient of."""
-        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
-        assert table is not None
-        shared_names = set[str]()
+        degree, shared_names = self._layout.degree(Mechanics.MATRICES), set[str]()
         for layer, rows in table.layers.items():
-            groups = [
-                group for group in rows.groups if group.shares(degree) and (group.column_linears or not expert_modules)
-            ]
+            groups = [group for group in rows.groups if group.shares(degree)]
             split_names = {f"{layer}.{item.name}" for group in groups for item in group.splits}
             if self._layout.sequence:
                 shared_names |= {name for name in names if name.startswith(f"{layer}.") and name not in split_names}
             else:
                 shared_names |= {f"{layer}.{name}" for group in groups for name in group.shared}
-        return [name for name in names if name in shared_names and name.rpartition(".")[0] not in expert_modules]
+        shared_names -= self._weights_by_rank.expert_parameters
+        return [name for name in names if name in shared_names]
 
-    def _repeated_elements(self, names: Sequence[str], expert_modules: set[str]) -> Mapping[int, int]:
+    def _repeated_elements(self, table: ShardingTable, names: Sequence[str]) -> Mapping[int, int]:
         """Returns the elements that neighbours along ``tp`` hold alike, by number of neighbours.
 
         They belong to blocks with fewer units than ranks, such as key heads.
         """
-        table, degree, elements_by_holders = (
-            self._model.table,
-            self._layout.degree(Mechanics.MATRICES),
-            dict[int, int](),
-        )
-        assert table is not None
+        degree, elements_by_holders = self._layout.degree(Mechanics.MATRICES), dict[int, int]()
         shapes = self._weights_by_rank.shapes(self._tp_index, self._ep_index)
         for layer, split, shares, group in table.splits(degree):
             name, offset = f"{layer}.{split.name}", 0
-            if name not in names or (expert_modules and not group.column_linears):
+            if name not in names:
                 continue
             for block in split.blocks:
                 start, stop = block.span(*shares[self._tp_index], group.units)

@@ -35,6 +35,7 @@ class LayerTraffic:
     def __init__(self, job: PricedJob, layout: Layout, model: ModelParts, rank: int) -> None:
         self._job, self._layout, self._model = job, layout, model
         self._axis_indices, self._bytes = coordinates(rank, layout.degrees), Bytes.of(layout)
+        self._table = model.split_table(layout)
         groups = RankGroups(layout, rank)
         self._tp, self._cp, self._pp = (
             groups.across((layout.axis(mechanics),))
@@ -103,7 +104,7 @@ class LayerTraffic:
 
     def _end_collectives(self, is_first: bool, is_last: bool) -> Iterator[LayerCollective]:
         """Yields the collectives of a vocabulary that ``tp`` splits: embedding output, head input, loss."""
-        table, loss_bytes = self._model.table, 8 if self._layout.precision == "float64" else 4
+        table, loss_bytes = self._table, 8 if self._layout.precision == "float64" else 4
         if self._layout.degree(Mechanics.MATRICES) == 1 or table is None:
             return
         size = self._tokens * self._width * self._bytes.compute
@@ -122,11 +123,11 @@ class LayerTraffic:
 
     def _layer_collectives(self, layer: int) -> Iterator[LayerCollective]:
         """Yields a layer's collectives on a micro-batch, in the order of its forward."""
-        name, table, has_ep = self._model.layers[layer], self._model.table, self._layout.degree(Mechanics.EXPERTS) > 1
+        name, table, has_ep = self._model.layers[layer], self._table, self._layout.degree(Mechanics.EXPERTS) > 1
         rows = table.layers.get(name, LayerSharding(groups=())) if table is not None else LayerSharding(groups=())
         degree = self._layout.degree(Mechanics.MATRICES)
         dispatched_experts = [item for item in self._model.experts if has_ep and item.module.startswith(f"{name}.")]
-        splits = [group for group in rows.groups if group.shares(degree) and (group.column_linears or not has_ep)]
+        splits = [group for group in rows.groups if group.shares(degree)]
         for group in rows.groups:
             if self._layout.degree(Mechanics.TOKENS) > 1 and group.heads and self._attention == "heads":
                 local = local_group(group, self._index(Mechanics.MATRICES), degree)
@@ -265,15 +266,19 @@ class LayerTraffic:
     def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
         """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""
         degree, tp_degree = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
-        active = self._active_experts(layer)
+        active, routing = self._active_experts(layer), self._routing_elements(layer)
         tokens, compute = self._tokens, self._bytes.compute
+        if rows.children:
+            # A list's rows travel as its caller sends them, weighed there; of equal tokens fewer do, since each rank of
+            # tp sends those of a run of experts.
+            tokens, active, routing = tokens * active, 1, 0
         if tp_degree > 1:
             tokens = -(-tokens // tp_degree)
             if not self._layout.sequence:  # each rank of tp sends its share of equal tokens
                 yield LayerCollective(
                     self._tp, "all_gather", tokens * self._width * compute, skipped_by_recompute=is_last
                 )
-                for features in (self._width, self._routing_elements(layer)):
+                for features in (self._width, routing):
                     yield LayerCollective(self._tp, "all_gather", tokens * features * compute, is_backward=True)
         experts_by_rank = [stop - start for start, stop in (rows.span(index, degree) for index in range(degree))]
         if self._layout.ep_node:

@@ -124,6 +124,11 @@ class ModelParts:
         """Returns (weights of a rank, its index among the ranks of its shards, the same for its experts' shards)."""
         return WeightPlacement(self, layout).weights_of_rank(rank)
 
+    def split_table(self, layout: Layout) -> ShardingTable | None:
+        """Returns the table of what ``tp`` splits: not the experts that ``ep`` spreads."""
+        spreads = layout.degree(Mechanics.EXPERTS) > 1
+        return self.table.without_experts([rows.module for rows in self.experts if spreads]) if self.table else None
+
     def first_names(self) -> dict[str, str]:
         """Returns the canonical (first) name of each name of a tied weight."""
         return {name: names[0] for names in self.ties for name in names}
@@ -265,20 +270,21 @@ class WeightPlacement:
             if self._layout.degree(Mechanics.MATRICES) > 1:
                 self._split_over_tp(local_shapes, tp)
             for rows in self._model.experts if self.expert_parameters else ():
-                start, stop = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
-                for name in (f"{rows.module}.{key}" for key in rows.parameters):
-                    local_shapes[name] = _resized(local_shapes[name], 0, stop - start)
+                span = rows.span(ep, self._layout.degree(Mechanics.EXPERTS))
+                for key in rows.parameters:
+                    shape = local_shapes[name := f"{rows.module}.{key}"]
+                    local_shapes[name] = _resized(shape, 0, rows.local_size(key, shape[0], span))
             self._local[tp, ep] = local_shapes
         return self._local[tp, ep]
 
     def _split_over_tp(self, local_shapes: dict[str, Shape], tp: int) -> None:
         """Narrows ``local_shapes`` in place to the rows or columns of an index along ``tp``."""
-        table, degree = self._model.table, self._layout.degree(Mechanics.MATRICES)
+        table, degree = self._model.split_table(self._layout), self._layout.degree(Mechanics.MATRICES)
         if table is None:
             raise PlanError(f"tp={degree}: its bytes follow from the model's sharding table, which wasn't read")
         for layer, split, shares, group in table.splits(degree):
             name = f"{layer}.{split.name}"
-            if name in local_shapes and (group.column_linears or not self.expert_parameters):
+            if name in local_shapes:
                 size = sum(stop - start for start, stop in split.spans(*shares[tp], group.units))
                 local_shapes[name] = _resized(local_shapes[name], split.dim, size)
         start, stop = vocabulary_span(table.vocab, degree, tp)

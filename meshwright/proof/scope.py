@@ -230,7 +230,10 @@ def expert_use(built: BuiltModel, gradients: Sequence[Mapping[str, torch.Tensor]
             for name in rows.parameters:
                 if (grad := step.get(f"{rows.module}.{name}")) is not None:
                     # an expert that no token visited has a gradient of exact zeros
-                    took_part |= grad.reshape(rows.experts, -1).ne(0).any(1).cpu()
+                    if rows.children:
+                        took_part[rows.expert_of(name)] |= bool(grad.ne(0).any())
+                    else:
+                        took_part |= grad.reshape(rows.experts, -1).ne(0).any(1).cpu()
         used += int(took_part.sum())
         idle += rows.experts - int(took_part.sum())
     return used, idle

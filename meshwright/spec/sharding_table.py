@@ -9,7 +9,7 @@ that last matrix: heads of attention, groups of heads that share a key head, sin
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import pairwise
@@ -195,6 +195,29 @@ class ShardingTable:
                 if shares is not None:
                     for split in group.splits:
                         yield layer, split, shares, group
+
+    def without_experts(self, modules: Collection[str]) -> ShardingTable:
+        """Returns the table without the groups of experts that another axis spreads.
+
+        Args:
+            modules: dotted names of those that hold experts; none leaves the table as it is.
+        """
+        if not modules:
+            return self
+        prefixes = tuple(f"{module}." for module in modules)
+        layers = {
+            name: dataclasses.replace(
+                rows,
+                groups=tuple(
+                    group
+                    for group in rows.groups
+                    # stacked experts, whose group has no columns, or modules of a list
+                    if group.column_linears and not f"{name}.{group.row_linear}".startswith(prefixes)
+                ),
+            )
+            for name, rows in self.layers.items()
+        }
+        return dataclasses.replace(self, layers=layers)
 
     def reasons_whole(self, degree: int) -> dict[str, str]:
         """Returns why a degree leaves matrices whole on every rank: name to reason.

@@ -9,7 +9,7 @@ from operator import attrgetter
 import torch
 import torch.distributed as dist
 
-from meshwright.errors import MeshwrightError, error_of
+from meshwright.errors import MeshwrightError, PlanError, error_of
 from meshwright.models.analysis.objective_trial import ForwardTrial
 from meshwright.models.build import BuiltModel
 from meshwright.models.structure import ModelStructure
@@ -104,6 +104,7 @@ def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) ->
         # The loop computes the loss, not the model: no trial of it is run or sent.
         without_trial = ModelAnalysis(trial=ForwardTrial())
         analysis = analyse_model(with_forward_trial(built, example) if needs_trial else built, layout, without_trial)
+        _refuse_expert_lists(analysis, layout)
         analysis = dataclasses.replace(analysis, trial=None)
         CODEC.dumps(analysis)
     except MeshwrightError as error:
@@ -112,6 +113,21 @@ def _analyse(built: BuiltModel, layout: Layout, example: torch.Tensor | None) ->
         # The others wait for an answer.
         return RankRefusal("PlanError", f"what the model's layers return can't be told to other ranks: {error}")
     return analysis
+
+
+def _refuse_expert_lists(analysis: ModelAnalysis, layout: Layout) -> None:
+    """Refuses a custom loop over weights of which each rank has others: a penalty on them would count its own alone.
+
+    Raises:
+        PlanError: with the nearest that works.
+    """
+    lists = [rows.module for rows in analysis.experts if rows.children]
+    if lists and layout.degree(Mechanics.EXPERTS) > 1 and layout.degree(Mechanics.STAGES) == 1:
+        raise PlanError(
+            f"{layout.format_degree(Mechanics.EXPERTS)} in a custom loop: the experts of '{lists[0]}' are modules of a "
+            "list, so each rank's parameters() would be other weights; nearest that works: the same layout with "
+            "meshwright.train, experts that are rows of one weight, or shard or tp without ep"
+        )
 
 
 def _with_replicated_head(table: ShardingTable, structure: ModelStructure) -> ShardingTable:

@@ -110,8 +110,8 @@ def _forgotten_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Gradients of experts aren't summed over the copies of their shards."""
     apart = data_parallel._expert_fsdp_group
 
-    def alone(part: Any, mesh: Any) -> Any:
-        found = apart(part, mesh)
+    def alone(*args: Any) -> Any:
+        found = apart(*args)
         return None if found is None else dataclasses.replace(found, axis_groups=found.axis_groups[:1])
 
     monkeypatch.setattr(data_parallel, "_expert_fsdp_group", alone)

@@ -1,4 +1,7 @@
-"""Finds a model's experts by the shape of its modules: 3-D weights, one row an expert, and a forward with a routing."""
+"""Finds a model's experts by the shape of its modules.
+
+These are 3-D weights, one row an expert, and a forward with a routing; or a list of modules alike that is called so.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,10 @@ def _refuse_adapted(module: nn.Module, experts: tuple[ExpertRows, ...], degree: 
 
 def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     """Returns a module's experts, or the reason for which they can't be spread; None for a module without any."""
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in name.rpartition(".")[2].lower():
-        return f"{name} is a list of {len(module)} modules, and only experts that are rows of one weight can travel"
+    own_name = name.rpartition(".")[2].lower()
+    # what is called shared is computed for every token
+    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in own_name and "shared" not in own_name:
+        return _expert_list(name, module)
     direct_parameters = dict(module.named_parameters(recurse=False))
     stacked = [key for key, parameter in direct_parameters.items() if parameter.dim() == 3]
     sizes = {int(parameter.shape[0]) if parameter.dim() else 1 for parameter in direct_parameters.values()}
@@ -97,6 +102,31 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
         parameters=tuple(direct_parameters),
         counts=attributes_by_count[experts],
         arguments=arguments,
+    )
+
+
+def _expert_list(name: str, module: nn.Module) -> ExpertRows | str | None:
+    """Returns the experts of a list or dict of modules, or the reason for which they can't be spread."""
+    children = dict(module.named_children())
+    shapes = [{key: item.shape for key, item in child.named_parameters()} for child in children.values()]
+    if len(children) < 2 or not shapes[0]:
+        return None
+    if len(set(module.children())) < len(module) or any(item != shapes[0] for item in shapes):
+        return f"{name} is a list of modules that differ in their weights, or of one that is in it twice"
+    if next(module.buffers(), None) is not None:
+        return f"{name} is a list of modules with buffers, and nobody sums these over ranks"
+    parameters = dict(module.named_parameters())
+    if len(parameters) < len(children) * len(shapes[0]):
+        return f"{name} is a list of modules that share weights"
+    if any(not item.dim() for item in parameters.values()):
+        return f"{name} is a list of modules that have numbers as weights"
+    return ExpertRows(
+        module=name,
+        experts=len(children),
+        parameters=tuple(parameters),
+        counts=(),
+        arguments=(HIDDEN[0], CHOSEN[0], WEIGHTS[0]),
+        children=tuple(children),
     )
 
 
@@ -127,7 +157,8 @@ def routes_wide(module: nn.Module) -> bool:
         module: a model on meta; it isn't changed.
     """
     experts = find_experts(module)
-    if not experts or "." not in experts[0].module:
+    # weights of experts in a list don't travel
+    if not experts or "." not in experts[0].module or experts[0].children:
         return False
     path, _, child_name = experts[0].module.rpartition(".")
     # a copy on meta: converting the model itself would change its types

@@ -319,11 +319,12 @@ def _refusal_facts(module: str, reads: MatrixReads | None, evidence: LayerEviden
 def _with_expert_axis(item: WeightExplanation, experts: Sequence[ExpertRows]) -> WeightExplanation:
     """Adds what ``ep`` does to a weight of experts."""
     for rows in experts:
-        module, _, attribute = item.name.rpartition(".")
-        if module == rows.module and attribute in rows.parameters:
-            counts = ", ".join(rows.counts)
-            text = f"dim 0 is {rows.experts} experts, counted by {counts}; each rank gets some of them, undivided"
-            return dataclasses.replace(item, expert_axis=text)
+        name = item.name.removeprefix(f"{rows.module}.")
+        if name != item.name and name in rows.parameters:
+            text = f"dim 0 is {rows.experts} experts, counted by {', '.join(rows.counts)}"
+            if rows.children:
+                text = f"of expert {rows.expert_of(name)}, one of {rows.experts} in a list that {rows.caller} calls"
+            return dataclasses.replace(item, expert_axis=f"{text}; each rank gets some of them, undivided")
     return item
 
 

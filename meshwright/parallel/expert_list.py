@@ -1,0 +1,377 @@
+"""Experts that are modules of a list: each rank keeps some of them, and the loop over them stays the model's own code.
+
+The module that calls the experts runs twice. In the first run it gets zeros from each, which tells which rows go where;
+all of these travel at once (`parallel.token_dispatch`), so it doesn't matter that ranks call other experts, or some not
+at all. In the second run the calls get what came back. Both runs start from the same buffers, attributes and random
+numbers, and the first leaves no trace. Gradients go by the rows of the first run and the outputs of the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.autograd.function import FunctionCtx
+
+from meshwright.errors import PlanError
+from meshwright.parallel.dropout_rng import DropoutRng
+from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.keyed_random import DrawnStates
+from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.spec.experts import ExpertRows
+from meshwright.spec.placement import Span
+from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_unflatten
+
+NEAREST = "nearest that works: tp or shard without ep, or experts that are rows of one weight"
+
+
+@dataclass(slots=True)
+class _Calls:
+    """The calls of a list's experts in one call of the module around them."""
+
+    experts: list[int] = field(default_factory=list)
+    """The expert of each call."""
+    rows: list[torch.Tensor] = field(default_factory=list)
+    """What each got, (..., D)."""
+    versions: list[int] = field(default_factory=list)
+    """How often each had been written to."""
+    outputs: list[torch.Tensor] | None = None
+    """What each returns, of the same shape; None in the first run."""
+    answered: int = 0
+    """Calls of the second run so far."""
+
+
+class _CallsOfThread(threading.local):
+    """Of a thread, since two halves of a micro-batch may be in the same module."""
+
+    def __init__(self) -> None:
+        self.calls: dict[int, _Calls] = {}
+        """Of each `LocalExperts` whose caller runs, by id."""
+
+
+_LOCAL = _CallsOfThread()
+
+
+class LocalExperts(nn.Module):
+    """This rank's experts of a list; to the code that calls them it is the list or dict of all.
+
+    Args:
+        experts: all of them, by name.
+        span: those of this rank.
+        path: dotted name of the list in the model.
+        is_mapping: whether the list is a dict.
+    """
+
+    def __init__(self, experts: Mapping[str, nn.Module], span: Span, path: str, is_mapping: bool) -> None:
+        super().__init__()
+        self._names, self._path, self._is_mapping = tuple(experts), path, is_mapping
+        self.in_halves = False
+        """Whether an expert gets its rows in two halves, which shows whether it mixes them."""
+        # by their own names, as checkpoints have them
+        for name in self._names[slice(*span)]:
+            self.add_module(name, experts[name])
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Computes rows by this rank's experts.
+
+        Args:
+            hidden_states: (N, D).
+            top_k_index: (N, 1), counted on this rank.
+            top_k_weights: (N, 1) ones; whoever calls the experts weighs them.
+
+        Returns:
+            (N, D).
+        """
+        chosen, order = top_k_index.reshape(-1).sort(stable=True)
+        experts = list(self.children())
+        edges = torch.searchsorted(chosen, torch.arange(len(experts) + 1, device=chosen.device))
+        parts = hidden_states.index_select(0, order).split(edges.diff().tolist())
+        outputs = [self._compute(expert, rows) for expert, rows in zip(experts, parts) if len(rows)]
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=order.device)
+        return torch.cat(outputs or [hidden_states]).index_select(0, position)
+
+    def _compute(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        """Returns what an expert makes of ``rows: (n, D)``, of the same shape."""
+        halves = rows.tensor_split(2) if self.in_halves and len(rows) > 1 else (rows,)
+        outputs = [expert(half) for half in halves]
+        for output, half in zip(outputs, halves):
+            if not isinstance(output, torch.Tensor) or output.shape != half.shape:
+                returned = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+                self.refuse(f"an expert returns {returned} for rows {tuple(half.shape)}")
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def refuse(self, reason: str) -> NoReturn:
+        """Raises PlanError for experts that can't be spread."""
+        raise PlanError(f"ep spreads the experts of '{self._path}' over ranks, but {reason}; {NEAREST}")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, key: int | slice | str) -> _Expert | list[_Expert]:
+        if self._is_mapping:
+            return _Expert(self, self._names.index(str(key)))
+        positions = range(len(self))
+        if isinstance(key, slice):
+            return [_Expert(self, position) for position in positions[key]]
+        return _Expert(self, positions[int(key)])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._names) if self._is_mapping else iter(self.values())
+
+    def __contains__(self, key: object) -> bool:
+        return self._is_mapping and key in self._names
+
+    def keys(self) -> tuple[str, ...]:
+        """Returns the names of all experts."""
+        return self._names
+
+    def values(self) -> list[_Expert]:
+        """Returns all experts, as the code of the model may call them."""
+        return [_Expert(self, position) for position in range(len(self))]
+
+    def items(self) -> list[tuple[str, _Expert]]:
+        """Returns both."""
+        return list(zip(self._names, self.values()))
+
+    def call(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        """Answers the model's own call of an expert with ``rows: (..., D)``; (..., D)."""
+        calls = _LOCAL.calls.get(id(self))
+        if calls is None:
+            self.refuse("another module's forward than its parent's calls them")
+        if calls.outputs is None:
+            calls.experts.append(expert)
+            calls.rows.append(rows)
+            calls.versions.append(rows._version)
+            return torch.zeros_like(rows)
+        position = calls.answered
+        calls.answered += 1
+        expected = (calls.experts[position], calls.rows[position].shape) if position < len(calls.experts) else None
+        if expected != (expert, rows.shape):
+            self.refuse_dependence()
+        return calls.outputs[position]
+
+    def refuse_dependence(self) -> NoReturn:
+        """Refuses a caller whose second run called other experts than its first."""
+        self.refuse("which of them are called, and with how many rows, depends on what others returned")
+
+    @contextlib.contextmanager
+    def answering(self, calls: _Calls) -> Iterator[None]:
+        """Makes the calls of this thread part of ``calls``."""
+        outer = _LOCAL.calls.get(id(self))
+        _LOCAL.calls[id(self)] = calls
+        try:
+            yield
+        finally:
+            if outer is None:
+                del _LOCAL.calls[id(self)]
+            else:
+                _LOCAL.calls[id(self)] = outer
+
+
+class _Expert:
+    """What the model's code gets for an expert, wherever that is: it can be called with rows."""
+
+    def __init__(self, experts: LocalExperts, number: int) -> None:
+        self._experts, self._number = experts, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        values = [*args, *kwargs.values()]
+        if len(values) != 1 or not isinstance(values[0], torch.Tensor) or not values[0].dim():
+            kinds = ", ".join(type(value).__name__ for value in values)
+            self._experts.refuse(f"they are called with ({kinds}), not with one tensor of rows (..., D)")
+        return self._experts.call(self._number, values[0])
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._experts.refuse(f"the code that calls them reads '{name}' of an expert, which another rank may hold")
+
+
+class ListDispatch:
+    """Replaces the forward of the module that calls the experts of a list.
+
+    Args:
+        caller: that module.
+        experts: of this rank, whose call sends rows to the ranks of their experts.
+        moving: the buffers that the caller's forward changes.
+        random: returns the random numbers by place of this rank's forwards; None where there are none.
+        width: D of a rank that calls no expert.
+        plain: the caller's own forward.
+    """
+
+    def __init__(
+        self,
+        caller: nn.Module,
+        experts: LocalExperts,
+        moving: MovingBuffers,
+        random: Callable[[], DropoutRng | None],
+        width: int,
+        plain: Forward,
+    ) -> None:
+        self._caller, self._experts, self._moving, self._random = caller, experts, moving, random
+        self._width, self._plain = width, plain
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the caller returns."""
+        calls = self._ask(args, kwargs)
+        returned, sizes = self._send(calls, _tensors((args, kwargs)))
+        # Not split(): what the model adds to an output in place would be refused as a view of several.
+        parts = torch.unsafe_split_with_sizes(returned, [*sizes, len(returned) - sum(sizes)])
+        calls.outputs = [part.view(rows.shape) for part, rows in zip(parts, calls.rows)]
+        with self._experts.answering(calls):
+            result = self._plain(*args, **kwargs)
+        if calls.answered < len(calls.experts):
+            self._experts.refuse_dependence()
+        # Ranks that wait for this one in backward would do so for ever.
+        return result if sum(sizes) else _tied(result, returned)
+
+    def _ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:
+        """Runs the caller a first time and returns its calls; it leaves no trace."""
+        random, moving, generators = self._random(), self._moving, DrawnStates()
+        by_place = random.snapshot()() if random is not None else contextlib.nullcontext()
+        buffers: AbstractContextManager[None] = moving.substituted(moving.copy())
+        inputs = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
+        attributes, states, calls = _Attributes(self._caller, self._experts), generators.states, _Calls()
+        try:
+            with self._experts.answering(calls), by_place, buffers:
+                self._plain(*args, **kwargs)
+        finally:
+            generators.states = states
+            changed = attributes.put_back()
+        if changed:
+            self._experts.refuse(f"the code that calls them writes into its attribute '{changed}', which is no buffer")
+        if any(tensor._version != version for tensor, version in [*inputs, *zip(calls.rows, calls.versions)]):
+            self._experts.refuse("the code that calls them writes into its input or into an expert's rows")
+        return calls
+
+    def _send(self, calls: _Calls, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
+        """Sends all rows to their experts.
+
+        Args:
+            calls: of the first run.
+            inputs: tensors that the caller was called with.
+
+        Returns:
+            (N, D) that came back, in the order of the calls, and the rows of each call; more may follow these.
+        """
+        sizes = [rows.shape[:-1].numel() for rows in calls.rows]
+        sent = list(zip(calls.experts, (rows.reshape(-1, rows.shape[-1]) for rows in calls.rows)))
+        example = next((rows[:1].detach() for _, rows in sent if len(rows)), None)
+        visited = {expert for expert, rows in sent if len(rows)}
+        for expert, rows in sent[:]:
+            if expert not in visited:
+                # Called without rows, its weights have gradients of zeros: of a row whose output nobody reads.
+                visited.add(expert)
+                sent.append((expert, rows.new_zeros(1, rows.shape[1]) if example is None else example))
+        if not sent:
+            like = next(tensor for tensor in inputs if tensor.is_floating_point())
+            has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
+            sent.append((0, like.new_zeros(0, self._width).requires_grad_(has_gradient)))
+        hidden = torch.cat([rows for _, rows in sent])
+        experts = [torch.full((len(rows), 1), expert, device=hidden.device) for expert, rows in sent]
+        return self._experts(hidden, torch.cat(experts), hidden.new_ones(len(hidden), 1)), sizes
+
+
+class _Attributes:
+    """The attributes of a module and of those below it, but for its experts, as they are now."""
+
+    def __init__(self, caller: nn.Module, experts: LocalExperts) -> None:
+        inside = set(experts.modules())
+        self._saved = [
+            (module, {key: value for key, value in vars(module).items() if key not in _OF_MODULES})
+            for module in caller.modules()
+            if module not in inside
+        ]
+        values = [value for _, attributes in self._saved for value in attributes.values()]
+        self._contents = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
+        self._versions = [
+            (key, value, value._version)
+            for _, attributes in self._saved
+            for key, value in attributes.items()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def put_back(self) -> str:
+        """Sets them again; returns the name of a tensor that was written into, "" for none."""
+        for module, attributes in self._saved:
+            for key in [key for key in vars(module) if key not in _OF_MODULES and key not in attributes]:
+                del module.__dict__[key]
+            module.__dict__.update(attributes)
+        for value, content in self._contents:
+            value.clear()
+            value.extend(content) if isinstance(value, list) else value.update(content)
+        return next((key for key, tensor, version in self._versions if tensor._version != version), "")
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+
+
+def _tensors(tree: object) -> list[torch.Tensor]:
+    """Returns the tensors of nested arguments, of any shape."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+class _Tie(torch.autograd.Function):
+    """Returns a tensor as it is; its backward runs that of another one too, whose gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, result: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(returned)
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        (returned,) = ctx.saved_tensors
+        return upstream[0], torch.zeros_like(returned)
+
+
+def _tied(result: object, returned: torch.Tensor) -> object:
+    """Returns a nested result whose backward reaches ``returned: (N, D)``, though nothing was computed of it."""
+    leaves, structure = tree_flatten(result)
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            leaves[index] = _Tie.apply(leaf, returned)
+            break
+    return tree_unflatten(leaves, structure)
+
+
+def spread(
+    caller: nn.Module,
+    rows: ExpertRows,
+    span: Span,
+    moving: MovingBuffers,
+    random: Callable[[], DropoutRng | None],
+    width: int,
+) -> LocalExperts:
+    """Puts `LocalExperts` in the place of a list.
+
+    Args:
+        caller: the module that has the list.
+        rows: what the list is.
+        span: this rank's experts.
+        moving: see `ListDispatch`.
+        random: likewise.
+        width: likewise.
+    """
+    attribute = rows.module.rpartition(".")[2]
+    whole = caller.get_submodule(attribute)
+    children = {name: whole.get_submodule(name) for name in rows.children}
+    experts = LocalExperts(children, span, rows.module, isinstance(whole, nn.ModuleDict))
+    setattr(caller, attribute, experts)
+    wrap_forward(
+        caller,
+        ForwardLayer.EXPERT,
+        "runs twice: the first run tells which rows go to which expert",
+        lambda plain: ListDispatch(caller, experts, moving, random, width, plain),
+    )
+    return experts
