@@ -24,6 +24,7 @@ from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_gradient import is_sharded_gradient, plain_gradient, wrap_gradient
 from meshwright.strategy.split_parameter import SplitWeightGuard
 from meshwright.strategy.target_loss import TargetTotals
+from meshwright.strategy.weight_reductions import maximum_over_ranks
 from meshwright.torch_compat.tensors import (
     after_backward,
     foreach_mul_,
@@ -341,8 +342,7 @@ class GradientSync:
                         # a box that several ranks have a copy of counts once in the sum over ranks
                         totals[index] += norm**order / box.copies
         if order == float("inf"):
-            self._world.all_reduce_max(totals).wait()
-            return totals
+            return maximum_over_ranks(totals, self._world)
         self._world.all_reduce(totals).wait()
         return totals ** (1.0 / order)
 

@@ -44,6 +44,15 @@ def norm_order(func: TorchFunction, args: TorchArgs, kwargs: TorchKwargs, shape:
     return None if is_operator_norm or not isinstance(order, (int, float)) else float(order)
 
 
+def maximum_over_ranks(values: torch.Tensor, world: AxisGroup) -> torch.Tensor:
+    """Returns the maximum over ranks of each of ``values``, of any shape; NaN where it is that on one of them."""
+    is_nan = values.isnan()
+    # gloo's maximum may drop what is no number
+    maxima = torch.stack([values.masked_fill(is_nan, -math.inf), is_nan.to(values.dtype)])
+    world.all_reduce_max(maxima).wait()
+    return maxima[0].masked_fill(maxima[1] > 0, math.nan)
+
+
 class WeightReductions:
     """Reduces tensors that lie over ranks as their weights do; every rank calls each of these together.
 
@@ -119,11 +128,7 @@ class WeightReductions:
         """Returns the maximum, or with a sign of -1 the minimum, of all ranks' parts (n_local, ...) of a tensor."""
         signed = sign * local.detach().to(torch.float64)
         largest = signed.amax() if signed.numel() else signed.new_tensor(-math.inf)
-        # A maximum over ranks may drop what is no number, and one device doesn't.
-        is_nan = largest.isnan()
-        maxima = torch.stack([largest.masked_fill(is_nan, -math.inf), is_nan.to(largest.dtype)])
-        self._world.all_reduce_max(maxima).wait()
-        result = (sign * maxima[0]).masked_fill(maxima[1] > 0, math.nan).to(local.dtype)
+        result = (sign * maximum_over_ranks(largest, self._world)).to(local.dtype)
         refusal = "a maximum or minimum over a weight that ranks share has no gradient here: read it under no_grad()"
         return _with_local_gradient(local.sum(), result, refusal)
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.axis_group import AxisGroup, TrafficLog
 from meshwright.strategy import HybridParallelStrategy
+from meshwright.strategy.weight_reductions import maximum_over_ranks
 from tests.own_models import equal, gpt2, mixtral, output, plain_model, rows, world
 from tests.ranks.group import run_ranks
 from tests.tiers import further
@@ -185,6 +188,21 @@ NORMS_OF_ROWS: dict[str, Callable[[Any], Any]] = {
     "largest singular value": lambda g: torch.linalg.norm(g, 2),
     "largest sum of a column": lambda g: torch.linalg.norm(g, ord=1),
 }
+
+
+def maxima_with_nan(rank: int) -> list[torch.Tensor]:
+    group = AxisGroup("world", dist.group.WORLD, TrafficLog())
+    nothing, found = float("nan"), []
+    for other in range(3):
+        values = torch.tensor([nothing if rank == other else 1.0, float(rank)], dtype=torch.float64)
+        found.append(maximum_over_ranks(values, group))
+    return found
+
+
+def test_maxima_over_gloo_keep_what_is_no_number_on_any_rank() -> None:
+    """gloo's own maximum keeps it from some ranks and drops it from others."""
+    for found in run_ranks(3, maxima_with_nan):
+        assert all(bool(values[0].isnan()) and values[1] == 2 for values in found)
 
 
 def norms_of_rows(_rank: int) -> tuple[int, list[str]]:
