@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.models.analysis.experts import find_experts
+from meshwright.errors import PlanError
+from meshwright.models.analysis.experts import find_experts, require_experts
 from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
@@ -189,6 +190,20 @@ class Experts(nn.Module):
             found = torch.tanh(hidden_states[token] @ self.up[index].T) @ self.down[index].T
             out = out.index_add(0, token, found * top_k_weights[token, place, None])
         return out
+
+
+class OtherArguments(Experts):
+    def forward(self, x: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * scores.sum(-1, keepdim=True)
+
+
+def test_experts_that_are_not_recognised_are_told_what_they_lack() -> None:
+    uncounted = Experts()
+    del uncounted.num_experts
+    with pytest.raises(PlanError, match="0 has 4 rows in up, but no attribute like num_experts = 4 says"):
+        require_experts(nn.Sequential(uncounted), 2)
+    with pytest.raises(PlanError, match=r"called with \(x, scores\), .*: \(hidden_states, top_k_index, top_k_weights"):
+        require_experts(nn.Sequential(OtherArguments()), 2)
 
 
 def _tokens(number: int, seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

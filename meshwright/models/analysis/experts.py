@@ -81,6 +81,9 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     stacked = [key for key, parameter in direct_parameters.items() if parameter.dim() == 3]
     sizes = {int(parameter.shape[0]) if parameter.dim() else 1 for parameter in direct_parameters.values()}
     attributes_by_count = {size: attributes for size in sizes if (attributes := _count_attributes(module, size))}
+    if len(stacked) > 1 and not attributes_by_count and len({direct_parameters[key].shape[0] for key in stacked}) == 1:
+        count = int(direct_parameters[stacked[0]].shape[0])
+        return f"{name} has {count} rows in {stacked[0]}, but no attribute like num_experts = {count} says they are experts"
     if not stacked or not attributes_by_count:
         return None
     if len(stacked) < 2:
@@ -94,7 +97,10 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     arguments = _routing_arguments(module)
     if arguments is None:
         argument_names = ", ".join(inspect.signature(module.forward).parameters)
-        return f"{name} is called with ({argument_names}), not with tokens, their experts and weights"
+        return (
+            f"{name} is called with ({argument_names}), not with tokens, their experts and weights: "
+            f"({HIDDEN[0]}, {CHOSEN[0]}, {WEIGHTS[0]})"
+        )
     (experts,) = sizes
     return ExpertRows(
         module=name,
