@@ -83,7 +83,8 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     attributes_by_count = {size: attributes for size in sizes if (attributes := _count_attributes(module, size))}
     if len(stacked) > 1 and not attributes_by_count and len({direct_parameters[key].shape[0] for key in stacked}) == 1:
         count = int(direct_parameters[stacked[0]].shape[0])
-        return f"{name} has {count} rows in {stacked[0]}, but no attribute like num_experts = {count} says they are experts"
+        attribute = f"no attribute like num_experts = {count} says that they are experts"
+        return f"{name} has {count} rows in {stacked[0]}, but {attribute}"
     if not stacked or not attributes_by_count:
         return None
     if len(stacked) < 2:
