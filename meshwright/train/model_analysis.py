@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import TOKENS
 from meshwright.models.analysis.context import Context, read_context, read_sequence
-from meshwright.models.analysis.expert_list_trial import try_expert_lists
+from meshwright.models.analysis.expert_list_trial import check_expert_lists
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
@@ -310,14 +310,7 @@ def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRo
     """Refuses experts in a list whose caller can't call them on several ranks, and to keep what no layer exchanges."""
     if layout.ep_keep:
         _check_kept_exchange(model, layout, experts)
-    lists = [rows for rows in experts if rows.children]
-    if lists and layout.ep_node:
-        raise PlanError(
-            f"ep_node={layout.ep_node} sends a token once to all of its experts on a node, but those of "
-            f"{lists[0].module} are modules of a list, each of which gets its rows by itself; leave ep_node out"
-        )
-    if lists:
-        try_expert_lists(model, [buffer.name for buffer in trial.moving])
+    check_expert_lists(model, layout, [buffer.name for buffer in trial.moving], trial.objective)
 
 
 def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows]) -> None:
