@@ -167,7 +167,7 @@ class LocalExperts(nn.Module):
         return calls.outputs[position]
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Returns those of this rank's experts; refuses the code that calls the experts, which would read all."""
+        """Yields those of this rank's experts, of any shape; refuses code that calls the experts: it would read all."""
         if id(self) in _LOCAL.calls:
             self.refuse("the code that calls them reads their weights, of which each rank has some")
         return super().named_parameters(*args, **kwargs)

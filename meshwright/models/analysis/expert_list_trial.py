@@ -44,10 +44,10 @@ def check_expert_lists(built: BuiltModel, layout: Layout, moving: Sequence[str],
         )
     layers = tuple(f"{layer}." for layer in built.structure.layers)
     outside = next((name for name in lists if not name.startswith(layers)), None)
-    if outside is not None and (shards := layout.degree("shard")) > 1:
+    if outside is not None and layout.state_shards > 1:
         raise PlanError(
-            f"shard={shards} shards the experts of a layer by themselves, over other ranks than its other weights, but "
-            f"the list '{outside}' is in no layer; nearest that works: tp with ep, or shard={shards} without ep"
+            f"{layout} shards the experts of a layer by themselves, over other ranks than its other weights, but "
+            f"the list '{outside}' is in no layer; nearest that works: tp and ep without shard, or shard without ep"
         )
     try_expert_lists(built, moving, objective)
 
@@ -68,12 +68,12 @@ def try_expert_lists(built: BuiltModel, moving: Sequence[str], objective: Object
     if not any(rows.children for rows in find_experts(built.module)):
         return
     clone = make_clone(built)
-    for trial in (_Trial(with_objective(clone, objective), True), _Trial(clone, False)):
+    for trial in (_ListTrial(with_objective(clone, objective), True), _ListTrial(clone, False)):
         _compare(trial, moving)
 
 
 @dataclass(frozen=True, slots=True)
-class _Trial:
+class _ListTrial:
     """A forward, and a backward in training, of copies of a clone."""
 
     clone: Clone
@@ -93,7 +93,7 @@ class _Trial:
         return {"": output.detach(), **found}
 
 
-def _compare(trial: _Trial, moving: Sequence[str]) -> None:
+def _compare(trial: _ListTrial, moving: Sequence[str]) -> None:
     """Refuses lists whose experts compute something else when they get their rows at once."""
     module = duplicate_module(trial.clone.module)
     lists = [rows for rows in find_experts(module) if rows.children]
