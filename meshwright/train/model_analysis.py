@@ -15,6 +15,7 @@ from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.outside_reads import OutsideRead
+from meshwright.models.analysis.stored_tensors import find_stored_tensor
 from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import BuiltModel
@@ -307,7 +308,12 @@ def analyse_model(
 
 
 def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows], trial: ForwardTrial) -> None:
-    """Refuses experts in a list whose caller can't call them on several ranks, and to keep what no layer exchanges."""
+    """Refuses lists that can't be spread, halves that would share what forward stores, and to keep no exchange."""
+    if layout.ep_halves and not trial.objective.plain and (stored := find_stored_tensor(model, trial.objective)):
+        raise PlanError(
+            f"ep_halves=true runs two halves of a micro-batch in turns, and each would find in '{stored}' what the "
+            "other stored there for its loss; drop ep_halves, or return it beside the layer's output"
+        )
     if layout.ep_keep:
         _check_kept_exchange(model, layout, experts)
     check_expert_lists(model, layout, [buffer.name for buffer in trial.moving], trial.objective)

@@ -52,6 +52,27 @@ class BalancedModel(StackedModel):
         return logits, entropy + 0.5 * torch.stack(Balanced.balances).sum()
 
 
+class StoresBalance(Mixture):
+    """Leaves its balance in an attribute."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (B, S, D) to the same shape."""
+        self.balance = self.router(x).softmax(-1).square().mean()
+        return super().forward(x)
+
+
+class StoredBalanceModel(StackedModel):
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        """tokens, targets: (B, S) int64 to logits (B, S, V) and the loss."""
+        logits = super().forward(tokens)
+        entropy = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return logits, entropy + 0.5 * torch.stack([block.mlp.balance for block in self.blocks]).sum()
+
+
+def stored_balance(vocab: int = VOCAB) -> nn.Module:
+    return StoredBalanceModel(vocab, [Block(nn.LayerNorm(WIDTH), StoresBalance()) for _ in range(2)])
+
+
 class AppendsToArgument(Mixture):
     def forward(self, x: torch.Tensor, seen: dict[str, list[int]]) -> torch.Tensor:  # type: ignore[override]
         """x: (B, S, D) to the same shape."""
@@ -254,3 +275,16 @@ def test_what_the_first_run_appends_to_an_argument_is_taken_back() -> None:
     seen: dict[str, list[int]] = {"rows": []}
     module(torch.randn(2, 3, WIDTH), seen)
     assert seen == {"rows": [2]}
+
+
+def test_a_loss_of_stored_tensors_trains_but_not_in_halves() -> None:
+    case = Case(
+        build=partial(build_meta, ModelConfig(name=f"{HERE}:stored_balance"), VOCAB, 8),
+        batches=random_batches(2, 8, 8, VOCAB, documents=False),
+        recipe=OptimizerRecipe(),
+        timeout_s=100,
+    )
+    layout = "shard=2,zero=1,ep=2,precision=float64"
+    (whole,), (halves,) = (verify(case, [Layout.parse(text)]) for text in (layout, f"{layout},ep_halves=true"))
+    assert whole.passed, whole
+    assert "each would find in 'blocks.0.mlp.balance' what the other stored" in halves.refused, halves
