@@ -22,6 +22,7 @@ from torch.autograd.function import FunctionCtx
 from meshwright.errors import PlanError
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
+from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.keyed_random import DrawnStates
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.spec.experts import ExpertRows
@@ -45,6 +46,8 @@ class _Calls:
     """What each returns, of the same shape; None in the first run."""
     answered: int = 0
     """Calls of the second run so far."""
+    autocast: tuple[bool, bool] = (False, False)
+    """Whether autocast was on where the module around them was called, on the CPU and on GPUs."""
 
 
 class _CallsOfThread(threading.local):
@@ -148,6 +151,10 @@ class LocalExperts(nn.Module):
         if calls is None:
             self.refuse("another module's forward than its parent's calls them")
         if calls.outputs is None:
+            if calls.autocast != _autocast():
+                self.refuse(
+                    "the code that calls them does so in an autocast of its own, and they compute outside of it"
+                )
             calls.experts.append(expert)
             calls.rows.append(rows)
             calls.versions.append(rows._version)
@@ -158,6 +165,12 @@ class LocalExperts(nn.Module):
         if expected != (expert, rows.shape):
             self.refuse_dependence()
         return calls.outputs[position]
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields those of this rank's experts, of any shape; refuses code that calls the experts: it would read all."""
+        if id(self) in _LOCAL.calls:
+            self.refuse("the code that calls them reads their weights, of which each rank has some")
+        return super().named_parameters(*args, **kwargs)
 
     def refuse_dependence(self) -> NoReturn:
         """Refuses a caller whose second run called other experts than its first."""
@@ -220,6 +233,12 @@ class ListDispatch:
         self._caller, self._experts, self._moving, self._random = caller, experts, moving, random
         self._width, self._plain = width, plain
 
+    @property
+    def _own_parameters(self) -> list[nn.Parameter]:
+        """The caller's, but for those of its experts."""
+        modules = set(self._caller.modules()) - set(self._experts.modules())
+        return [item for module in modules for item in module._parameters.values() if item is not None]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns what the caller returns."""
         calls = self._ask(args, kwargs)
@@ -240,7 +259,8 @@ class ListDispatch:
         by_place = random.snapshot()() if random is not None else contextlib.nullcontext()
         buffers: AbstractContextManager[None] = moving.substituted(moving.copy())
         inputs = [(tensor, tensor._version) for tensor in _tensors((args, kwargs))]
-        attributes, states, calls = _Attributes(self._caller, self._experts), generators.states, _Calls()
+        states, calls = generators.states, _Calls(autocast=_autocast())
+        attributes = ForwardState(self._caller, self._experts, (args, kwargs))
         try:
             with self._experts.answering(calls), by_place, buffers:
                 self._plain(*args, **kwargs)
@@ -248,7 +268,7 @@ class ListDispatch:
             generators.states = states
             changed = attributes.put_back()
         if changed:
-            self._experts.refuse(f"the code that calls them writes into its attribute '{changed}', which is no buffer")
+            self._experts.refuse(f"the code that calls them writes into its tensor '{changed}', which is no buffer")
         if any(tensor._version != version for tensor, version in [*inputs, *zip(calls.rows, calls.versions)]):
             self._experts.refuse("the code that calls them writes into its input or into an expert's rows")
         return calls
@@ -274,46 +294,18 @@ class ListDispatch:
                 sent.append((expert, rows.new_zeros(1, rows.shape[1]) if example is None else example))
         if not sent:
             like = next(tensor for tensor in inputs if tensor.is_floating_point())
-            has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs)
-            sent.append((0, like.new_zeros(0, self._width).requires_grad_(has_gradient)))
+            sent.append((0, like.new_zeros(0, self._width)))
         hidden = torch.cat([rows for _, rows in sent])
+        if torch.is_grad_enabled() and not hidden.requires_grad:
+            # Backward is an exchange too, so that rows have gradients on all ranks or on none.
+            hidden.requires_grad_(any(tensor.requires_grad for tensor in (*inputs, *self._own_parameters)))
         experts = [torch.full((len(rows), 1), expert, device=hidden.device) for expert, rows in sent]
         return self._experts(hidden, torch.cat(experts), hidden.new_ones(len(hidden), 1)), sizes
 
 
-class _Attributes:
-    """The attributes of a module and of those below it, but for its experts, as they are now."""
-
-    def __init__(self, caller: nn.Module, experts: LocalExperts) -> None:
-        inside = set(experts.modules())
-        self._saved = [
-            (module, {key: value for key, value in vars(module).items() if key not in _OF_MODULES})
-            for module in caller.modules()
-            if module not in inside
-        ]
-        values = [value for _, attributes in self._saved for value in attributes.values()]
-        self._contents = [(value, value.copy()) for value in values if type(value) in (list, dict, set)]
-        self._versions = [
-            (key, value, value._version)
-            for _, attributes in self._saved
-            for key, value in attributes.items()
-            if isinstance(value, torch.Tensor)
-        ]
-
-    def put_back(self) -> str:
-        """Sets them again; returns the name of a tensor that was written into, "" for none."""
-        for module, attributes in self._saved:
-            for key in [key for key in vars(module) if key not in _OF_MODULES and key not in attributes]:
-                del module.__dict__[key]
-            module.__dict__.update(attributes)
-        for value, content in self._contents:
-            value.clear()
-            value.extend(content) if isinstance(value, list) else value.update(content)
-        return next((key for key, tensor, version in self._versions if tensor._version != version), "")
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
+def _autocast() -> tuple[bool, bool]:
+    """Returns whether autocast is on here, on the CPU and on GPUs."""
+    return torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -339,9 +331,9 @@ def _tied(result: object, returned: torch.Tensor) -> object:
     """Returns a nested result whose backward reaches ``returned: (N, D)``, though nothing was computed of it."""
     leaves, structure = tree_flatten(result)
     for index, leaf in enumerate(leaves):
+        # all of them: the loss may read some alone
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             leaves[index] = _Tie.apply(leaf, returned)
-            break
     return tree_unflatten(leaves, structure)
 
 

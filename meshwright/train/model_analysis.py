@@ -10,11 +10,12 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import TOKENS
 from meshwright.models.analysis.context import Context, read_context, read_sequence
-from meshwright.models.analysis.expert_list_trial import try_expert_lists
+from meshwright.models.analysis.expert_list_trial import check_expert_lists
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
 from meshwright.models.analysis.outside_reads import OutsideRead
+from meshwright.models.analysis.stored_tensors import find_stored_tensor
 from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import BuiltModel
@@ -307,17 +308,15 @@ def analyse_model(
 
 
 def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows], trial: ForwardTrial) -> None:
-    """Refuses experts in a list whose caller can't call them on several ranks, and to keep what no layer exchanges."""
+    """Refuses lists that can't be spread, halves that would share what forward stores, and to keep no exchange."""
+    if layout.ep_halves and not trial.objective.plain and (stored := find_stored_tensor(model, trial.objective)):
+        raise PlanError(
+            f"ep_halves=true runs two halves of a micro-batch in turns, and each would find in '{stored}' what the "
+            "other stored there for its loss; drop ep_halves, or return it beside the layer's output"
+        )
     if layout.ep_keep:
         _check_kept_exchange(model, layout, experts)
-    lists = [rows for rows in experts if rows.children]
-    if lists and layout.ep_node:
-        raise PlanError(
-            f"ep_node={layout.ep_node} sends a token once to all of its experts on a node, but those of "
-            f"{lists[0].module} are modules of a list, each of which gets its rows by itself; leave ep_node out"
-        )
-    if lists:
-        try_expert_lists(model, [buffer.name for buffer in trial.moving])
+    check_expert_lists(model, layout, [buffer.name for buffer in trial.moving], trial.objective)
 
 
 def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows]) -> None:

@@ -44,6 +44,7 @@ def require_experts(module: nn.Module, degree: int) -> tuple[ExpertRows, ...]:
     experts = find_experts(module)
     if degree > 1:
         _refuse_adapted(module, experts, degree)
+        _refuse_lists(module, experts, degree)
     if experts or degree == 1:
         return experts
     reasons = [rows for name, child in module.named_modules() if isinstance(rows := _expert_rows(name, child), str)]
@@ -71,11 +72,48 @@ def _refuse_adapted(module: nn.Module, experts: tuple[ExpertRows, ...], degree: 
             )
 
 
-def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
-    """Returns a module's experts, or the reason for which they can't be spread; None for a module without any."""
+def _refuse_lists(module: nn.Module, experts: tuple[ExpertRows, ...], degree: int) -> None:
+    """Refuses experts inside of an expert, and a list whose weights are used by others than its experts or its parent.
+
+    Raises:
+        PlanError: with the list, and the nearest that works.
+    """
+    rule, nearest = f"ep={degree} spreads the experts of mixture layers over ranks", f"nearest that works: tp={degree}"
+    names = {name for name, child in module.named_modules() if _is_expert_list(name, child)}
+    for rows in experts:
+        outer = next((name for name in names if rows.module.startswith(f"{name}.")), None)
+        if outer is not None:
+            raise PlanError(
+                f"{rule}, but {rows.module} are experts inside of an expert of {outer}, which few ranks call; {nearest}"
+            )
+    owners: dict[int, list[str]] = {}
+    parents: dict[int, list[str]] = {}
+    for name, owner in module.named_modules():
+        for parameter in owner._parameters.values():
+            owners.setdefault(id(parameter), []).append(name)
+        for child in owner._modules.values():
+            parents.setdefault(id(child), []).append(name)
+    lists = tuple(f"{rows.module}." for rows in experts if rows.children)
+    for rows in (rows for rows in experts if rows.children):
+        whole = module.get_submodule(rows.module)
+        if len(callers := parents.get(id(whole), [])) > 1:
+            raise PlanError(f"{rule}, but {' and '.join(callers[:2])} both have the list {rows.module}; {nearest}")
+        for name in rows.parameters:
+            users = owners[id(whole.get_parameter(name))]
+            if (user := next((user for user in users if not user.startswith(lists)), None)) is not None:
+                raise PlanError(f"{rule}, but {rows.module}.{name} is a weight of {user} too; {nearest}")
+
+
+def _is_expert_list(name: str, module: nn.Module) -> bool:
+    """Returns whether a module is a list or dict whose name says that it holds experts, of which not all are called."""
     own_name = name.rpartition(".")[2].lower()
     # what is called shared is computed for every token
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in own_name and "shared" not in own_name:
+    return isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in own_name and "shared" not in own_name
+
+
+def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
+    """Returns a module's experts, or the reason for which they can't be spread; None for a module without any."""
+    if _is_expert_list(name, module):
         return _expert_list(name, module)
     direct_parameters = dict(module.named_parameters(recurse=False))
     stacked = [key for key, parameter in direct_parameters.items() if parameter.dim() == 3]
@@ -118,6 +156,8 @@ def _expert_list(name: str, module: nn.Module) -> ExpertRows | str | None:
     shapes = [{key: item.shape for key, item in child.named_parameters()} for child in children.values()]
     if len(children) < 2 or not shapes[0]:
         return None
+    if any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in children.values()):
+        return f"{name} is a list of lists"
     if len(set(module.children())) < len(module) or any(item != shapes[0] for item in shapes):
         return f"{name} is a list of modules that differ in their weights, or of one that is in it twice"
     if next(module.buffers(), None) is not None:
