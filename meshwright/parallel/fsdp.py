@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from meshwright.parallel.argument_containers import keep_changes
 from meshwright.parallel.axis_group import AxisGroup, PendingCollective
 from meshwright.parallel.block_codec import WeightBlocks
 from meshwright.parallel.compression import GradientSum, PhasedCollective, WeightCompressor
@@ -271,9 +272,8 @@ def wrap(
     replica_all_reduces = attach(list(outer_units), list(outer_units.values()), axis_groups, compressors)
     replica_all_reduces += attach(layers, layer_names, axis_groups, compressors, secondary=options.secondary)
     if expert_group is not None:
-        expert_names = [
-            f"the experts of {name}" for name in _enclosing_layer_names(expert_modules, layers, layer_names)
-        ]
+        enclosing = _enclosing_layer_names(expert_modules, layers, layer_names)
+        expert_names = [f"the experts of {name}" for name in enclosing]
         replica_all_reduces += attach(expert_modules, expert_names, expert_group.axis_groups, expert_group.compressors)
     return FsdpSync(root, options, replica_all_reduces, deferred, mesh.device_type == "cpu")
 
@@ -288,11 +288,12 @@ def _shard_units(
 ) -> nn.Module:
     """Makes the FSDP units of a model; returns its root. ``settings`` are of `fully_shard`; the others as `wrap`."""
     # Innermost first: fully_shard leaves out what a unit inside has already taken.
-    for expert_module in expert_group.modules if expert_group else ():
-        assert expert_group is not None
-        fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
+    if expert_group is not None:
+        for expert_module in expert_group.modules:
+            fully_shard(expert_module, **{**settings, "mesh": expert_group.mesh})
     for layer in layers:
         fully_shard(layer, **settings)
+        keep_changes(layer, settings["reshard_after_forward"])
     if ends.embedding is not None:
         unit: Any = fully_shard(ends.embedding, **settings)
         unit.set_unshard_in_backward(False)
