@@ -49,7 +49,7 @@ class ForwardLayer(IntEnum):
     COMPILE = 80
     """torch.compile of a layer, or its exclusion."""
     DATA = 90
-    """FSDP2 units and gradient all-reduce; these are hooks around the forward, not wrappers of it."""
+    """Lists and dicts that FSDP2 copies; its units themselves and gradient all-reduce are hooks around the forward."""
     CHECKPOINT_STATE = 100
     """A model's own checkpoints see the state of their first run when they run again."""
     PROGRESS = 110

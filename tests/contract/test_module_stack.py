@@ -34,7 +34,7 @@ def wrapper_layers(lines: tuple[str, ...]) -> list[str]:
         ("tp=2,recompute=full", "llama", ["progress", "recompute"]),
         ("tp=2,recompute=selective,precision=float64", "gpt2", ["progress", "recompute", "dropout", "float64"]),
         ("cp=2,attention=gather,recompute=full", "gpt2", ["progress", "recompute", "dropout", "context"]),
-        ("shard=2,zero=3,compile=true", "llama", ["progress", "compile"]),
+        ("shard=2,zero=3,compile=true", "llama", ["progress", "data", "compile"]),
     ],
 )
 def test_a_layer_is_wrapped_in_the_declared_order(layout: str, name: str, outermost_first: list[str]) -> None:
