@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+from meshwright.data.sources import list_sources
 from meshwright.errors import ClusterError, ConfigError
 from meshwright.launch.choice import choose_launcher
 from meshwright.launch.hostfile import HostfileLauncher, read_hostfile
@@ -57,11 +58,18 @@ def host_commands(args: Sequence[str], config: RunConfig, hostfile: str | None) 
     Args:
         args: the command's arguments without ``--hostfile``.
         config: the parsed arguments, with the run directory named.
-        hostfile: path of the hostfile; None for this node alone.
+        hostfile: path of the hostfile; None for this node alone, where the text must be.
+
+    Raises:
+        PlanError: when the layout's degrees don't multiply to the ranks.
+        DataError: for text that isn't on this node.
     """
     if hostfile is not None:
         return list(_make_launcher(config, hostfile).shell_lines(command_arguments(args, config)))
     launcher = choose_launcher(config.devices, config=config.launch)
+    if config.layout != "auto":
+        Layout.parse(config.layout).check_ranks(launcher.ranks)
+    list_sources(config.data.paths)
     return [f"{command.host}: {' '.join(command.argv)}" for command in launcher.commands(["train", *args])]
 
 

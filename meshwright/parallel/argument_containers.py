@@ -32,6 +32,8 @@ def keep_changes(unit: nn.Module, frees: bool) -> None:
     def keeping(plain: Forward) -> Forward:
         def forward(*args: Any, **kwargs: Any) -> Any:
             copies, originals = list(_containers((args, kwargs))), list(given)
+            # Kept no longer than the call: they hold the graphs of losses.
+            given.clear()
             if not copies or len(copies) != len(originals):
                 return plain(*args, **kwargs)
             before = [copied.copy() for copied in copies]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import re
 import shutil
 import subprocess
@@ -131,6 +132,9 @@ def test_a_commented_setting_of_a_new_recipe_is_one(tmp_path: Path, monkeypatch:
     body = "\n".join(re.sub(r"^# (?=\w+ = )", "", line) for line in text.splitlines())
     assert body.count("\n# ") < text.count("\n# ")
     Path("bare.toml").write_text(body)
+    Path("my-text.txt").write_text("a text")
+    Path("more").mkdir()
+    Path("more/one.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
     assert main(["train", "bare.toml", "--dry-run"]) == 0
 
 

@@ -64,6 +64,22 @@ def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFi
     assert not Path("here").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--layout bogus=2", "bogus"),
+        ("--layout shard=5", "nearest that works: --layout shard=2"),
+        ("--data nothing.txt", "nothing.txt"),
+    ],
+)
+def test_a_dry_run_here_refuses_what_this_node_knows(
+    words: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *words.split(), "--devices", "2", "--dry-run"]) == 2
+    assert told in capsys.readouterr().err
+
+
 def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--layout", "shard=3", "--hostfile", hosts]) == 2
     assert "there are 4 ranks; nearest that works: --layout shard=4" in capsys.readouterr().err
