@@ -193,8 +193,8 @@ def test_which_kind_of_layer_recomputes_is_known() -> None:
     """Dense layers and mixtures in turn: every second of four is of one kind, and which one is known."""
     sizes = TableSizes(name="m", layers=4, width=512, heads=8, vocab=512, ffn=2048)
     dense, mixture = (
-        shape_from_sizes(dataclasses.replace(sizes, experts=experts, active_experts=min(experts, 2), expert_ffn=2048))
-        for experts in (0, 8)
+        shape_from_sizes(dataclasses.replace(sizes, experts=experts, active_experts=active, expert_ffn=1024 * active))
+        for experts, active in ((0, 0), (8, 2))
     )
     beyond = []
     for first, second in ((dense, mixture), (mixture, dense)):

@@ -120,6 +120,16 @@ def test_experts_are_found_by_their_structure() -> None:
     assert require_experts(nn.Linear(2, 2), 1) == ()
 
 
+def test_experts_in_a_list_are_found_by_its_name() -> None:
+    linears = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    (rows,) = require_experts(holding(linears), 2)
+    assert rows.children == ("0", "1") and rows.parameters == ("0.weight", "0.bias", "1.weight", "1.bias")
+    assert [rows.local_size(name, 2, (1, 2)) for name in rows.parameters] == [0, 0, 2, 2]
+    other = nn.Module()
+    other.shared_experts, other.blocks = linears, linears
+    assert find_experts(other) == ()
+
+
 @pytest.mark.parametrize(
     ("part", "told"),
     [
@@ -127,7 +137,8 @@ def test_experts_are_found_by_their_structure() -> None:
         (OneProduct(), "one product"),
         (SharedNorm(), "norm.weight is shared"),
         (Experts(4, down=3), "3 and 4 rows"),
-        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), "list of 2 modules"),
+        (nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 3)]), "list of modules that differ in their weights"),
+        (nn.ModuleList([nn.BatchNorm1d(2), nn.BatchNorm1d(2)]), "list of modules with buffers"),
         (nn.Linear(2, 2), "no mixture"),
         (nn.Conv1d(2, 2, 3), "no mixture"),
     ],
