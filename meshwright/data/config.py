@@ -45,7 +45,17 @@ class DataConfig(Config):
     vocab_size: int = DEFAULT_VOCABULARY
     """Entries of the trained BPE, end-of-text token included."""
     text_field: str = "text"
-    """Field of a jsonl line, or column of a parquet file, that holds the text."""
+    """Field of a jsonl line, or column of a parquet file, that holds the text. Records without it may hold
+    conversations: ``messages``, ``conversations``, or ``prompt`` and ``completion``."""
+    targets: Literal["all", "answers"] = "all"
+    """``all``: every token is learned; ``answers``: of conversations those that the assistant says, of a prompt and its
+    completion those of the completion, with the end token behind it."""
+    packing: Literal["auto", "stream", "whole"] = "auto"
+    """``stream``: rows are cut from all documents, one after the other; ``whole``: a row holds documents from their
+    start, as many as fit, and is filled up with targets that nobody learns. ``auto`` is ``whole`` where targets =
+    answers."""
+    chat_template: str = ""
+    """File of Jinja that writes conversations, instead of the tokenizer's own."""
     validation_share: float = 0.05
     """Share held out for validation: of the documents (split = hash), or of the one document's end (split = tail)."""
     split: Literal["hash", "tail"] = "hash"
@@ -78,9 +88,16 @@ class DataConfig(Config):
             return self
         return dataclasses.replace(self, tokenizer=directory or "bpe")
 
+    @property
+    def packs_whole(self) -> bool:
+        """Whether rows hold documents from their start."""
+        return self.packing == "whole" or (self.packing == "auto" and self.targets == "answers")
+
     def prepared_settings(self) -> dict[str, Any]:
-        """Returns the settings that change the prepared files; filters only where some are asked for."""
+        """Returns the settings that change the prepared files; those that came later only where they are asked for."""
         settings = {name: getattr(self, name) for name in PREPARED_FIELDS}
+        settings |= {"targets": self.targets} if self.targets != "all" else {}
+        settings |= {"chat_template": self.chat_template} if self.chat_template else {}
         return settings | ({"filters": self.filters.to_dict()} if self.filters.is_active else {})
 
     def check(self) -> None:
@@ -99,6 +116,16 @@ class DataConfig(Config):
             raise ConfigError(f"data.validation_share = {self.validation_share} must be at least 0 and below 1")
         if self.split == "tail" and self.validation_share == 0.0:
             raise ConfigError("data.split = 'tail' has no effect with data.validation_share = 0; leave it out")
+        if self.targets == "answers" and self.filters.changing:
+            raise ConfigError(
+                f"data.filters.{self.filters.changing} changes texts, and data.targets = 'answers' knows answers by "
+                "their places in them; filter the set first, or leave one of both out"
+            )
+        if self.packs_whole and not self.mask_documents:
+            raise ConfigError(
+                "data.mask_documents = false lets the documents of a row see each other, and data.packing = 'whole' "
+                "keeps them apart; leave one of both out (data.packing = 'stream' with data.mask_documents = false)"
+            )
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(f"data.limit_bytes = {self.limit_bytes} must be 1 or more; leave it out for no limit")
         if self.sequence < 1:

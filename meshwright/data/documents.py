@@ -7,10 +7,19 @@ import tokenize
 import unicodedata
 import zlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import zstandard
 
+from meshwright.data.conversations import (
+    FIELDS,
+    MESSAGE_FIELDS,
+    ChatTemplate,
+    Document,
+    conversation_document,
+    holds_conversation,
+)
 from meshwright.data.remote import is_remote, open_remote, unreadable
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
@@ -18,9 +27,35 @@ from meshwright.records import parse_json
 
 _BLOCK_BYTES = 1 << 20
 _BOM = "\ufeff"
+_NO_ANSWERS = (
+    "and data.targets = 'answers' needs messages, or prompt and completion (docs/prepare.md); leave it out to learn "
+    "every token"
+)
 
 
-def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Iterator[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reading:
+    """How records become documents."""
+
+    text_field: str
+    """Field of a jsonl line or column of a parquet file."""
+    normalise: str
+    """``NFC``, ``NFKC`` or ``none``."""
+    answers: bool = False
+    """Whether only answers are targets, so that a text without any is refused."""
+    chat: ChatTemplate | None = None
+    """Of the tokenizer; None where it has none."""
+
+    def normal(self, text: str) -> str:
+        """Returns a text in the normal form, without a byte order mark in front."""
+        # Editors on Windows put it in front of UTF-8 text.
+        text = text.removeprefix(_BOM)
+        if self.normalise == "none" or text.isascii():
+            return text
+        return unicodedata.normalize(self.normalise, text)  # type: ignore[arg-type]
+
+
+def read_documents(source: CorpusFile, reading: Reading) -> Iterator[Document]:
     """Yields the documents of a file in order, normalised; it skips empty ones.
 
     Text is UTF-8, strictly. Python source is read in the encoding that it declares, and a file of the interpreter's
@@ -28,29 +63,28 @@ def read_documents(source: CorpusFile, text_field: str, normalise: str) -> Itera
 
     Args:
         source: the file; a plain text file is one document.
-        text_field: field of a jsonl line or column of a parquet file.
-        normalise: ``NFC``, ``NFKC`` or ``none``.
+        reading: how its records become documents.
 
     Raises:
         DataError: for bytes that aren't UTF-8 (file and byte offset), a damaged archive, a line that is no JSON
-            object, a missing field or column.
+            object, a missing field or column, a conversation that can't be written, text without answers where those
+            are asked for.
     """
     if source.kind == "jsonl":
-        texts = _read_jsonl(source, text_field)
+        documents = _read_jsonl(source, reading)
     elif source.kind == "parquet":
-        texts = _read_parquet(source, text_field)
-    elif source.kind == "python":
-        texts = _read_python(source)
+        documents = _read_parquet(source, reading)
     else:
-        texts = iter((_decode(b"".join(_read_blocks(source)), source, 0),))
-    for text in texts:
-        # Editors on Windows put a byte order mark in front of UTF-8 text.
-        text = text.removeprefix(_BOM)
-        if normalise != "none" and not text.isascii():
-            text = unicodedata.normalize(normalise, text)  # type: ignore[arg-type]
-        # Empty after normalisation: it would be a document of its end token alone.
-        if text:
-            yield text
+        if reading.answers:
+            raise DataError(f"{source.path} is plain text, {_NO_ANSWERS}")
+        texts = _read_python(source) if source.kind == "python" else _read_text(source)
+        documents = (Document(text=reading.normal(text)) for text in texts)
+    # Empty after normalisation: it would be a document of its end token alone.
+    yield from (document for document in documents if document.text)
+
+
+def _read_text(source: CorpusFile) -> Iterator[str]:
+    yield _decode(b"".join(_read_blocks(source)), source, 0)
 
 
 def _read_blocks(source: CorpusFile) -> Iterator[bytes]:
@@ -108,11 +142,16 @@ def _decode(data: bytes, source: CorpusFile, offset: int) -> str:
         ) from None
 
 
-def _read_jsonl(source: CorpusFile, text_field: str) -> Iterator[str]:
+def _read_jsonl(source: CorpusFile, reading: Reading) -> Iterator[Document]:
     offset = 0
     for line_number, line in enumerate(_split_lines(_read_blocks(source)), 1):
         if line.strip():
-            yield _text_of_line(_decode(line, source, offset), source, line_number, text_field)
+            place = f"{source.path} line {line_number}"
+            try:
+                record = parse_json(_decode(line, source, offset).removeprefix(_BOM))
+            except ValueError as error:
+                raise DataError(f"{place} is not JSON: {error}; each line must be one object") from None
+            yield _document_of(record, reading, place)
         offset += len(line)
 
 
@@ -136,47 +175,45 @@ def _split_lines(blocks: Iterator[bytes]) -> Iterator[bytes]:
         yield final_line
 
 
-def _field_cure(record: object, text_field: str) -> str:
-    """Returns what to do about a record without text in its field."""
+def _document_of(record: object, reading: Reading, place: str) -> Document:
+    """Returns the document of a record: its text, or what its messages or its prompt and completion give.
+
+    Raises:
+        DataError: naming ``place``, for a record without them.
+    """
     fields = record if isinstance(record, dict) else {}
-    chats = [key for key, value in fields.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if chats:
-        return (
-            f"field '{chats[0]}' holds messages, and rows are of plain text: write what your tokenizer's "
-            f"apply_chat_template(messages, tokenize=False) gives into '{text_field}', of which every token is then a "
-            "target; a loss of the answers alone is a custom loop's, with targets of -100 (docs/strategy.md)"
-        )
+    text = fields.get(reading.text_field)
+    if holds_conversation(fields, reading.text_field) and (reading.answers or not isinstance(text, str)):
+        try:
+            document = conversation_document(fields, reading.text_field, reading.chat, reading.normal)
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
+    elif isinstance(text, str):
+        if reading.answers:
+            raise DataError(f"{place} has text, {_NO_ANSWERS}")
+        document = Document(text=reading.normal(text))
+    else:
+        raise DataError(f"{place} has no text in field '{reading.text_field}'; {_field_cure(fields)}")
+    try:
+        document.text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{place}: field '{reading.text_field}' holds half a surrogate pair at character {error.start}, which no "
+            "UTF-8 text can; mend or drop the line"
+        ) from None
+    return document
+
+
+def _field_cure(fields: dict[str, Any]) -> str:
+    """Returns what to do about a record without text in its field."""
     texts = ", ".join(sorted(key for key, value in fields.items() if isinstance(value, str)))
     if texts:
         return f"fields with text: {texts}; set data.text_field"
     return "fields with text: none; drop the line, or set data.text_field if others have it elsewhere"
 
 
-def _text_of_line(line: str, source: CorpusFile, line_number: int, text_field: str) -> str:
-    """Returns the text field of one JSON line."""
-    try:
-        record = parse_json(line.removeprefix(_BOM))
-    except ValueError as error:
-        raise DataError(
-            f"{source.path} line {line_number} is not JSON: {error}; each line must be one object"
-        ) from None
-    if not isinstance(record, dict) or not isinstance(record.get(text_field), str):
-        raise DataError(
-            f"{source.path} line {line_number} has no text in field '{text_field}'; {_field_cure(record, text_field)}"
-        )
-    text: str = record[text_field]
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{source.path} line {line_number}: field '{text_field}' holds half a surrogate pair at character "
-            f"{error.start}, which no UTF-8 text can; mend or drop the line"
-        ) from None
-    return text
-
-
-def _read_parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
-    """Yields the values of a text column, in batches of rows."""
+def _read_parquet(source: CorpusFile, reading: Reading) -> Iterator[Document]:
+    """Yields the documents of the rows, in batches of rows."""
     import pyarrow
     import pyarrow.parquet
 
@@ -184,13 +221,20 @@ def _read_parquet(source: CorpusFile, text_field: str) -> Iterator[str]:
         with _open_source(source) as file, pyarrow.parquet.ParquetFile(file) as table:
             schema = table.schema_arrow
             names = [f.name for f in schema if pyarrow.types.is_string(f.type) or pyarrow.types.is_large_string(f.type)]
-            if text_field not in names:
+            columns = [name for name in dict.fromkeys((reading.text_field, *FIELDS)) if name in schema.names]
+            if reading.text_field in names and not reading.answers:
+                columns = [reading.text_field]
+            elif not any(name in columns for name in (*MESSAGE_FIELDS, "completion", reading.text_field)):
                 raise DataError(
-                    f"{source.path} has no text column '{text_field}'; columns with text: "
+                    f"{source.path} has no text column '{reading.text_field}'; columns with text: "
                     f"{', '.join(names) or 'none'}; set data.text_field"
                 )
-            for batch in table.iter_batches(batch_size=1024, columns=[text_field]):
-                yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            row_number = 0
+            for batch in table.iter_batches(batch_size=1024, columns=columns):
+                for row in batch.to_pylist():
+                    row_number += 1
+                    if columns != [reading.text_field] or row[reading.text_field] is not None:
+                        yield _document_of(row, reading, f"{source.path} row {row_number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{source.path} cannot be read as parquet: {error}; fetch or write it again") from error
 

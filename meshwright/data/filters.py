@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshwright.config import Config
+from meshwright.data.conversations import Document
 from meshwright.errors import ConfigError
 
 Quality = Literal["gopher-quality", "gopher-repetition", "c4", "fineweb"]
@@ -18,6 +19,8 @@ LANGUAGE_MODELS = ("ft176", "glotlid")
 """fastText models that datatrove downloads by itself: lid.176 of fastText, and GlotLID v3."""
 _SAMPLE = "The weather was fine that day, and the ships left the harbour with the tide. " * 20
 """A text that goes through every block once, so that what a block lacks is seen before the first document."""
+_ORIGINAL = "document"
+"""Key of datatrove's metadata under which a document goes through the blocks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,13 @@ class FilterConfig(Config):
     def changes_documents(self) -> bool:
         """Whether reading a file needs a filter at all."""
         return bool(self.languages or self.quality or self.mask_personal)
+
+    @property
+    def changing(self) -> str:
+        """The setting by which documents that stay may change; "" for none."""
+        if self.mask_personal:
+            return "mask_personal"
+        return "quality = 'c4'" if "c4" in self.quality else ""
 
     @property
     def is_active(self) -> bool:
@@ -82,18 +92,25 @@ class DocumentFilters:
         # Fresh blocks for each task: the addresses that replace others go round within it.
         self._blocks = [*_language_block(config), *_quality_blocks(config), *_personal_block(config)]
 
-    def apply(self, texts: Iterable[str]) -> Iterator[str]:
-        """Yields the documents that stay, as they stay."""
+    def apply(self, documents: Iterable[Document]) -> Iterator[Document]:
+        """Yields the documents that stay, as they stay; one whose text was changed has no answers."""
         if not self._blocks:
-            yield from texts
+            yield from documents
             return
-        from datatrove.data import Document
+        from datatrove.data import Document as Filtered
 
-        documents: Any = (Document(text=text, id=str(number)) for number, text in enumerate(texts))
+        stream: Any = (
+            Filtered(text=document.text, id=str(number), metadata={_ORIGINAL: document})
+            for number, document in enumerate(documents)
+        )
         for block in self._blocks:
-            documents = block(documents)
-        # A rule may have removed every line.
-        yield from (document.text for document in documents if document.text)
+            stream = block(stream)
+        for filtered in stream:
+            original: Document = filtered.metadata[_ORIGINAL]
+            if filtered.text == original.text:
+                yield original
+            elif filtered.text:  # a rule may have removed every line
+                yield Document(text=filtered.text, needs_end=original.needs_end)
 
     def dropped(self) -> dict[str, int]:
         """Returns how many documents each rule has dropped so far, by datatrove's names."""
@@ -119,7 +136,7 @@ def check_filters(config: FilterConfig) -> None:
     if importlib.util.find_spec("datatrove") is None:
         raise ConfigError("data.filters need datatrove, which isn't here: pip install 'meshwright[text]'")
     try:
-        list(DocumentFilters(config).apply([_SAMPLE]))
+        list(DocumentFilters(config).apply([Document(text=_SAMPLE)]))
         if config.near_duplicates or config.quality:
             word_tokenizer(config.word_language).word_tokenize(_SAMPLE)
     except ConfigError:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.data import tasks
 from meshwright.data.chunks import write_sums
 from meshwright.data.files import sha256, whole_file
 from meshwright.data.selection import TextSpan
-from meshwright.data.shards import shard_text
+from meshwright.data.shards import shard_answers, shard_text
 from meshwright.data.tokenizer import COMPANIONS, SETTINGS, TOKENIZER
-from meshwright.data.tokens import CHECKED, MANIFEST, fingerprint_of, render_manifest
+from meshwright.data.tokens import MANIFEST, checked_files, fingerprint_of, learns_answers, render_manifest
 from meshwright.errors import DataError
 
 _COPY_BYTES = 8 << 20
@@ -41,10 +44,14 @@ def merge(
     final_dir.mkdir()
     first_unit = merged_bytes = 0
     counts: dict[str, Any] = {}
+    has_answers = learns_answers(facts)
     for name, unit_count in units.items():
-        tokens, documents = _concatenate(work_dir, final_dir / name, range(first_unit, first_unit + unit_count), facts)
+        numbers = range(first_unit, first_unit + unit_count)
+        tokens, documents = _concatenate(work_dir, final_dir / name, numbers, facts)
         text_bytes = sum(span.stop - span.start for span in splits[name])
         counts[name] = {"tokens": tokens, "documents": documents, "text_bytes": text_bytes}
+        if has_answers:
+            counts[name]["answer_bytes"] = _answer_bytes(work_dir, splits[name])
         first_unit += unit_count
         merged_bytes += text_bytes
         report(merged_bytes)
@@ -53,7 +60,7 @@ def merge(
     for name in (TOKENIZER, SETTINGS, *(name for name in COMPANIONS if (work_dir / name).is_file())):
         with whole_file(final_dir / name) as file:
             file.write((work_dir / name).read_bytes())
-    chunks = write_sums(final_dir, CHECKED)
+    chunks = write_sums(final_dir, checked_files(facts))
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)}
         for path in sorted(final_dir.iterdir(), key=lambda path: path.name)
@@ -66,11 +73,13 @@ def merge(
 
 
 def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, Any]) -> tuple[int, int]:
-    """Writes the units of a split as one token file and index; returns the number of tokens and documents."""
+    """Writes the units of a split as one token file, index and answers; returns the number of tokens and documents."""
     tokens = documents = 0
-    with whole_file(stem.with_suffix(".bin")) as stream, whole_file(stem.with_suffix(".idx")) as index:
+    with contextlib.ExitStack() as files:
+        stream, index = (files.enter_context(whole_file(stem.with_suffix(suffix))) for suffix in (".bin", ".idx"))
+        answers = files.enter_context(whole_file(stem.with_suffix(".answers"))) if learns_answers(facts) else None
         for number in numbers:
-            unit_tokens, unit_ends = tasks.read_unit(tasks.unit_file(work_dir, number), facts["dtype"])
+            unit_tokens, unit_ends, unit_answers = tasks.read_unit(tasks.unit_file(work_dir, number), facts["dtype"])
             # A tokenizer with ids beyond its vocabulary would index outside of the model's embedding.
             if len(unit_tokens) and int(unit_tokens.max()) >= facts["vocab_size"]:
                 raise DataError(
@@ -80,9 +89,24 @@ def _concatenate(work_dir: Path, stem: Path, numbers: range, facts: dict[str, An
             stream.write(unit_tokens.tobytes())
             # A unit counts its document ends from its own first token.
             index.write((unit_ends + unit_ends.dtype.type(tokens)).tobytes())
+            if answers is not None:
+                answers.write((unit_answers + tokens).tobytes())
             tokens += len(unit_tokens)
             documents += len(unit_ends)
     return tokens, documents
+
+
+def _answer_bytes(work_dir: Path, spans: list[TextSpan]) -> int:
+    """Counts the bytes of text that are answers in some spans, those at the start of a document too."""
+    total, shard = 0, -1
+    for span in spans:
+        if span.shard != shard:
+            shard = span.shard
+            starts, stops = np.fromfile(shard_answers(work_dir, shard), dtype="<i8").reshape(-1, 2).T
+            before = np.concatenate([[0], np.cumsum(stops - starts)])
+        first, after = np.searchsorted(starts, (span.start, span.stop), side="left")
+        total += int(before[after] - before[first])
+    return total
 
 
 def _write_text(work_dir: Path, path: Path, spans: list[TextSpan]) -> None:

@@ -16,7 +16,7 @@ from meshwright.data.files import full_disk, lone_writer, settle, sha256
 from meshwright.data.filters import LANGUAGE_MODELS, check_filters
 from meshwright.data.sources import CorpusFile, list_sources
 from meshwright.data.stages import PrepareJob, Progress, Report, work
-from meshwright.data.tokenizer import given_tokenizer, tokenizer_digest
+from meshwright.data.tokenizer import given_tokenizer, read_chat_template, tokenizer_digest
 from meshwright.data.tokens import MANIFEST, VERSION, TokenSet, read_manifest
 from meshwright.data.workers import Pool
 from meshwright.errors import ConfigError, DataError
@@ -128,6 +128,8 @@ def _input_key(config: DataConfig, sources: list[CorpusFile], root: Path, progre
         settings["filters"]["language_model"] = _model_digest(language_model)
     if config.tokenizer not in TRAINED_TOKENIZERS:
         settings["tokenizer"] = tokenizer_digest(config.tokenizer)
+    if config.chat_template:
+        settings["chat_template"] = hashlib.sha256(read_chat_template(config.chat_template).encode()).hexdigest()
     total = sum(source.size for source in sources)
 
     def report(done: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import mmap
 import re
@@ -11,18 +12,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-DOCUMENT = np.dtype([("split", "<u8"), ("order", "<u8"), ("bytes", "<i8")])
-"""A document in the index of a shard: the two halves of its hash, and its UTF-8 bytes."""
+DOCUMENT = np.dtype([("split", "<u8"), ("order", "<u8"), ("bytes", "<i8"), ("needs_end", "?")])
+"""A document in the index of a shard: the two halves of its hash, its UTF-8 bytes, whether the end token follows."""
 
 _LONE_NEWLINE = re.compile(rb"[!-~]\n(?=[!-~])")
 _SEARCH_BYTES = 1 << 16
 
 
-def document_row(data: bytes) -> tuple[int, int, int]:
+def document_row(data: bytes, needs_end: bool = True) -> tuple[int, int, int, bool]:
     """Returns a document's `DOCUMENT` row; one half of its hash decides on the split, the other on the order."""
     digest = hashlib.blake2b(data, digest_size=16).digest()
     # Two independent 64-bit values out of one 128-bit hash.
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), len(data)
+    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), len(data), needs_end
 
 
 def mark_first_copies(documents: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -100,6 +101,8 @@ class TextSpan:
     """Byte after the last."""
     ends_document: bool
     """Whether the document ends with this span."""
+    needs_end: bool = True
+    """Whether the end token follows the document."""
 
 
 def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iterator[TextSpan]:
@@ -123,6 +126,6 @@ def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iter
             search_start += _SEARCH_BYTES - 2
         if boundary is None:
             break
-        yield TextSpan(shard=document.shard, start=start, stop=boundary.end(), ends_document=False)
+        yield dataclasses.replace(document, start=start, stop=boundary.end(), ends_document=False)
         start = boundary.end()
-    yield TextSpan(shard=document.shard, start=start, stop=document.stop, ends_document=document.ends_document)
+    yield dataclasses.replace(document, start=start)

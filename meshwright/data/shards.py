@@ -31,7 +31,7 @@ def shard_text(directory: Path, shard: int) -> Path:
 
 def shard_index(directory: Path, shard: int) -> Path:
     """Returns the path of a shard's `DOCUMENT` rows; the file is written last and marks a complete shard."""
-    return directory / f"read-{shard:05d}.index"
+    return directory / f"read-{shard:05d}.documents"
 
 
 def shard_characters(directory: Path, shard: int) -> Path:
@@ -42,6 +42,11 @@ def shard_characters(directory: Path, shard: int) -> Path:
 def shard_dropped(directory: Path, shard: int) -> Path:
     """Returns the path of how many documents of a shard each filter dropped."""
     return directory / f"read-{shard:05d}.dropped"
+
+
+def shard_answers(directory: Path, shard: int) -> Path:
+    """Returns the path of the ranges of a shard's text that are answers: (ranges, 2) int64, ascending bytes."""
+    return directory / f"read-{shard:05d}.answers"
 
 
 def shard_documents(directory: Path, shard: int) -> NDArray[np.void]:

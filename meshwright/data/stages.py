@@ -16,16 +16,20 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from meshwright.data import near_duplicates, selection, tasks
-from meshwright.data.config import DataConfig
+from meshwright.data.config import TRAINED_TOKENIZERS, DataConfig
+from meshwright.data.documents import Reading
 from meshwright.data.merge import merge
 from meshwright.data.selection import TextSpan
 from meshwright.data.shards import Counts, count_dropped, read_span, shard_characters, shard_documents, shard_text
 from meshwright.data.sources import CorpusFile
 from meshwright.data.tasks import EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
+    CHAT_TEMPLATE,
     character_tokenizer,
+    chat_template,
     end_id,
     given_tokenizer,
+    read_chat_template,
     splits_at_newlines,
     vocabulary_size,
 )
@@ -167,13 +171,13 @@ def _read_sources(job: PrepareJob) -> int:
             group_bytes = 0
         groups[-1].append(source)
         group_bytes += source.size
+    reading = _reading(job.config)
     stage_tasks = [
         ReadTask(
             directory=job.beside,
             shard=number,
             sources=tuple(group),
-            text_field=job.config.text_field,
-            normalise=job.config.normalise,
+            reading=reading,
             characters=job.config.tokenizer == "chars",
             filters=job.config.filters,
         )
@@ -181,6 +185,15 @@ def _read_sources(job: PrepareJob) -> int:
     ]
     _run_tasks(job, "read", stage_tasks, total_bytes)
     return len(groups)
+
+
+def _reading(config: DataConfig) -> Reading:
+    """Returns how records become documents; the tokenizer, where one is given, says how it writes conversations."""
+    trained = config.tokenizer in TRAINED_TOKENIZERS
+    chat = chat_template(None if trained else given_tokenizer(config.tokenizer), config.chat_template)
+    return Reading(
+        text_field=config.text_field, normalise=config.normalise, answers=config.targets == "answers", chat=chat
+    )
 
 
 def _mark_first_of_near_duplicates(job: PrepareJob, shards: int) -> NDArray[np.bool_]:
@@ -241,12 +254,12 @@ def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSp
     spans: list[TextSpan] = []
     shard = start = 0
     documents_left = len(shard_documents(job.beside, 0))
-    for size in documents["bytes"].tolist():
+    for size, needs_end in zip(documents["bytes"].tolist(), documents["needs_end"].tolist()):
         # A shard may hold no document: all of its files were empty.
         while documents_left == 0:
             shard, start = shard + 1, 0
             documents_left = len(shard_documents(job.beside, shard))
-        spans.append(TextSpan(shard=shard, start=start, stop=start + size, ends_document=True))
+        spans.append(TextSpan(shard=shard, start=start, stop=start + size, ends_document=True, needs_end=needs_end))
         start, documents_left = start + size, documents_left - 1
     return spans
 
@@ -272,8 +285,12 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
     """Trains, builds or copies the tokenizer, unless an earlier call did; (documents,) rows order the sample."""
     if (job.beside / "tokenizer.json").exists():
         return
+    companions = {}
+    if job.config.chat_template:
+        companions[CHAT_TEMPLATE] = read_chat_template(job.config.chat_template)
     if job.config.tokenizer == "bpe":
         # The tokenizer is trained by one task in a worker, whose threads end with it.
+        tasks.write_companions(job.beside, companions)
         sample = _sample_spans(documents, train, job)
         task = TrainTask(directory=job.beside, vocab_size=job.config.vocab_size, spans=tuple(sample))
         _run_tasks(job, "train", [task], task.bytes)
@@ -284,7 +301,7 @@ def _make_tokenizer(job: PrepareJob, shards: int, documents: NDArray[np.void], t
         files = character_tokenizer(sorted(set().union(*character_sets)), with_end_token=len(documents) > 1)
     else:
         files = given_tokenizer(job.config.tokenizer)
-    tasks.write_tokenizer(job.beside, files)
+    tasks.write_tokenizer(job.beside, dataclasses.replace(files, companions={**files.companions, **companions}))
 
 
 def _sample_spans(documents: NDArray[np.void], train: list[TextSpan], job: PrepareJob) -> list[TextSpan]:
@@ -328,6 +345,7 @@ def _encode_units(
                     eos_id=eos_id,
                     characters=job.config.tokenizer == "chars",
                     literal=job.config.tokenizer == "bpe",
+                    answers=job.config.targets == "answers",
                 )
                 number += 1
             # Counted while tasks are drawn, so the count is known once the stage has run.

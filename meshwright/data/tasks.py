@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,17 +19,27 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from meshwright.data import tokenizer as tokenizers_
-from meshwright.data.documents import read_documents
+from meshwright.data.answers import NO_RUNS, AnswerMarks
+from meshwright.data.conversations import ChatTemplate, Document
+from meshwright.data.documents import Reading, read_documents
 from meshwright.data.files import whole_file
 from meshwright.data.filters import DocumentFilters, FilterConfig
 from meshwright.data.near_duplicates import BucketTask, ClusterTask, SignatureTask
 from meshwright.data.selection import DOCUMENT, TextSpan, document_row
-from meshwright.data.shards import Counts, read_span, shard_characters, shard_dropped, shard_index, shard_text
+from meshwright.data.shards import (
+    Counts,
+    read_span,
+    shard_answers,
+    shard_characters,
+    shard_dropped,
+    shard_index,
+    shard_text,
+)
 from meshwright.data.sources import CorpusFile
 from meshwright.errors import DataError
 from meshwright.records import RecordCodec
 
-_HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8")])
+_HEADER = np.dtype([("tokens", "<u8"), ("ends", "<u8"), ("answers", "<u8")])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +60,8 @@ class ReadTask:
     """Number of the shard."""
     sources: tuple[CorpusFile, ...]
     """Files to read."""
-    text_field: str
-    """Field or column that holds the text."""
-    normalise: str
-    """Unicode normal form."""
+    reading: Reading
+    """How their records become documents."""
     characters: bool
     """Whether the distinct characters are collected too."""
     filters: FilterConfig
@@ -70,16 +78,23 @@ class ReadTask:
 
     def run(self, batched: bool) -> Counts:
         """Reads the files; see `Task.run`."""
-        document_rows, characters = [], set[str]()
+        document_rows, answers, characters = [], list[tuple[int, int]](), set[str]()
         filters = DocumentFilters(self.filters)
-        texts = (text for source in self.sources for text in read_documents(source, self.text_field, self.normalise))
+        documents = (document for source in self.sources for document in read_documents(source, self.reading))
+        start = 0
         with whole_file(shard_text(self.directory, self.shard)) as file:
-            for text in filters.apply(texts):
-                data = text.encode("utf-8")
-                document_rows.append(document_row(data))
+            for document in filters.apply(documents):
+                data = document.text.encode("utf-8")
+                document_rows.append(document_row(data, document.needs_end))
+                if self.reading.answers:
+                    answers += [(start + begin, start + end) for begin, end in _byte_ranges(document)]
                 file.write(data)
+                start += len(data)
                 if self.characters:
-                    characters.update(text)
+                    characters.update(document.text)
+        if self.reading.answers:
+            with whole_file(shard_answers(self.directory, self.shard)) as file:
+                file.write(np.array(answers, dtype="<i8").tobytes())
         with whole_file(shard_dropped(self.directory, self.shard)) as file:
             file.write(json.dumps(filters.dropped()).encode("utf-8"))
         if self.characters:
@@ -136,6 +151,8 @@ class EncodeTask:
     """Whether each character is a token."""
     literal: bool
     """Whether an end token written in a text is text."""
+    answers: bool = False
+    """Whether the tokens of answers are marked."""
 
     @property
     def bytes(self) -> int:
@@ -152,35 +169,43 @@ class EncodeTask:
         document_ends, token_count = [], 0
         # An array of one or no token, so that a tokenizer without an end token needs no branch.
         end_token = np.array([] if self.eos_id is None else [self.eos_id], dtype=self.dtype)
-        encode = self._encode_characters() if self.characters else self._encode_subwords(batched)
+        marks = AnswerMarks(self.directory) if self.answers else None
+        encode = self._encode_characters(marks) if self.characters else self._encode_subwords(batched, marks)
         for span, tokens in zip(self.spans, encode, strict=True):
             token_arrays.append(tokens)
-            if span.ends_document:
-                token_arrays.append(end_token)
-            token_count += len(tokens) + (len(end_token) if span.ends_document else 0)
+            ends = end_token if span.ends_document and span.needs_end else end_token[:0]
+            token_arrays.append(ends)
+            if marks is not None and len(ends):
+                marks.add_end()
+            token_count += len(tokens) + len(ends)
             if span.ends_document:
                 document_ends.append(token_count)
-        # Header with both lengths, then ends, then tokens: `read_unit` reads them in this order.
+        runs = marks.runs() if marks is not None else NO_RUNS
+        # Header with the lengths, then ends, then answers, then tokens: `read_unit` reads them in this order.
         with whole_file(unit_file(self.directory, self.unit)) as file:
-            file.write(np.array([(token_count, len(document_ends))], dtype=_HEADER).tobytes())
+            file.write(np.array([(token_count, len(document_ends), len(runs))], dtype=_HEADER).tobytes())
             file.write(np.array(document_ends, dtype="<u8").tobytes())
+            file.write(runs.tobytes())
             for token_array in token_arrays:
                 file.write(token_array.tobytes())
         return Counts(bytes=self.bytes, tokens=token_count)
 
-    def _encode_subwords(self, batched: bool) -> Iterator[NDArray[np.unsignedinteger]]:
+    def _encode_subwords(self, batched: bool, marks: AnswerMarks | None) -> Iterator[NDArray[np.unsignedinteger]]:
         """Yields the (tokens,) ids of each span by the tokenizer."""
         tokenizer = _load_tokenizer(self.directory, self.literal)
         for span in self.spans:
             text = read_span(self.directory, span)
-            if batched:
+            if marks is not None:
+                encoding = tokenizer.encode_batch([text], add_special_tokens=False)[0]
+                marks.add(span, text, np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2))
+            elif batched:
                 # One text a call: the library's threads have nothing to share, so that each process keeps to its core.
                 encoding = tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
             else:
                 encoding = tokenizer.encode(text, add_special_tokens=False)
             yield np.array(encoding.ids, dtype=self.dtype)
 
-    def _encode_characters(self) -> Iterator[NDArray[np.unsignedinteger]]:
+    def _encode_characters(self, marks: AnswerMarks | None) -> Iterator[NDArray[np.unsignedinteger]]:
         """Yields the (characters,) ids of each span, one token a character."""
         # A table over all of Unicode: encoding is one look-up by code point. -1: no character of the tokenizer's.
         token_of_character = np.full(0x110000, -1, dtype=np.int32)
@@ -188,7 +213,10 @@ class EncodeTask:
             token_of_character[ord(character)] = token
         for span in self.spans:
             # UTF-32 gives one code point a character: the whole text is one array look-up.
-            code_points = np.frombuffer(read_span(self.directory, span).encode("utf-32-le"), dtype="<u4")
+            text = read_span(self.directory, span)
+            code_points = np.frombuffer(text.encode("utf-32-le"), dtype="<u4")
+            if marks is not None:
+                marks.add(span, text, np.arange(len(code_points))[:, None] + np.arange(2))
             tokens = token_of_character[code_points]
             if tokens.min(initial=0) < 0:
                 character = chr(code_points[int(tokens.argmin())])
@@ -197,6 +225,13 @@ class EncodeTask:
                     "of this text's characters: one of both is damaged; delete the directory and prepare again"
                 )
             yield tokens.astype(self.dtype)
+
+
+def _byte_ranges(document: Document) -> Iterator[tuple[int, int]]:
+    """Yields a document's answers as ranges of its UTF-8 bytes."""
+    for start, stop in document.answers:
+        first = len(document.text[:start].encode("utf-8"))
+        yield first, first + len(document.text[start:stop].encode("utf-8"))
 
 
 class Task(Protocol):
@@ -227,7 +262,7 @@ class Task(Protocol):
 
 KINDS = (ReadTask, TrainTask, EncodeTask, SignatureTask, BucketTask, ClusterTask)
 """Every kind of task."""
-CODEC = RecordCodec((*KINDS, CorpusFile, TextSpan, FilterConfig, Counts, TaskError))
+CODEC = RecordCodec((*KINDS, CorpusFile, Reading, ChatTemplate, TextSpan, FilterConfig, Counts, TaskError))
 """Tasks and their answers as JSON, one a line, between the preparing process and its workers."""
 
 
@@ -242,27 +277,34 @@ def answer_of(task: Task) -> Counts | TaskError:
 
 
 def unit_file(directory: Path, unit: int) -> Path:
-    """Returns the path of an encoded unit: a header, document ends counted from its first token, tokens."""
-    return directory / f"unit-{unit:06d}.bin"
+    """Returns the path of an encoded unit: a header, document ends and answers counted from its first token, tokens."""
+    return directory / f"unit-{unit:06d}.tokens"
 
 
-def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint64]]:
+def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint64], NDArray[np.int64]]:
     """Reads an encoded unit.
 
     Returns:
-        tokens: (tokens,) of ``dtype``; document ends: (documents that end in the unit,) uint64.
+        tokens: (tokens,) of ``dtype``; document ends: (documents that end in the unit,) uint64; answers: (runs, 2)
+        int64, first token and the one after the last.
     """
     with open(path, "rb") as file:
         header = np.fromfile(file, _HEADER, 1)[0]
         document_ends = np.fromfile(file, "<u8", int(header["ends"]))
-        return np.fromfile(file, dtype, int(header["tokens"])), document_ends
+        answers = np.fromfile(file, "<i8", 2 * int(header["answers"])).reshape(-1, 2)
+        return np.fromfile(file, dtype, int(header["tokens"])), document_ends, answers
+
+
+def write_companions(directory: Path, companions: Mapping[str, str]) -> None:
+    """Writes the files that go with a tokenizer."""
+    for name, text in companions.items():
+        with whole_file(directory / name) as file:
+            file.write(text.encode("utf-8"))
 
 
 def write_tokenizer(directory: Path, files: tokenizers_.TokenizerFiles) -> None:
     """Writes a tokenizer's companions and then ``tokenizer.json``, whose presence marks all of them complete."""
-    for name, text in files.companions.items():
-        with whole_file(directory / name) as file:
-            file.write(text.encode("utf-8"))
+    write_companions(directory, files.companions)
     with whole_file(directory / "tokenizer_config.json") as file:
         file.write(json.dumps(files.settings, indent=2, sort_keys=True).encode("utf-8"))
     with whole_file(directory / "tokenizer.json") as file:

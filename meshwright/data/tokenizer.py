@@ -15,13 +15,16 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshwright.data.config import TRAINED_TOKENIZERS
-from meshwright.errors import DataError
+from meshwright.data.conversations import ChatTemplate
+from meshwright.errors import ConfigError, DataError
 from meshwright.records import parse_json
 
 END_OF_TEXT = "<|endoftext|>"
 TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
-COMPANIONS = ("chat_template.jinja", "chat_template.json", "special_tokens_map.json")
+CHAT_TEMPLATE = "chat_template.jinja"
+"""File of a tokenizer's chat template. Source: ``save_pretrained`` of transformers' tokenizers."""
+COMPANIONS = (CHAT_TEMPLATE, "chat_template.json", "special_tokens_map.json")
 """Text files that go with a tokenizer and change no token. Source: ``save_pretrained`` of transformers' tokenizers."""
 SOURCES = (TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 """Files any of which makes a directory hold a tokenizer."""
@@ -214,6 +217,64 @@ def end_id(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
     """Returns the id of the end-of-text token, or None when the tokenizer has none."""
     token = _end_token_of(settings)
     return None if token is None else tokenizer.token_to_id(token)
+
+
+def chat_template(files: TokenizerFiles | None, path: str) -> ChatTemplate | None:
+    """Returns how conversations are written; None where neither a tokenizer nor the user says so.
+
+    Args:
+        files: of a given tokenizer; None for one that is trained on the text, whose end token no text is.
+        path: of a template that takes the place of the tokenizer's own; empty for that one.
+
+    Raises:
+        ConfigError: when there is no such file.
+    """
+    if path:
+        text = read_chat_template(path)
+    elif files is None or not (text := _own_chat_template(files)):
+        return None
+    if files is None:
+        return ChatTemplate(text=text, special_tokens={}, end_token="")
+    special_tokens = {
+        name: token for name in files.settings if name.endswith("_token") and (token := _token(files, name))
+    }
+    return ChatTemplate(text=text, special_tokens=special_tokens, end_token=special_tokens.get("eos_token", ""))
+
+
+def read_chat_template(path: str) -> str:
+    """Reads a chat template.
+
+    Raises:
+        ConfigError: when there is no such file, or it isn't text.
+    """
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template = {path!r} can't be read ({error}); give the path of a file of Jinja, as "
+            f"{CHAT_TEMPLATE} beside a tokenizer"
+        ) from None
+
+
+def _own_chat_template(files: TokenizerFiles) -> str:
+    """Returns the template that comes with a tokenizer, of several the one named ``default``; "" for none."""
+    if CHAT_TEMPLATE in files.companions:
+        return files.companions[CHAT_TEMPLATE]
+    text: object = files.settings.get("chat_template")
+    if "chat_template.json" in files.companions:
+        text = parse_json(files.companions["chat_template.json"])
+        text = text.get("chat_template") if isinstance(text, dict) else None
+    if isinstance(text, list):
+        named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
+        text = named.get("default")
+    return text if isinstance(text, str) else ""
+
+
+def _token(files: TokenizerFiles, name: str) -> str:
+    """Returns the text of a special token of a tokenizer's settings; "" for none."""
+    token = files.settings.get(name)
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else ""
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

@@ -27,7 +27,9 @@ MANIFEST = "manifest.json"
 VERSION = 2
 """Version of the files' format: since 2 with checksums of chunks, and of the manifest itself."""
 CHECKED = ("train.bin", "train.idx", "validation.bin", "validation.idx", "validation.txt")
-"""Files with chunk checksums; all other files are small, and verified when a set is opened."""
+"""Files with chunk checksums in every set; all other files are small, and verified when a set is opened."""
+ANSWERS = ("train.answers", "validation.answers")
+"""Files of a set in which only answers are targets, beside `CHECKED`."""
 SPLITS = ("train", "validation")
 DTYPES = ("<u2", "<u4")
 """Types of token ids in files."""
@@ -52,8 +54,13 @@ class TokenStream:
     """Hash of the whole set's contents."""
     vocab_size: int | None = None
     """Bound of the ids; None where it is unknown."""
+    answers: NDArray[np.int64] | None = None
+    """(runs, 2) int64, ascending, of each run of tokens that are to be learned the first and the one after its last,
+    mapped into memory; None where all are."""
+    answer_bytes: int = 0
+    """UTF-8 bytes of the text behind those."""
     sums: Mapping[str, ChunkSums] = field(default_factory=dict)
-    """Chunk checksums of ``bin`` and ``idx``; empty for arrays in memory."""
+    """Chunk checksums of ``bin``, ``idx`` and ``answers``; empty for arrays in memory."""
 
     def read(self, start: int, stop: int) -> NDArray[np.unsignedinteger]:
         """Reads tokens [start, stop), clipped to the stream, from chunks that it verifies first.
@@ -94,15 +101,43 @@ class TokenStream:
         if self.ends[0] < 0 or self.ends[-1] > len(self.tokens) or bool((self.ends[1:] < self.ends[:-1]).any()):
             raise DataError(f"the {self.name} split's index isn't one of {len(self.tokens)} tokens; prepare it again")
 
-    def bits_per_byte(self, loss: float) -> float:
-        """Converts a mean loss over this split's targets to bits per byte of its text.
+    def check_answers(self) -> None:
+        """Verifies the runs of answers, which every step searches.
 
-        All tokens but the first are targets. Source: Gao et al. 2020 (The Pile), section 3.1: L_T / L_B * loss / ln 2.
+        Raises:
+            DataError: when they are damaged, or don't ascend within the split.
+        """
+        if self.answers is None or not len(self.answers):
+            return
+        if "answers" in self.sums:
+            self.sums["answers"].check(self.answers.view(np.uint8).reshape(-1), 0, self.answers.nbytes)
+        edges = self.answers.reshape(-1)
+        # Runs of two units may touch, and none is empty.
+        if (
+            edges[0] < 1
+            or edges[-1] > len(self.tokens)
+            or bool((edges[1:] - edges[:-1] < (np.arange(1, len(edges)) % 2)).any())
+        ):
+            raise DataError(
+                f"the {self.name} split's answers aren't runs of {len(self.tokens)} tokens; prepare it again"
+            )
+
+    def targets(self) -> int:
+        """Returns the number of tokens that are learned: all but the first, or those of answers."""
+        if self.answers is None:
+            return max(0, len(self.tokens) - 1)
+        return int((self.answers[:, 1] - self.answers[:, 0]).sum())
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Converts a mean loss over this split's targets to bits per byte of their text.
+
+        Source: Gao et al. 2020 (The Pile), section 3.1: L_T / L_B * loss / ln 2.
 
         Args:
             loss: mean cross-entropy, nats per target token.
         """
-        return loss / math.log(2.0) * max(0, len(self.tokens) - 1) / max(1, self.text_bytes)
+        text_bytes = self.text_bytes if self.answers is None else self.answer_bytes
+        return loss / math.log(2.0) * self.targets() / max(1, text_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,7 +170,7 @@ class TokenSet:
         manifest = read_manifest(path)
         for name, facts in manifest["files"].items():
             # Small files are hashed now; large ones are verified by chunk as they are read.
-            small = name not in CHECKED and name != SUMS
+            small = name not in checked_files(manifest) and name != SUMS
             _check_file(path, plain_name(name, path / MANIFEST, DataError), facts, verify or small)
         sums = ChunkSums.open_all(path, manifest)
         splits = {name: _open_split(path, name, manifest, sums) for name in SPLITS}
@@ -211,7 +246,18 @@ def fingerprint_of(files: Mapping[str, Mapping[str, Any]], dtype: str) -> str:
     """Hashes a set's contents: token files, indexes, tokenizer and the ids' type."""
     # Times, paths and settings don't enter: equal contents have equal fingerprints.
     identity = [files[name] for name in ("train.bin", "train.idx", "validation.bin", "validation.idx")]
+    identity += [files[name] for name in ANSWERS if name in files]
     return hashlib.sha256(json.dumps([identity, files["tokenizer.json"]["sha256"], dtype]).encode()).hexdigest()
+
+
+def learns_answers(manifest: Mapping[str, Any]) -> bool:
+    """Returns whether only answers are targets in a set."""
+    return bool(manifest["config"].get("targets") == "answers")
+
+
+def checked_files(manifest: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the files of a set that have chunk checksums."""
+    return CHECKED + ANSWERS if learns_answers(manifest) else CHECKED
 
 
 def _is_complete(manifest: Mapping[str, Any]) -> bool:
@@ -219,8 +265,10 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
     try:
         files, splits, chunks = manifest["files"], manifest["splits"], manifest["chunks"]
         counts = [splits[name][count_name] for name in SPLITS for count_name in ("tokens", "documents", "text_bytes")]
+        counts += [splits[name]["answer_bytes"] for name in SPLITS if learns_answers(manifest)]
         sizes = [facts["bytes"] for facts in files.values()] + counts
-        has_files = {*CHECKED, SUMS, "tokenizer.json"} <= files.keys() and set(CHECKED) == set(chunks["files"])
+        checked = set(checked_files(manifest))
+        has_files = {*checked, SUMS, "tokenizer.json"} <= files.keys() and checked == set(chunks["files"])
         has_hashes = all(isinstance(facts["sha256"], str) for facts in files.values())
         has_sizes = all(type(size) is int and size >= 0 for size in sizes) and isinstance(manifest["key"], str)
         has_vocabulary = isinstance(manifest["vocab_size"], int) and isinstance(manifest["eos_id"], int | None)
@@ -251,6 +299,11 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mappin
     # Ends are stored unsigned and mapped signed: numpy compares unsigned with signed as float64, copying the index.
     document_ends = _map_array(path / f"{name}.idx", "<i8", split_facts["documents"])
     tokens = _map_array(path / f"{name}.bin", manifest["dtype"], split_facts["tokens"])
+    kinds: tuple[str, ...] = ("bin", "idx")
+    answers = None
+    if learns_answers(manifest):
+        kinds, file = (*kinds, "answers"), path / f"{name}.answers"
+        answers = _map_array(file, "<i8", file.stat().st_size // 8).reshape(-1, 2)
     return TokenStream(
         name=name,
         tokens=tokens,
@@ -258,7 +311,9 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mappin
         text_bytes=split_facts["text_bytes"],
         fingerprint=manifest["fingerprint"],
         vocab_size=manifest["vocab_size"],
-        sums={kind: sums[f"{name}.{kind}"] for kind in ("bin", "idx")},
+        answers=answers,
+        answer_bytes=split_facts.get("answer_bytes", 0),
+        sums={kind: sums[f"{name}.{kind}"] for kind in kinds},
     )
 
 
@@ -282,7 +337,8 @@ def compression_baselines(token_set: TokenSet, limit_bytes: int = _BASELINE_BYTE
         ``gzip`` and ``xz`` in bits per byte, and ``bytes``, the size of the input; empty without held-out text.
     """
     data = token_set.held_out_text(limit_bytes)
-    if not data:
+    # Of answers alone no compressor is asked: it would see them without what they answer.
+    if not data or learns_answers(token_set.manifest):
         return {}
     # xz -9 clears tables for 64 MiB of text, 40 ms and as much memory; those for this text find the same matches.
     xz = {"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": max(len(data), _SMALLEST_XZ_DICT)}

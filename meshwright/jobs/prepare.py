@@ -51,7 +51,11 @@ def prepare(config: DataConfig, out: str | Path | None = None, *, say: Say | Non
     if say is not None:
         training, held_out = (format_count(len(split.tokens)) for split in (token_set.train, token_set.validation))
         size, spent = token_set.vocab_size, format_seconds(time.monotonic() - began)
-        say(f"text: {folder}: {training} + {held_out} held out tokens, vocabulary {size} ({spent})")
+        split = token_set.train
+        learned = (
+            f", {split.targets() / max(1, len(split.tokens)):.0%} of them answers" if split.answers is not None else ""
+        )
+        say(f"text: {folder}: {training} + {held_out} held out tokens{learned}, vocabulary {size} ({spent})")
     return token_set
 
 

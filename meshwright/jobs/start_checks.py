@@ -10,9 +10,11 @@ from meshwright.checkpoint.folder import Folder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.mirror import check_mirror
 from meshwright.checkpoint.outcome import CURE
+from meshwright.data.config import DataConfig
 from meshwright.data.loader import Loader
+from meshwright.data.packing import PackedRows
 from meshwright.data.tokens import TokenSet
-from meshwright.errors import CheckpointError, ConfigError
+from meshwright.errors import CheckpointError, ConfigError, DataError
 from meshwright.jobs.layouts import check_fallback_layouts
 from meshwright.jobs.machines import Machines
 from meshwright.jobs.model_reading import ReadModel
@@ -62,8 +64,49 @@ def check_before_start(
         raise ConfigError(
             "launch.wire = shm is between CPU ranks, and these are on GPUs, whose collectives NCCL sends; leave it out"
         )
-    rows, sequence = config.train.batch, config.data.sequence
-    Loader(token_set.train, rows=rows, sequence=sequence, seed=config.train.seed, row_range=layout.span(0, rows))
+    rows, data = config.train.batch, config.data
+    Loader(
+        token_set.train,
+        rows=rows,
+        sequence=data.sequence,
+        seed=config.train.seed,
+        row_range=layout.span(0, rows),
+        packs_whole=data.packs_whole,
+    )
+
+
+def check_targets(data: DataConfig, token_set: TokenSet, say: Say | None) -> None:
+    """Refuses text of which nothing can be learned or measured, and says what packed rows leave out.
+
+    Args:
+        data: how rows are made.
+        token_set: the prepared text.
+        say: takes a line; None for none.
+
+    Raises:
+        DataError: when a split has no target in its rows.
+    """
+    for split in (token_set.train, token_set.validation):
+        if len(split.tokens) < 2:
+            continue
+        if not split.targets():
+            raise DataError(
+                f"the {split.name} split has no answer to learn or to measure; give more conversations, or "
+                "data.validation_share = 0 where it is the held-out part"
+            )
+        if not data.packs_whole:
+            continue
+        packed = PackedRows(split, data.sequence)
+        left_out = packed.left_out
+        if say is not None and split is token_set.train:
+            line = f"rows: {packed.count} of {data.sequence} tokens, {packed.filled:.0%} filled with whole documents"
+            if left_out.targets:
+                share = left_out.targets / left_out.all_targets
+                line += (
+                    f"; {left_out.cut} are longer and cut, {left_out.unlearned} have no target in a row: {share:.1%} "
+                    "of targets are left out, and a longer data.sequence takes them in"
+                )
+            say(line)
 
 
 def check_torchrun(config: RunConfig, say: Say | None) -> None:

@@ -39,7 +39,7 @@ from meshwright.jobs.run_directory import (
     wait_for,
     write_run,
 )
-from meshwright.jobs.start_checks import check_before_start, check_checkpoints, check_torchrun
+from meshwright.jobs.start_checks import check_before_start, check_checkpoints, check_targets, check_torchrun
 from meshwright.jobs.train_proof import prove_before
 from meshwright.jobs.train_result import TrainResult
 from meshwright.jobs.trained_model import check_prompt
@@ -148,6 +148,7 @@ def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadM
     text = text_config(config.model, config.data)
     early_model = read_early(config, text)
     token_set = prepare(text, say=say)
+    check_targets(config.data, token_set, say)
     if config.train.sample and config.train.sample_tokens:
         check_prompt(token_set.tokenizer(), config.train.sample)
     vocab, sequence = token_set.vocab_size, config.data.sequence

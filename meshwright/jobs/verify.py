@@ -189,9 +189,16 @@ def _make_batches(
         vocab = min(built.vocab or VOCABULARY, VOCABULARY)
         return random_batches(config.steps, rows, _row_lengths(config), vocab, _masks_documents(built)), vocab
     token_set = prepare(text_config(config.model, config.data), say=say)
-    masked = config.data.mask_documents
+    data = config.data
     loaders = [
-        Loader(token_set.train, rows=rows, sequence=length, seed=0, mask_documents=masked)
+        Loader(
+            token_set.train,
+            rows=rows,
+            sequence=length,
+            seed=0,
+            mask_documents=data.mask_documents,
+            packs_whole=data.packs_whole,
+        )
         for length in _row_lengths(config)
     ]
     batches = []

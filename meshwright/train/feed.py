@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import IGNORED, Batch, Loader, evaluation_batches
+from meshwright.data.packing import PackedRows
 from meshwright.data.prefetch import Prefetcher, tensors
 from meshwright.data.tokens import TokenSet
 from meshwright.parallel.document_attention import DocumentBounds, document_bounds
@@ -83,6 +84,7 @@ class TokenFeed:
         span: [start, stop) of this rank's rows in each global batch.
         micro: micro-batches a step.
         mask_documents: whether documents in a row are kept apart.
+        packs_whole: whether rows hold documents from their start.
         device: of the tensors.
         start: first step.
         site: (index, count) of a site among those that share the rows of a step, each with ``rows`` of them.
@@ -99,6 +101,7 @@ class TokenFeed:
         micro: int,
         mask_documents: bool,
         device: torch.device,
+        packs_whole: bool = False,
         start: int = 0,
         site: tuple[int, int] = (0, 1),
     ) -> None:
@@ -113,27 +116,32 @@ class TokenFeed:
             seed=seed,
             row_range=self._shift(span),
             mask_documents=mask_documents,
+            packs_whole=packs_whole,
         )
+        self._packs_whole = packs_whole
+        self._packed: PackedRows | None = None
         self._spans = [(start, self._shift(span))]
-        self._prefetcher = Prefetcher(_SpanReader(self._loader, self._spans), start, AHEAD, to_device=self._split)
+        reader = _SpanReader(self._loader, self._spans)
+        self._prefetcher = Prefetcher(reader, start, AHEAD, to_device=lambda batch: self._split(batch, micro))
 
     def _shift(self, span: tuple[int, int]) -> tuple[int, int]:
         """Returns rows of this site as rows of all sites."""
         return self._first_row + span[0], self._first_row + span[1]
 
-    def _split(self, batch: Batch) -> list[MicroBatch]:
+    def _split(self, batch: Batch, count: int) -> list[MicroBatch]:
         """Splits a reader's rows into equal micro-batches and moves them; runs in the prefetching thread.
 
         Args:
             batch: this reader's rows, (rows of span, S).
+            count: number of micro-batches.
         """
         # A row without a document break counts its positions from 0 to S - 1: then no mask is needed.
         has_document_breaks = np.any(batch.positions[:, -1] != self._sequence - 1)
         moved = tensors(batch, self._device)
         fields = (moved.tokens, moved.targets, moved.positions)
-        chunks = zip(*(tensor.chunk(self._micro) for tensor in fields))
+        chunks = zip(*(tensor.chunk(count) for tensor in fields))
         if has_document_breaks and self._device.type != "cpu":
-            host_chunks = torch.from_numpy(batch.positions).chunk(self._micro)
+            host_chunks = torch.from_numpy(batch.positions).chunk(count)
             return [
                 self._with_bounds(tokens, targets, positions, document_bounds(host_positions))
                 for (tokens, targets, positions), host_positions in zip(chunks, host_chunks)
@@ -200,8 +208,10 @@ class TokenFeed:
         rows_yielded = 0
         if len(self._set.validation.tokens) < 2:
             return
+        if self._packs_whole and self._packed is None:
+            self._packed = PackedRows(self._set.validation, self._sequence)
         for batch in evaluation_batches(
-            self._set.validation, rows=share, sequence=self._sequence, row_range=(start, stop)
+            self._set.validation, rows=share, sequence=self._sequence, row_range=(start, stop), packed=self._packed
         ):
             if rows is not None and rows_yielded >= rows:
                 return
@@ -209,8 +219,7 @@ class TokenFeed:
                 # Rows of the last batch beyond ``rows`` are masked: the result doesn't depend on the batch size.
                 batch.targets[rows_yielded + np.arange(start, stop) >= rows] = IGNORED
             rows_yielded += share
-            moved = tensors(batch, self._device)
-            yield MicroBatch(moved.tokens, moved.targets, None)
+            yield from self._split(batch, 1)
 
     def bits_per_byte(self, loss: float) -> float:
         """Converts a loss over the whole held-out text, nats per token, to bits per byte of its UTF-8."""
