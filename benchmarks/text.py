@@ -24,7 +24,7 @@ from tokenizers import Tokenizer
 
 from meshwright.data import stages
 from meshwright.data.config import DataConfig
-from meshwright.data.documents import read_documents
+from meshwright.data.documents import Reading, read_documents
 from meshwright.data.loader import Loader
 from meshwright.data.prepare import prepare
 from meshwright.data.sources import list_sources
@@ -55,7 +55,11 @@ def measure(folder: Path, limit_bytes: int, rounds: int) -> dict[str, float]:
     config = DataConfig(paths=(str(corpus(folder, limit_bytes)),))
     made = prepare(config, folder / "first")
     given = dataclasses.replace(config, tokenizer=str(made.path))
-    texts = [text for source in list_sources(config.paths) for text in read_documents(source, "text", "NFC")]
+    texts = [
+        document.text
+        for source in list_sources(config.paths)
+        for document in read_documents(source, Reading(text_field="text", normalise="NFC"))
+    ]
     tokenizer = made.tokenizer()
     times: dict[str, list[float]] = {"encode_batch": [], "prepare": [], "train": [], "prepare_with_training": []}
     ratios: dict[str, list[float]] = {"given": [], "trained": []}
@@ -84,7 +88,8 @@ def corpus(folder: Path, limit_bytes: int) -> Path:
     seen = set()
     with open(path, "w", encoding="utf-8") as file:
         for source in list_sources(()):
-            for text in read_documents(source, "text", "none"):
+            for document in read_documents(source, Reading(text_field="text", normalise="none")):
+                text = document.text
                 if size < limit_bytes and text not in seen:
                     seen.add(text)
                     file.write(json.dumps({"text": text}) + "\n")

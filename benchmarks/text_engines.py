@@ -25,6 +25,7 @@ from loguru import logger
 
 from benchmarks.text import corpus
 from meshwright.data.config import DataConfig
+from meshwright.data.documents import Reading
 from meshwright.data.filters import FilterConfig
 from meshwright.data.prepare import prepare
 from meshwright.data.selection import TextSpan
@@ -58,8 +59,8 @@ def measure(folder: Path, limit_bytes: int, rounds: int) -> dict[str, float]:
     (folder / "tokenizer.json").write_bytes((made.path / "tokenizer.json").read_bytes())
     tokenizer = str(folder / "tokenizer.json")
     read = ReadTask(
-        directory=folder, shard=0, sources=tuple(list_sources((str(text),))), text_field="text", normalise="NFC",
-        characters=False, filters=FilterConfig(),
+        directory=folder, shard=0, sources=tuple(list_sources((str(text),))),
+        reading=Reading(text_field="text", normalise="NFC"), characters=False, filters=FilterConfig(),
     )  # fmt: skip
     read.run(batched=True)
     stop, spans = 0, []

@@ -24,9 +24,10 @@ def show_result(result: TrainResult) -> None:
     if result.bits_per_byte is not None:
         baselines = {"gzip": result.gzip_bits_per_byte, "xz": result.xz_bits_per_byte}
         baseline_text = ", ".join(f"{name} {bits:.3f}" for name, bits in baselines.items() if bits is not None)
-        lines.append(
-            f"bits per byte of the held-out text: {result.bits_per_byte:.3f} (the same bytes by {baseline_text})"
-        )
+        # Where only answers are learned, nothing else has the same bytes to press.
+        compared = f"text: {result.bits_per_byte:.3f} (the same bytes by {baseline_text})"
+        answers = f"answers: {result.bits_per_byte:.3f}"
+        lines.append(f"bits per byte of the held-out {compared if baseline_text else answers}")
     if result.time:
         measured, planned = result.time["measured"], result.time["planned"]
         lines.append(

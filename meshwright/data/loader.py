@@ -303,8 +303,8 @@ def evaluation_batches(
     """Yields batches in which every token of a split but its first is a target exactly once, in order.
 
     Where only answers are learned, they alone are targets. All readers get the same number of batches, each reader
-    always of the same shape; rows beyond the text are padded with ignored targets. Targets across a document's end count
-    here, so that the losses sum to the cost of the text; packed rows have the targets that they have in training.
+    always of the same shape; rows beyond the text are padded with ignored targets. Targets across a document's end
+    count here, so that the losses sum to the cost of the text; packed rows have the targets that they have in training.
 
     Args:
         split: the tokens.

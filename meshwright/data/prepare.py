@@ -25,6 +25,8 @@ INLINE_BYTES = 1 << 19
 """Input bytes below which starting a worker process costs more than it saves."""
 MakeEngine = Callable[[Path, int, str], BatchEngine]
 """Makes an engine of the working directory, the number of processes, and a name of the inputs."""
+PARTS_VERSION = 2
+"""Version of the files of an unfinished preparation; those of another one are made anew."""
 LOCK_S = 6 * 3600.0
 """Longest wait for another process that prepares the same set."""
 
@@ -167,11 +169,11 @@ def _open_existing(out_path: Path, key: str) -> TokenSet:
 
 def _claim_work_dir(work_dir: Path, key: str) -> None:
     """Creates the working directory, or keeps the one of an interrupted call with the same inputs."""
-    key_file = work_dir / "key"
+    key_file, mark = work_dir / "key", f"{key} {PARTS_VERSION}"
     # Leftovers of other inputs must not be merged into this set.
-    if work_dir.exists() and not (key_file.is_file() and key_file.read_text(encoding="utf-8") == key):
+    if work_dir.exists() and not (key_file.is_file() and key_file.read_text(encoding="utf-8") == mark):
         shutil.rmtree(work_dir)
     work_dir.mkdir(exist_ok=True)
     for leftover in work_dir.glob("*.tmp*"):
         shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink(missing_ok=True)
-    key_file.write_text(key, encoding="utf-8")
+    key_file.write_text(mark, encoding="utf-8")

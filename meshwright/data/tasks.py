@@ -278,7 +278,7 @@ def answer_of(task: Task) -> Counts | TaskError:
 
 def unit_file(directory: Path, unit: int) -> Path:
     """Returns the path of an encoded unit: a header, document ends and answers counted from its first token, tokens."""
-    return directory / f"unit-{unit:06d}.tokens"
+    return directory / f"unit-{unit:06d}.bin"
 
 
 def read_unit(path: Path, dtype: str) -> tuple[NDArray[np.unsignedinteger], NDArray[np.uint64], NDArray[np.int64]]:

@@ -114,7 +114,7 @@ _SCALARS = {
     "lr": Family("learning_rate", "gauge", "Learning rate of the newest step."),
     "accuracy": Family("accuracy_ratio", "gauge", "Share of target tokens that were predicted right."),
     "tokens_total": Family("tokens_total", "counter", "Target tokens since step 0 of the run."),
-    "tokens_per_s": Family("tokens_per_second", "gauge", "Target tokens per second of the newest step."),
+    "tokens_per_s": Family("tokens_per_second", "gauge", "Tokens per second through the model in the newest step."),
     "step_s": Family("step_seconds", "gauge", "Wall time of the newest step on rank 0."),
     "mfu": Family("mfu_ratio", "gauge", "Model FLOP/s over the data sheets' dense peak."),
     "mfu_of_measured": Family("mfu_of_measured_ratio", "gauge", "Model FLOP/s over the measured matrix products'."),

@@ -17,6 +17,7 @@ import pytest
 from meshwright.data import batches, stages
 from meshwright.data.batches import BatchPool, run_batch_task, share_of_batch
 from meshwright.data.config import DataConfig
+from meshwright.data.documents import Reading
 from meshwright.data.filters import FilterConfig
 from meshwright.data.local_executor import LocalExecutor
 from meshwright.data.prepare import prepare
@@ -29,6 +30,7 @@ from tests.prepare_runs import FILTERS_LACK, FinishedFiles, check_filtered, cont
 
 HAS_DATATROVE = importlib.util.find_spec("datatrove") is not None
 needs_datatrove = pytest.mark.skipif(not HAS_DATATROVE, reason="datatrove isn't here: pip install 'meshwright[text]'")
+READING = Reading(text_field="text", normalise="NFC")
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -115,7 +117,7 @@ def test_an_engine_that_never_answers_is_given_up(tmp_path: Path) -> None:
 def test_a_task_that_fails_is_named_and_a_record_is_data(tmp_path: Path) -> None:
     missing = CorpusFile(path=str(tmp_path / "gone.txt"), kind="text", size=1)
     task = ReadTask(
-        directory=tmp_path, shard=0, sources=(missing,), text_field="text", normalise="NFC", characters=False,
+        directory=tmp_path, shard=0, sources=(missing,), reading=READING, characters=False,
         filters=FilterConfig(),
     )  # fmt: skip
     done: list[Counts] = []
@@ -133,8 +135,8 @@ def test_a_second_copy_of_a_job_leaves_a_finished_task_alone(tmp_path: Path) -> 
     source = tmp_path / "a.txt"
     source.write_text("text")
     task = ReadTask(
-        directory=tmp_path, shard=0, sources=(CorpusFile(path=str(source), kind="text", size=4),), text_field="text",
-        normalise="NFC", characters=False, filters=FilterConfig(),
+        directory=tmp_path, shard=0, sources=(CorpusFile(path=str(source), kind="text", size=4),), reading=READING,
+        characters=False, filters=FilterConfig(),
     )  # fmt: skip
     done: list[Counts] = []
     BatchPool(_ThisProcess()).run([task], done.append)

@@ -9,7 +9,8 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from meshwright.data.documents import read_documents
+from meshwright.data.conversations import Document
+from meshwright.data.documents import Reading, read_documents
 from meshwright.data.sources import list_sources
 from meshwright.errors import DataError
 
@@ -17,7 +18,9 @@ TEXTS = ["one\nline", "zwei: \u00e4\u00f6", "\u0442\u0440\u0438 \U0001f600"]
 
 
 def texts_of(path: Path, field: str = "text", normalise: str = "none") -> list[str]:
-    return [text for source in list_sources([str(path)]) for text in read_documents(source, field, normalise)]
+    reading = Reading(text_field=field, normalise=normalise)
+    sources = list_sources([str(path)])
+    return [document.text for source in sources for document in read_documents(source, reading)]
 
 
 def jsonl(field: str = "text") -> bytes:
@@ -98,7 +101,10 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path: Path) -> None:
         ("[1]", r"line 2 has no text in field 'text'"),
         ('{"body": "a", "n": 1}', r"fields with text: body; set data\.text_field"),
         ('{"text": null}', r"fields with text: none; drop the line, or set data\.text_field"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', r"'messages' holds messages.* apply_chat_template.* -100"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}',
+            r"line 2: it holds messages, .*give data\.chat_template the path",
+        ),
         ('{"text": "\\ud800"}', r"line 2: field 'text' holds half a surrogate pair"),
     ],
 )
@@ -144,6 +150,7 @@ def test_python_source_is_read_in_its_own_encoding(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_bytes(b"# coding: latin-1\nname = 'caf\xe9'\n")
     source = dataclasses.replace(list_sources([str(path)])[0], kind="python")
-    assert list(read_documents(source, "text", "NFC")) == ["# coding: latin-1\nname = 'caf\u00e9'\n"]
+    reading = Reading(text_field="text", normalise="NFC")
+    assert list(read_documents(source, reading)) == [Document(text="# coding: latin-1\nname = 'caf\u00e9'\n")]
     path.write_bytes(b"name = 'caf\xe9'\n")
-    assert list(read_documents(source, "text", "NFC")) == []
+    assert list(read_documents(source, reading)) == []

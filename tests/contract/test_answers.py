@@ -1,0 +1,166 @@
+"""Training on answers alone, in packed rows: the losses of a plain loop of transformers, one conversation at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from meshwright.data.loader import Loader
+from meshwright.data.tokens import TokenSet
+from tests.chats import MARKED, conversations, write_jsonl, write_tokenizer
+from tests.runs import call, curve, rows
+from tests.tiers import further
+
+torch.set_num_threads(1)
+LAYOUTS = (
+    "replicate=1",
+    "shard=2,zero=3,microbatches=2",
+    "replicate=2",
+    "tp=2",
+    "pp=2,microbatches=4",
+    "cp=2",
+    "shard=2,zero=1",
+)
+SEQUENCE, BATCH, STEPS, RATE = 96, 8, 5, 1e-2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a small llama with a tokenizer, and its conversations."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    write_tokenizer(folder, MARKED)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=330, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    # No answer begins with white space, which would share a token with what is before it.
+    chats = [[m | {"content": f"<{m['content']}"} for m in chat] for chat in conversations(120, seed=3)]
+    write_jsonl(folder / "chat.jsonl", [{"messages": chat} for chat in chats])
+    return folder
+
+
+def train(model: Path, run: Path, layout: str, *more: str) -> Path:
+    """Trains under a layout; returns the run's directory."""
+    devices = "1" if layout == "replicate=1" else "2"
+    status, text = call(
+        [
+            *("train", "--model", str(model), "--data", str(model / "chat.jsonl"), "--data.targets", "answers"),
+            *("--data.sequence", str(SEQUENCE), "--data.cache", str(model / "prepared"), "--data.workers", "1"),
+            *(
+                "--data.validation-share",
+                "0.2",
+                "--data.normalise",
+                "none",
+                "--train.batch",
+                str(BATCH),
+                "--train.steps",
+                str(STEPS),
+            ),
+            *("--optimizer.lr", str(RATE), "--optimizer.weight-decay", "0", "--schedule.warmup", "0"),
+            *(
+                "--schedule.shape",
+                "constant",
+                "--optimizer.clip",
+                "0",
+                "--train.sample-tokens",
+                "0",
+                "--train.no-prove",
+            ),
+            *("--evaluation.every", "0", "--checkpoint.every", "2", "--monitor.display", "none"),
+            *("--monitor.no-tensorboard", "--monitor.no-report", "--layout", layout, "--devices", devices),
+            *("--run", str(run), *more),
+        ],
+        run.with_suffix(".txt"),
+    )
+    assert status == 0, text
+    return run
+
+
+def plainly(model: Path) -> tuple[list[float], float]:
+    """Trains by transformers alone, which writes the conversations and says what the assistant said.
+
+    Returns:
+        The losses by step, and that of the held-out conversations after them. Which conversations are in a step is
+        read off the loader's rows; nothing else of this package is used.
+    """
+    from transformers import AutoTokenizer, LlamaForCausalLM
+
+    tokenizer, network = AutoTokenizer.from_pretrained(model), LlamaForCausalLM.from_pretrained(model)
+    written = []
+    for line in (model / "chat.jsonl").read_text(encoding="utf-8").splitlines():
+        chat = tokenizer.apply_chat_template(
+            json.loads(line)["messages"], return_assistant_tokens_mask=True, return_dict=True
+        )
+        written.append((chat["input_ids"][: SEQUENCE + 1], chat["assistant_masks"][: SEQUENCE + 1]))
+    token_set = TokenSet.open(next(path for path in (model / "prepared").glob("given-*") if path.is_dir()))
+
+    def named(ids: list[int]) -> tuple[list[int], list[int]]:
+        """The conversation that a piece of a row begins with; of two that begin alike any has the same tokens."""
+        return next((whole, mask) for whole, mask in written if ids[: len(whole) - 1] == whole[:-1])
+
+    def mean_loss(step: Any) -> torch.Tensor:
+        total, count = torch.zeros(()), 0
+        for tokens, positions in zip(step.tokens, step.positions):
+            begins = np.flatnonzero(positions == 0).tolist()
+            for begin, end in zip(begins, [*begins[1:], len(tokens)]):
+                ids, mask = named(tokens[begin:end].tolist())
+                logits = network(torch.tensor([ids])).logits[0, :-1]
+                learned = torch.tensor(mask[1:], dtype=torch.bool)
+                targets = torch.tensor(ids[1:])[learned]
+                total = total + torch.nn.functional.cross_entropy(logits[learned], targets, reduction="sum")
+                count += int(learned.sum())
+        return total / count
+
+    loader = Loader(token_set.train, rows=BATCH, sequence=SEQUENCE, seed=0, packs_whole=True)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for step in range(STEPS):
+        loss = mean_loss(loader.batch(step))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    held_out = Loader(token_set.validation, rows=1, sequence=SEQUENCE, seed=0, packs_whole=True)
+    with torch.no_grad():
+        rows_ = [held_out.batch(step) for step in range(held_out.epoch_rows)]
+        sums = [(mean_loss(row).item() * row.targets_count, row.targets_count) for row in rows_]
+    return losses, sum(total for total, _ in sums) / sum(count for _, count in sums)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], float]:
+    train(model, tmp_path_factory.mktemp("one") / "run", "replicate=1")  # which prepares the text
+    return plainly(model)
+
+
+@pytest.mark.parametrize("layout", further(LAYOUTS, range(2)))
+def test_losses_are_those_of_transformers(
+    model: Path, expected: tuple[list[float], float], tmp_path: Path, layout: str
+) -> None:
+    run = train(model, tmp_path / "run", layout)
+    losses, held_out = expected
+    assert [loss for loss, _ in curve(run).values()] == pytest.approx(losses, rel=2e-5)
+    assert losses[-1] < losses[0]
+    (evaluated,) = [event for event in rows(run, "events.jsonl") if event["kind"] == "evaluated"]
+    assert evaluated["loss"] == pytest.approx(held_out, rel=2e-5)
+    # All that goes through the model counts as speed, and answers alone as tokens of the loss.
+    for row in rows(run):
+        assert row["tokens_per_s"] == pytest.approx(BATCH * SEQUENCE / row["step_s"])
+        assert row["tokens"] < 0.7 * BATCH * SEQUENCE
+
+
+def test_a_run_that_goes_on_reads_the_rows_that_come_next(model: Path, expected: object, tmp_path: Path) -> None:
+    straight = train(model, tmp_path / "straight", "shard=2,zero=3")
+    stopped = train(model, tmp_path / "stopped", "shard=2,zero=3", "--train.steps", "2")
+    train(model, tmp_path / "stopped", "replicate=1")
+    losses = [[loss for loss, _ in curve(run).values()] for run in (straight, stopped)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-5) and len(losses[0]) == STEPS
