@@ -7,6 +7,7 @@ both messages.
 
 from __future__ import annotations
 
+import importlib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,10 +68,10 @@ class ChatTemplate:
         Raises:
             DataError: when the template refuses them.
         """
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        # Imports torch, which text without conversations doesn't wait for.
+        module: Any = importlib.import_module("transformers.utils.chat_template_utils")
         try:
-            texts, ranges = render_jinja_template(
+            texts, ranges = module.render_jinja_template(
                 conversations=[list(messages)],
                 tools=list(tools) if tools else None,
                 chat_template=self.text,

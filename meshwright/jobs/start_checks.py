@@ -10,7 +10,6 @@ from meshwright.checkpoint.folder import Folder
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.mirror import check_mirror
 from meshwright.checkpoint.outcome import CURE
-from meshwright.data.config import DataConfig
 from meshwright.data.loader import Loader
 from meshwright.data.packing import PackedRows
 from meshwright.data.tokens import TokenSet
@@ -75,17 +74,18 @@ def check_before_start(
     )
 
 
-def check_targets(data: DataConfig, token_set: TokenSet, say: Say | None) -> None:
-    """Refuses text of which nothing can be learned or measured, and says what packed rows leave out.
+def check_targets(config: RunConfig, token_set: TokenSet, say: Say | None) -> None:
+    """Refuses text of which nothing can be learned or measured, and says what packed rows hold and leave out.
 
     Args:
-        data: how rows are made.
+        config: of the run.
         token_set: the prepared text.
         say: takes a line; None for none.
 
     Raises:
         DataError: when a split has no target in its rows.
     """
+    data = config.data
     for split in (token_set.train, token_set.validation):
         if len(split.tokens) < 2:
             continue
@@ -94,19 +94,25 @@ def check_targets(data: DataConfig, token_set: TokenSet, say: Say | None) -> Non
                 f"the {split.name} split has no answer to learn or to measure; give more conversations, or "
                 "data.validation_share = 0 where it is the held-out part"
             )
-        if not data.packs_whole:
-            continue
-        packed = PackedRows(split, data.sequence)
-        left_out = packed.left_out
-        if say is not None and split is token_set.train:
-            line = f"rows: {packed.count} of {data.sequence} tokens, {packed.filled:.0%} filled with whole documents"
-            if left_out.targets:
-                share = left_out.targets / left_out.all_targets
-                line += (
-                    f"; {left_out.cut} are longer and cut, {left_out.unlearned} have no target in a row: {share:.1%} "
-                    "of targets are left out, and a longer data.sequence takes them in"
-                )
-            say(line)
+        packed = PackedRows(split, data.sequence) if data.packs_whole else None
+        if packed is not None and say is not None and split is token_set.train:
+            say(_packed_line(packed, config))
+
+
+def _packed_line(packed: PackedRows, config: RunConfig) -> str:
+    """Returns what packed rows hold, how many steps an epoch has, and what is left out."""
+    left_out, steps = packed.left_out, -(-packed.count // config.train.batch)
+    line = (
+        f"rows: {packed.count} of {config.data.sequence} tokens, {packed.filled:.0%} filled with whole documents; an "
+        f"epoch is {steps} steps"
+    )
+    if not left_out.targets:
+        return line
+    return (
+        f"{line}; {left_out.cut} documents are longer and cut, {left_out.unlearned} have no target in a row: "
+        f"{left_out.targets / left_out.all_targets:.1%} of targets are left out, and a longer data.sequence takes them "
+        "in"
+    )
 
 
 def check_torchrun(config: RunConfig, say: Say | None) -> None:

@@ -148,7 +148,7 @@ def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadM
     text = text_config(config.model, config.data)
     early_model = read_early(config, text)
     token_set = prepare(text, say=say)
-    check_targets(config.data, token_set, say)
+    check_targets(config, token_set, say)
     if config.train.sample and config.train.sample_tokens:
         check_prompt(token_set.tokenizer(), config.train.sample)
     vocab, sequence = token_set.vocab_size, config.data.sequence

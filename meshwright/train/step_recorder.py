@@ -62,7 +62,6 @@ class StepRecorder:
         times = laps.read()
         times.pop("other", None)
         self._measure_state(launched.step + 1)
-        # Speed is of all that goes through the model, whether or not it is a target.
         rate = deps.config.train.batch * deps.config.data.sequence / spent.wall
         flops_per_s = deps.flops_per_token * rate
         mfu_of_measured = flops_per_s / deps.peak_flops if deps.peak_flops else None

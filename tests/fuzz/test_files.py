@@ -52,6 +52,7 @@ from meshwright.spec.plan import Plan, Prediction
 from meshwright.train.outcome import TrainOutcome
 from meshwright.train.run_config import RunConfig
 from meshwright.transport.key import run_key
+from tests.chats import conversations, write_jsonl, write_tokenizer
 from tests.fuzz.mutations import changed, mutations
 
 CASES = int(os.environ.get("FUZZ_CASES", "60"))
@@ -115,6 +116,19 @@ def test_prepared_text(text: TokenSet, tmp_path: Path, name: str) -> None:
         found.tokenizer()
 
     attack(tmp_path / "set" / name, read)
+
+
+@pytest.mark.parametrize("packs_whole", [True, False])
+def test_answers_of_prepared_text(tmp_path: Path, packs_whole: bool) -> None:
+    path = write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat} for chat in conversations(60)])
+    config = DataConfig(paths=(path,), tokenizer=write_tokenizer(tmp_path / "tokenizer"), targets="answers")
+    made = prepare(config, tmp_path / "set", workers=1)
+
+    def read() -> None:
+        found = TokenSet.open(made.path)
+        Loader(found.train, rows=2, sequence=64, seed=1, packs_whole=packs_whole).batch(0)
+
+    attack(made.path / "train.answers", read)
 
 
 def test_a_forged_manifest_of_prepared_text_whose_checksum_holds(text: TokenSet, tmp_path: Path) -> None:
