@@ -13,7 +13,10 @@ from meshwright.config import Config
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerateConfig(Config):
-    """usage: meshwright generate RUN|DIR --prompt TEXT [--trust]; --trust runs the code that a run's config names."""
+    """usage: meshwright generate RUN|DIR --prompt TEXT [--chat] [--trust].
+
+    --chat says TEXT as a user does and prints the answer, --trust runs the code that a run's config names.
+    """
 
     prompt: str
     """Text to go on from."""
@@ -30,7 +33,7 @@ class GenerateConfig(Config):
 def run(argv: Sequence[str]) -> int:
     """Prints the prompt and its continuation."""
     args = list(argv)
-    as_json, trust = take_flag(args, "--json"), take_flag(args, "--trust")
+    as_json, chat, trust = (take_flag(args, flag) for flag in ("--json", "--chat", "--trust"))
     target, config = read_positional(GenerateConfig, args, "generate", "RUN|DIR")
     result = meshwright.generate(
         target,
@@ -39,7 +42,8 @@ def run(argv: Sequence[str]) -> int:
         temperature=config.temperature,
         top_k=config.top_k,
         seed=config.seed,
+        chat=chat,
         trust=trust,
     )
-    print_result(json.dumps(result.to_json()) if as_json else result.prompt + result.text)
+    print_result(json.dumps(result.to_json()) if as_json else result.text if chat else result.prompt + result.text)
     return 0

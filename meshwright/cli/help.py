@@ -173,10 +173,11 @@ PAGES = RUN_PAGES | {
         configs=(PrepareConfig,),
     ),
     "generate": HelpPage(
-        usage="generate RUN|DIR --prompt TEXT [--trust]",
+        usage="generate RUN|DIR --prompt TEXT [--chat] [--trust]",
         purpose="Continues a prompt with a trained model.",
         options=(
             ("RUN|DIR", "a run's directory, or a model's in Hugging Face format"),
+            ("--chat", "say TEXT as a user does, by the tokenizer's chat template, and print the answer"),
             ("--trust", "run the code that the run's config names"),
             JSON,
         ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.data.tokenizer import chat_template, given_tokenizer
+from meshwright.errors import ConfigError
 from meshwright.jobs.progress import Say, to_stderr
-from meshwright.jobs.trained_model import open_trained
+from meshwright.jobs.trained_model import open_trained, tokenizer_folder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +33,7 @@ def generate(
     temperature: float = 0.8,
     top_k: int = 50,
     seed: int = 0,
+    chat: bool = False,
     trust: bool = False,
     say: Say = to_stderr,
 ) -> GenerateResult:
@@ -38,19 +41,35 @@ def generate(
 
     Args:
         source: the directory.
-        prompt: text to go on from.
+        prompt: text to go on from, or with ``chat`` what a user says.
         max_tokens: tokens to add.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens.
         seed: of the draws.
+        chat: write the prompt by the tokenizer's chat template, and answer it.
         trust: import and call the function that a run's config names as its model.
         say: takes a line for each checkpoint that was passed over.
 
     Raises:
-        ConfigError: when the directory is neither, or names code and isn't trusted.
+        ConfigError: when the directory is neither, or names code and isn't trusted, or has no chat template.
         CheckpointError: when a run has no checkpoint yet.
     """
-    text = open_trained(Path(source), trust, say).complete(
-        prompt, max_tokens=max_tokens, temperature=temperature, top_k=top_k, seed=seed
+    model = open_trained(Path(source), trust, say)
+    text = model.complete(
+        _written_as_chat(Path(source), prompt) if chat else prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        seed=seed,
+        # A template writes all of them itself.
+        add_special_tokens=not chat,
     )
     return GenerateResult(prompt=prompt, text=text)
+
+
+def _written_as_chat(source: Path, prompt: str) -> str:
+    """Returns what a user says as the tokenizer's chat template writes it, with what an answer begins with."""
+    template = chat_template(given_tokenizer(str(tokenizer_folder(source))), "")
+    if template is None:
+        raise ConfigError(f"chat: the tokenizer of {source} has no chat template; leave it out, and prompt with text")
+    return template.render([{"role": "user", "content": prompt}], None, prompt=True)[0]

@@ -38,11 +38,18 @@ class TrainedModel:
     """Tokens of the rows that it was trained on."""
 
     def complete(
-        self, prompt: str, *, max_tokens: int, temperature: float = 0.8, top_k: int = 50, seed: int = 0
+        self,
+        prompt: str,
+        *,
+        max_tokens: int,
+        temperature: float = 0.8,
+        top_k: int = 50,
+        seed: int = 0,
+        add_special_tokens: bool = True,
     ) -> str:
-        """Returns a sampled continuation of ``prompt``."""
+        """Returns a sampled continuation of ``prompt``; ``add_special_tokens`` as for the tokenizer."""
         check_prompt(self.tokenizer, prompt)
-        ids = self.tokenizer.encode(prompt).ids
+        ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
         new_ids = generate_tokens(
             self.built.module,
             self.built.structure,
@@ -137,6 +144,11 @@ def open_run(run_dir: Path, trust: bool = False, say: Say = to_stderr) -> Traine
         vocab=text.vocab_size,
         trained_context=run_config(run_dir).data.sequence,
     )
+
+
+def tokenizer_folder(path: Path) -> Path:
+    """Returns where the tokenizer of a run directory or of a Hugging Face directory lies."""
+    return read_text(path).folder if (path / CONFIG).is_file() else path
 
 
 def open_directory(folder: Path) -> TrainedModel:

@@ -10,8 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+import meshwright
 from meshwright.data.loader import Loader
 from meshwright.data.tokens import TokenSet
+from meshwright.errors import ConfigError
+from meshwright.jobs.trained_model import TrainedModel
 from tests.chats import MARKED, conversations, write_jsonl, write_tokenizer
 from tests.runs import call, curve, rows
 from tests.tiers import further
@@ -164,3 +167,29 @@ def test_a_run_that_goes_on_reads_the_rows_that_come_next(model: Path, expected:
     train(model, tmp_path / "stopped", "replicate=1")
     losses = [[loss for loss, _ in curve(run).values()] for run in (straight, stopped)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-5) and len(losses[0]) == STEPS
+
+
+def test_a_trained_run_answers_as_its_template_asks(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoTokenizer
+
+    run = train(model, tmp_path / "run", "replicate=1")
+    asked = []
+    plain = TrainedModel.complete
+
+    def complete(self: TrainedModel, prompt: str, **settings: Any) -> str:
+        asked.append(self.tokenizer.encode(prompt, add_special_tokens=settings["add_special_tokens"]).ids)
+        return plain(self, prompt, **settings)
+
+    monkeypatch.setattr(TrainedModel, "complete", complete)
+    result = meshwright.generate(run, "seven plus?", chat=True, max_tokens=4)
+    assert result.prompt == "seven plus?" and result.text and "seven" not in result.to_json()["text"][:5]
+    said = [{"role": "user", "content": "seven plus?"}]
+    written = AutoTokenizer.from_pretrained(model).apply_chat_template(said, add_generation_prompt=True)
+    assert asked == [written["input_ids"]]
+    for folder in (run / "tokenizer", model):
+        assert (folder / "chat_template.jinja").read_text() == MARKED
+    (run / "tokenizer" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="has no chat template; leave it out, and prompt with text"):
+        meshwright.generate(run, "seven plus?", chat=True)
