@@ -24,10 +24,11 @@ from meshwright.jobs.plan_model import (
 from meshwright.jobs.plan_questions import answer_question
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.cost.prices import layer_span
 from meshwright.planner.explain import NAMES, against, format_chance, reason
+from meshwright.planner.question import Question
 from meshwright.planner.scaling import KNEE, Point, best_size
 from meshwright.planner.timeline import timeline
 from meshwright.planner.uncertainty import INTERVAL

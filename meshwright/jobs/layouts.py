@@ -20,12 +20,15 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
-from meshwright.planner.choose import Choice, Question, choose, price_candidate
+from meshwright.planner.candidate import Choice
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice, untraced_note
 from meshwright.planner.measured_speeds import Freedom, choose_at_speeds
+from meshwright.planner.question import Question
 from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics

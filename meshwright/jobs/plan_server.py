@@ -18,7 +18,7 @@ from meshwright.jobs.plan_worker import COMMAND, KINDS
 from meshwright.json_types import JsonObject
 from meshwright.monitor.guarded_server import HTML, JSON, SCRIPT, GuardedHandler, GuardedServer, read_script, write_json
 from meshwright.monitor.page import Section, login_page, macro, page
-from meshwright.planner.choose import OBJECTIVES
+from meshwright.planner.question import OBJECTIVES
 from meshwright.spec.layout import PRECISIONS
 
 HOST = "127.0.0.1"

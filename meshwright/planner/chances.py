@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
+from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import TIE_CHANCE
 from meshwright.spec.layout import Layout
 

@@ -22,8 +22,9 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.cases import candidate_json
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.question import Question
 from meshwright.schedules.spec import searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics

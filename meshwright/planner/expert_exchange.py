@@ -7,8 +7,9 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout, fits_expert_node
 

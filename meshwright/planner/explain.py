@@ -7,9 +7,10 @@ import math
 from collections.abc import Callable
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.chances import candidate_chances, choice_chances
-from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.cost.prices import TRAFFIC_WORK
+from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes

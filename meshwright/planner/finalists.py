@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.planner.candidate import Candidate, Choice, sort_candidates
+from meshwright.planner.choose import choose
 from meshwright.planner.compilation import can_compile, compiled_question, consider_compiled
 from meshwright.planner.expert_exchange import consider_exchange
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
+from meshwright.planner.question import Question
 from meshwright.planner.round_choice import SLACK, choose_rounds
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.secondary import consider_secondary

@@ -28,12 +28,15 @@ import numpy as np
 
 from meshwright.cluster import traffic
 from meshwright.errors import NoRoomError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
+from meshwright.planner.candidate import Candidate, Choice, pareto_front
+from meshwright.planner.candidate_prices import priced_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import COMPRESSIONS, Array
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.rounding import RoundingTimes
+from meshwright.planner.question import Question
 from meshwright.planner.rounds import JOIN, OUTER, Rounds
 from meshwright.planner.run_history import TRAFFIC
 from meshwright.spec.axis import Holds, Mechanics

@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, price_possible, sort_candidates
+from meshwright.planner.candidate import Candidate, Choice, sort_candidates
+from meshwright.planner.candidate_prices import price_possible
+from meshwright.planner.choose import choose
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import Compression
 from meshwright.spec.groups import row_axes

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout, untraced_note
 from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.planner.question import Question
 from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.planner.run_history import TRAFFIC
 from meshwright.planner.state_rule import named, predict
@@ -16,6 +17,9 @@ from meshwright.planner.traffic import step_collectives
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
+
+AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step", "stragglers")
+"""Parts of a step outside the pipeline."""
 
 
 def prediction(question: Question, candidate: Candidate, sizes: StateSizes | ModelParts) -> Prediction:

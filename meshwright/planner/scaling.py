@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.cases import Solve
-from meshwright.planner.choose import Candidate, Choice, Question, build_choice, choose, search_space
+from meshwright.planner.choose import build_choice, choose, search_space
+from meshwright.planner.question import Question
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
 

@@ -7,8 +7,9 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.cluster import traffic
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout, secondary_over
 from meshwright.spec.layout_choices import Recompute

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import FLOAT8_RECIPES, Layout
 

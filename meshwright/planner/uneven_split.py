@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import price_head
 from meshwright.planner.cost.layer_cost import LayerCost
@@ -22,6 +21,7 @@ from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.device_kinds import DeviceKinds
+from meshwright.planner.question import Question
 from meshwright.planner.space import divisors
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics

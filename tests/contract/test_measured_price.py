@@ -15,7 +15,7 @@ from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import AFTER_PIPELINE, Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds, price_operators
@@ -23,7 +23,8 @@ from meshwright.planner.cost.prices import Price
 from meshwright.planner.islands import island_question
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
-from meshwright.planner.predict import named_plan
+from meshwright.planner.predict import AFTER_PIPELINE, named_plan
+from meshwright.planner.question import Question
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.planner.run_history import learn, record
 from meshwright.spec.compression import assign_buckets

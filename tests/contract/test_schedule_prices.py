@@ -15,8 +15,9 @@ import pytest
 from meshwright import schedules as folder
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner import choose as choose_module
-from meshwright.planner.choose import Question, choose, price_candidate, price_candidates
+from meshwright.planner import candidate_prices
+from meshwright.planner.candidate_prices import price_candidate, price_candidates
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost import pipeline_simulation
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
@@ -24,6 +25,7 @@ from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.timing import in_flight_microbatches
+from meshwright.planner.question import Question
 from meshwright.schedules.closed_form import PassSums
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.evaluate import held_microbatches, step_seconds
@@ -226,9 +228,9 @@ def test_layouts_are_priced_at_once_as_one_by_one(monkeypatch: pytest.MonkeyPatc
 def test_a_plan_prices_its_finalists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch of layouts once: finalists, the front of time and memory, and forms of the finalists."""
     asked: list[int] = []
-    prices = choose_module.simulated_prices
+    prices = candidate_prices.simulated_prices
     monkeypatch.setattr(
-        choose_module,
+        candidate_prices,
         "simulated_prices",
         lambda job, layouts, *rest: asked.append(len(layouts)) or prices(job, layouts, *rest),
     )

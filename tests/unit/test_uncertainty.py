@@ -19,9 +19,9 @@ from meshwright.jobs.plan import plan
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import Question
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import MemorySpread, Seen, Shape, TimeSpread, fitted_spreads
 from meshwright.spec.plan import Prediction
 
