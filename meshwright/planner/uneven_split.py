@@ -16,8 +16,9 @@ from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import price_head
 from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layers import price_layer
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.device_kinds import DeviceKinds
@@ -179,7 +180,8 @@ def layer_seconds(question: Question, kinds: DeviceKinds, batch: LayoutBatch) ->
     for kind, machine in enumerate(kinds.machines):
         model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
         seconds_by_block_kind = [
-            np.broadcast_to(_device_s(model.price_layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
+            np.broadcast_to(_device_s(price_layer(model, job.shape.blocks[block])), batch.count)
+            for block in kind_blocks
         ]
         seconds[:, kind, :-1] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
         seconds[:, kind, -1] = _device_s(price_head(model))

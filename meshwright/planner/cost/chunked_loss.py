@@ -7,8 +7,8 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout_choices import AUTO_CHUNK, WHOLE_LOGITS
 
 

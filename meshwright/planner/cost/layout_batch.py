@@ -26,6 +26,7 @@ Array = NDArray[Any]
 """float64, unless it is an index or a mask."""
 RECOMPUTES = ("none", "selective", "full", "block")
 """Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
+SELECTIVE, FULL, BLOCK = (RECOMPUTES.index(mode) for mode in ("selective", "full", "block"))
 
 COMPRESSIONS = ("none", *METHODS)
 """Numbers and methods of compressed collectives by code."""
