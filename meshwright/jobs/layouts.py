@@ -33,8 +33,9 @@ from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import LOSSY_CHOICES, Layout, expert_node_over, secondary_over
+from meshwright.spec.layout import LOSSY_CHOICES, Layout
 from meshwright.spec.layout_choices import BatchShares
+from meshwright.spec.layout_rules import expert_node_over, secondary_over
 from meshwright.spec.plan import Plan
 from meshwright.torch_compat.compiler import can_compile
 from meshwright.train.island_checks import check_islands

@@ -46,7 +46,8 @@ from meshwright.planner.size_text import parse_sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
 

@@ -15,7 +15,8 @@ from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
-from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import BALANCED_ATTENTIONS
 from meshwright.spec.sharding_table import ShardingGroup, ShardingTable
 
 ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"

@@ -30,8 +30,9 @@ from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layer_graph import even_bounds
-from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 from meshwright.units import format_seconds
 
 TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(

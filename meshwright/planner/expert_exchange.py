@@ -11,7 +11,8 @@ from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
 from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.layout import Layout, fits_expert_node
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_rules import fits_expert_node
 
 CHUNKS = (2, 4)
 """Numbers of chunks that are tried."""

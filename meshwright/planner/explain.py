@@ -14,8 +14,9 @@ from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE, OFFLOADS
 from meshwright.units import format_bytes, format_seconds
 
 NAMES = {

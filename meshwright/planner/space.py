@@ -30,8 +30,9 @@ from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, Priced
 from meshwright.schedules.spec import known_schedules, searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layer_graph import END_STAGES
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import OFFLOADS
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core, in the order of a row of `cores`."""

@@ -27,8 +27,9 @@ from meshwright.planner.space import divisors
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.balanced_cuts import Cuts
-from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 
 MAX_ROUNDS = 4
 """Most attempts to split the layers again after a stage didn't fit."""

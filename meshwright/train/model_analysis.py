@@ -24,7 +24,8 @@ from meshwright.parallel import tensor_stages
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.layer_graph import LayerGraph, divide
-from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import BALANCED_ATTENTIONS
 from meshwright.spec.placement import halved
 from meshwright.spec.sharding_table import ShardingTable
 

@@ -33,8 +33,9 @@ from meshwright.planner.measured_price import price_layout
 from meshwright.planner.question import TIME_TOLERANCE, Question
 from meshwright.planner.unequal import choose_unequal, price_unequal
 from meshwright.schedules.spec import known_schedules
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_fields import OFFLOADS
 from tests.tiers import further
 
 CASES = 300

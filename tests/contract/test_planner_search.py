@@ -36,7 +36,8 @@ from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.units import format_bytes, format_seconds
 from tests.tiers import further
 

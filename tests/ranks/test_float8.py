@@ -21,7 +21,8 @@ from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.question import Question
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.torch_compat.torchao_import import import_torchao
 from tests.contract.test_low_precision import prove
 from tests.tiers import cases

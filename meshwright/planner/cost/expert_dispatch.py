@@ -24,7 +24,7 @@ from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.spec.compression import row_bytes
-from meshwright.spec.layout import fits_expert_node
+from meshwright.spec.layout_rules import fits_expert_node
 from meshwright.spec.model_shape import LayerShape
 
 CHOICE_BYTES = 8

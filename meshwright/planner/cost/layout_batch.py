@@ -19,7 +19,8 @@ from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import METHODS
 from meshwright.spec.groups import axes_with, carved_shards, state_shards
-from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE, OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
 Array = NDArray[Any]
