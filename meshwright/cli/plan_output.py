@@ -130,7 +130,9 @@ def _ranking_table(question: Question, choice: Choice) -> Table:
     if question.objective == "energy":
         table.add_column("J/token", justify="right")
     for candidate in choice.shown:
-        comparison = against(candidate, choice.best[0], question.same) if candidate is not choice.best[0] else ""
+        comparison = (
+            against(candidate, choice.best[0], question.tie_tolerance) if candidate is not choice.best[0] else ""
+        )
         text = str(candidate.layout).replace(f",precision={question.job.precision}", "")
         chances, (step, *rates) = candidate_chances(question, candidate), rate_cells(candidate)
         between = f"{format_seconds(chances.step_low_s)}, {format_seconds(chances.step_high_s)}"

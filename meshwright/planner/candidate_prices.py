@@ -40,8 +40,8 @@ def price_candidates(question: Question, layouts: Sequence[Layout]) -> list[Cand
     candidates: dict[Layout, Candidate] = {}
     for job, priced in layouts_of_job.items():
         prices = simulated_prices(job, list(priced), question.machine, question.runtime)
-        asked = dataclasses.replace(question, job=job)
-        candidates |= {layout: priced_candidate(asked, layout, price) for layout, price in zip(priced, prices)}
+        job_question = dataclasses.replace(question, job=job)
+        candidates |= {layout: priced_candidate(job_question, layout, price) for layout, price in zip(priced, prices)}
     return [candidates[layout] for layout in layouts]
 
 
@@ -81,7 +81,7 @@ def price_possible(
 
     Args:
         question: what is planned.
-        layouts: variants that are tried, not asked for.
+        layouts: variants that are tried, not job_question for.
         price_one: prices one, or raises `PlanError` where it can't run.
     """
     variants, candidates = list(layouts), []

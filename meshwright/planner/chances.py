@@ -39,7 +39,7 @@ class ChoiceChances:
 
 def candidate_chances(question: Question, candidate: Candidate) -> CandidateChances:
     """Returns how sure the price of a layout is."""
-    step_s, factor = candidate.price.step_s, question.time_spread.factor(question.seen)
+    step_s, factor = candidate.price.step_s, question.time_spread.factor(question.evidence)
     return CandidateChances(
         step_low_s=step_s / factor,
         step_high_s=step_s * factor,

@@ -79,7 +79,7 @@ def build_choice(question: Question, result: SearchResult, show: int) -> Choice:
     layouts, front_layouts = _best_by_kind(question, *kept, max(show, FINALISTS)), _pareto_layouts(question, *kept)
     priced = price_candidates(question, [*layouts, *front_layouts])
     candidates, front = priced[: len(layouts)], priced[len(layouts) :]
-    best, ties = sort_candidates(candidates[:FINALISTS], question.same)
+    best, ties = sort_candidates(candidates[:FINALISTS], question.tie_tolerance)
     return Choice(
         best=best,
         ties=ties,
@@ -189,7 +189,7 @@ def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candid
         choice: the answer.
         named: layouts that the user named, priced like the finalists.
     """
-    limit = min(option.price.step_s for option in choice.best) / (1 + question.same)
+    limit = min(option.price.step_s for option in choice.best) / (1 + question.tie_tolerance)
     fitting = [option for option in named if option.price.step_s < limit and option.price.peak <= question.usable_bytes]
     if not fitting:
         return choice
@@ -199,7 +199,7 @@ def add_named_layouts(question: Question, choice: Choice, named: Sequence[Candid
     ]
     if not faster:
         return choice
-    best, ties = sort_candidates([*choice.best, *faster], question.same)
+    best, ties = sort_candidates([*choice.best, *faster], question.tie_tolerance)
     note = "the plan is a layout that was named: priced in full it is faster than what the search put first"
     return dataclasses.replace(choice, best=best, ties=ties, notes=(*plan_notes(question, best[0]), note))
 

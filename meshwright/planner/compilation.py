@@ -46,7 +46,8 @@ def consider_compiled(
     """
     without = min(choice.best, key=lambda option: option.price.step_s)
     least_saved_s = max(
-        question.same / (1 + question.same) * without.price.step_s, compile_s(question) / question.compile_steps
+        question.tie_tolerance / (1 + question.tie_tolerance) * without.price.step_s,
+        compile_s(question) / question.compile_steps,
     )
     layouts = [*_compiled(option.layout for option in choice.best)]
     if compiled is not None:
@@ -66,7 +67,7 @@ def consider_compiled(
     ]
     if not options:
         return choice
-    best, ties = sort_candidates([*choice.best, *options], question.same)
+    best, ties = sort_candidates([*choice.best, *options], question.tie_tolerance)
     sentences = choice.notes
     if reason := compiled_reason(question, best[0].layout):
         seconds = format_seconds(without.price.step_s)

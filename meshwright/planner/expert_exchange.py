@@ -82,7 +82,7 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
     promising = {
         str(option.layout)
         for option in choice.best
-        if option.price.step_s - 2.0 * option.price.parts.get("ep", 0.0) < fastest_s / (1 + question.same)
+        if option.price.step_s - 2.0 * option.price.parts.get("ep", 0.0) < fastest_s / (1 + question.tie_tolerance)
     }
 
     def forms(layout: Layout) -> Iterable[Layout]:

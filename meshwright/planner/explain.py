@@ -65,7 +65,9 @@ def reason(question: Question, choice: Choice, candidate: Candidate | None = Non
     sentence = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
     if choice.ties > 1:
         at_least = "at least " if choice.ties == len(choice.best) < choice.considered else ""
-        sentence += f"; the model can't tell {at_least}{choice.ties} of the best apart (within {question.same:.0%}), "
+        sentence += (
+            f"; the model can't tell {at_least}{choice.ties} of the best apart (within {question.tie_tolerance:.0%}), "
+        )
         sentence += "and it is their simplest"
     elif len(choice.best) > 1:
         runner_up = choice.best[1]
@@ -125,7 +127,7 @@ def memory_sentence(question: Question, candidate: Candidate) -> str:
     stage = candidate.price.stages[index]
     memory_parts = sorted(stage.memory.items(), key=lambda item: -item[1])
     name, size = memory_parts[0]
-    in_flight = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
+    in_flight = f"{stage.in_flight:.3g} micro-batch{'es' if stage.in_flight > 1 else ''}"
     largest = f"{name} of {in_flight} in flight" if name == "activations" else name
     rank_text = f"stage {index}" if len(candidate.price.stages) > 1 else "every rank"
     needed, room = format_bytes(stage.peak), format_bytes(device_bytes)
@@ -156,7 +158,7 @@ def why(question: Question, candidate: Candidate, choice: Choice, price: Callabl
     if candidate.price.peak <= question.usable_bytes:
         host_bytes, step_s = candidate.price.host, candidate.price.step_s
         host_note = f" with {format_bytes(host_bytes)} of a rank in host memory" if host_bytes else ""
-        comparison = against(candidate, best, question.same)
+        comparison = against(candidate, best, question.tie_tolerance)
         return f"fits{host_note}, {format_seconds(step_s)} a step: {comparison}{unsplit_note}"
     sentences = [f"doesn't fit: {memory_sentence(question, candidate)}{unsplit_note}"]
     for variant in _leaner_variants(layout):

@@ -117,7 +117,7 @@ def consider_islands(
         return choice
     fastest, without = min(found, key=lambda candidate: candidate.price.step_s), choice.best[0]
     fastest_s = fastest.price.step_s
-    if fastest_s * (1 + max(question.same, SLACK)) >= without.price.step_s:
+    if fastest_s * (1 + max(question.tie_tolerance, SLACK)) >= without.price.step_s:
         seconds, plan_s = format_seconds(fastest_s), format_seconds(without.price.step_s)
         sentence = f"--allow islands changes nothing here: {fastest.layout} takes {seconds} a step, the plan {plan_s}"
         return _with_notes(choice, sentence)

@@ -39,12 +39,12 @@ def consider_forms(
         candidates = price_possible(question, variants, price)
         fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
         fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
-        if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:
+        if fastest and fastest.price.step_s * (1 + question.tie_tolerance) < option.price.step_s:
             options[str(fastest.layout)] = fastest
     if not options:
         return choice
     without = choice.best[0]
-    best, ties = sort_candidates([*choice.best, *options.values()], question.same)
+    best, ties = sort_candidates([*choice.best, *options.values()], question.tie_tolerance)
     sentences = choice.notes
     if str(best[0].layout) in options:
         seconds = format_seconds(without.price.step_s)

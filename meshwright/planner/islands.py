@@ -116,7 +116,7 @@ def island_question(question: Question, layout: Layout) -> Question:
         question,
         job=dataclasses.replace(question.job, rows=question.job.rows // layout.islands),
         cluster=question.cluster.restricted(question.cluster.devices // layout.islands),
-        beside=question.cluster.devices - question.cluster.devices // layout.islands,
+        other_island_devices=question.cluster.devices - question.cluster.devices // layout.islands,
         limits=question.limits | {"fixed": fixed} if question.limits else {},
     )
 

@@ -152,7 +152,7 @@ def reprice_choice(question: Question, choice: Choice, measure: Measure | None) 
         ]
         for finalists in (choice.best, choice.more)
     ]
-    best, ties = sort_candidates(repriced_candidates[0], question.same)
+    best, ties = sort_candidates(repriced_candidates[0], question.tie_tolerance)
     front = pareto_front([price_layout(question, Layout.parse(text), measure) for _, _, text in choice.front])
     return dataclasses.replace(choice, best=best, ties=ties, more=tuple(repriced_candidates[1]), front=front)
 

@@ -24,7 +24,7 @@ def plan_notes(question: Question, best: Candidate) -> tuple[str, ...]:
             "--usable 0.85 plans with more room"
         )
     elif question.usable is None and question.usable_share < 0.9 * USABLE:
-        is_known = question.seen.own_bytes and question.seen.device
+        is_known = question.evidence.own_bytes and question.evidence.device
         runs = "measured on one device and not on several" if is_known else "not measured on such devices"
         sentences.append(
             f"plans fill {question.usable_share:.0%} of a device at most, so that they fit with {question.fits:.0%}: "
@@ -41,7 +41,7 @@ def plan_notes(question: Question, best: Candidate) -> tuple[str, ...]:
             f"while this machine was calibrated it ran {measured.pace_spread:.0%} slower in the median than at its "
             "fastest, so something else was running: times are no surer than that; calibrate again when it is quiet"
         )
-    if unused_network := "" if question.beside else question.cluster.unused_network:
+    if unused_network := "" if question.other_island_devices else question.cluster.unused_network:
         sentences.append(f"the cluster is one node, so its network, {unused_network}, isn't used")
     if measured is None:
         sentences.append("device and links are the catalogue's figures; `meshwright calibrate` measures these machines")

@@ -50,7 +50,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     # A run's medians are of steps without a join, which most are.
     step_parts = {name: seconds for name, seconds in price.parts.items() if name != JOIN}
     unscaled_parts = question.history.of(candidate.layout).inverse.of_parts(step_parts)
-    step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.seen)
+    step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.evidence)
     return Prediction(
         memory={**state.memory, **other_memory},
         peak=int(price.allocated),
@@ -110,7 +110,7 @@ def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: 
     """
     candidate = choice.best[finalist_index]
     rejected = {
-        str(finalist.layout): against(finalist, candidate, question.same)
+        str(finalist.layout): against(finalist, candidate, question.tie_tolerance)
         for finalist in choice.best
         if finalist is not candidate
     }

@@ -20,7 +20,7 @@ from meshwright.planner.cost.rounding import CORE_BYTE
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.run_history import RunHistory
 from meshwright.planner.space import Space
-from meshwright.planner.uncertainty import Seen, TimeSpread, fitted_spreads
+from meshwright.planner.uncertainty import Evidence, TimeSpread, fitted_spreads
 from meshwright.schedules.spec import known_schedules
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import CPU_CHUNK_TOKENS
@@ -60,7 +60,7 @@ class Question:
     """Fields of `Space` that differ from their defaults."""
     rounds: Rounds = field(default_factory=Rounds)
     """How islands join, where a layout has several."""
-    beside: int = 0
+    other_island_devices: int = 0
     """Devices of other islands, which compute at the same time on these machines."""
     compile_steps: int = 0
     """Steps that may make up for compiling layers; 0 where layers are compiled only as ``base`` says."""
@@ -79,7 +79,7 @@ class Question:
     @property
     def under_load(self) -> bool:
         """Whether other ranks of these machines compute at the same time as one."""
-        return self.cluster.devices + self.beside > 1
+        return self.cluster.devices + self.other_island_devices > 1
 
     @property
     def runtime(self) -> FrameworkProfile:
@@ -92,17 +92,17 @@ class Question:
         return Machine.of(self.cluster)
 
     @property
-    def same(self) -> float:
+    def tie_tolerance(self) -> float:
         """Relative difference of predicted times below which two layouts tie."""
         return TIME_TOLERANCE_ON_CORES if self._on_cores else TIME_TOLERANCE
 
     @property
-    def seen(self) -> Seen:
+    def evidence(self) -> Evidence:
         """What the prices rest on: runs of this machine, its calibration, or published runs on such devices."""
         measured = self.cluster.calibration is not None or self.history.runs > 0
         fitted = set(self.cluster.kinds) <= fitted_spreads().devices
         own_bytes = self.runtime.name == MESHWRIGHT.name and self.job.activations is not None
-        return Seen(framework=measured, device=measured or fitted, own_bytes=own_bytes)
+        return Evidence(framework=measured, device=measured or fitted, own_bytes=own_bytes)
 
     @property
     def time_spread(self) -> TimeSpread:
@@ -124,7 +124,7 @@ class Question:
         """Share of each device's memory that a layout may fill: where it fits with the chance ``fits``."""
         if self.usable is not None:
             return self.usable
-        return min(USABLE, fitted_spreads().memory.share(self.fits, self.seen, self._counts_bytes))
+        return min(USABLE, fitted_spreads().memory.share(self.fits, self.evidence, self._counts_bytes))
 
     @property
     def usable_bytes(self) -> float:
@@ -152,7 +152,7 @@ class Question:
     def chance_fits(self, needed_bytes: float, device_bytes: float) -> float:
         """Returns the chance that a rank of predicted ``needed_bytes`` fits a device of ``device_bytes``."""
         room = math.log(device_bytes / needed_bytes)
-        return fitted_spreads().memory.chance(room, self.seen, self._counts_bytes)
+        return fitted_spreads().memory.chance(room, self.evidence, self._counts_bytes)
 
     def chance_candidate_fits(self, candidate: Candidate) -> float:
         """Returns the chance that all ranks of a layout fit their devices."""

@@ -146,8 +146,8 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
         if result.best is None:
             continue
         step_s = float(result.best[1].step_s[0])
-        if best is None or step_s * (1 + question.same) < limit_s:
-            best, limit_s = (smaller, result), step_s * (1 + question.same)
+        if best is None or step_s * (1 + question.tie_tolerance) < limit_s:
+            best, limit_s = (smaller, result), step_s * (1 + question.tie_tolerance)
     if best is None:
         return question, choose(question, show)
     return best[0], build_choice(*best, show)

@@ -202,7 +202,8 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
     candidate = price_unequal(question, kinds, layout)
     if candidate is None:
         return f"doesn't fit the device of some stage or reader ({describe_kinds(question.cluster)})"
-    return f"fits, {format_seconds(candidate.price.step_s)} a step: {against(candidate, choice.best[0], question.same)}"
+    comparison = against(candidate, choice.best[0], question.tie_tolerance)
+    return f"fits, {format_seconds(candidate.price.step_s)} a step: {comparison}"
 
 
 def _compare_single_kinds(question: Question, best: Candidate) -> tuple[str, ...]:

@@ -156,7 +156,7 @@ def test_an_island_of_one_rank_computes_beside_the_others() -> None:
     island = island_question(question, Layout.parse("islands=4"))
     assert island.cluster.devices == 1 and products(island, "replicate=1") == pytest.approx(joined)
     # The same rows on a machine where nobody else computes.
-    assert products(dataclasses.replace(island, beside=0), "replicate=1") == pytest.approx(joined / 4)
+    assert products(dataclasses.replace(island, other_island_devices=0), "replicate=1") == pytest.approx(joined / 4)
 
 
 def test_the_host_of_a_gpu_issues_its_step_while_the_device_is_at_work() -> None:

@@ -107,8 +107,8 @@ def test_a_copy_is_priced_as_the_original(name: str, microbatches: int) -> None:
 
 
 def test_gpipe_holds_every_microbatch_and_1f1b_few() -> None:
-    held_by = {name: priced(name, 32).stages[0].held for name in ("gpipe", "aaagpipe", "1f1b")}
-    assert held_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
+    in_flight_by = {name: priced(name, 32).stages[0].in_flight for name in ("gpipe", "aaagpipe", "1f1b")}
+    assert in_flight_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
 
 
 def test_codes_begin_with_the_default_and_join_the_search() -> None:
@@ -139,7 +139,7 @@ def sizes_of(spec: ScheduleSpec) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
     spec = known_schedules()[name]
-    bare = dataclasses.replace(spec, held=None, step_s=None)
+    bare = dataclasses.replace(spec, in_flight=None, step_s=None)
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         stated, counted = (held_microbatches(one, ranks, v, m)[0] for one in (spec, bare))
@@ -151,7 +151,7 @@ def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None:
-    spec = dataclasses.replace(known_schedules()[name], held=None, step_s=None)
+    spec = dataclasses.replace(known_schedules()[name], in_flight=None, step_s=None)
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         each = np.array([3.0 * stages])

@@ -53,7 +53,7 @@ TOY = "pp=4,schedule=toy,microbatches=8"
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     files = {(schedules, name): copied_schedule(module, name) for name, (module, _) in COPIES.items()}
     bare = copied_schedule("gpipe", PLAIN)
-    bare, count = re.subn(r"(?m)^    (step_s|held|bubble|bubble_text)=.*\n", "", bare)
+    bare, count = re.subn(r"(?m)^    (step_s|in_flight|bubble|bubble_text)=.*\n", "", bare)
     assert count == 4
     with added(tmp_path_factory.mktemp("toys"), files | {(schedules, PLAIN): bare}):
         yield
@@ -105,7 +105,7 @@ def test_without_formulas_it_is_priced_by_its_actions() -> None:
     bare, gpipe, usual = (
         price_candidate(question(), Layout.parse(text + name)).price for name in (PLAIN, "gpipe", "1f1b")
     )
-    assert [stage.held for stage in bare.stages] == [32] * 4 == [stage.held for stage in gpipe.stages]
+    assert [stage.in_flight for stage in bare.stages] == [32] * 4 == [stage.in_flight for stage in gpipe.stages]
     assert bare.memory == gpipe.memory and bare.peak == gpipe.peak > 2 * usual.peak
     assert bare.step_s == pytest.approx(gpipe.step_s, rel=1e-9)
 

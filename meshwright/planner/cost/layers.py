@@ -202,6 +202,6 @@ class _LayerPasses:
         for name in (*LAYER_TRAFFIC, "inside", "outside"):
             all_s, kept_s = getattr(repeated, name), getattr(self._kept, name)
             setattr(backward, name, getattr(backward, name) + full * all_s + sends * (all_s - kept_s))
-        asked = engine.runtime.selective_host
-        backward.host = backward.host + (full + asked * selective) * repeated.host
-        self.forward.host = self.forward.host * (1.0 + (asked - 1.0) * selective)
+        host_share = engine.runtime.selective_host
+        backward.host = backward.host + (full + host_share * selective) * repeated.host
+        self.forward.host = self.forward.host * (1.0 + (host_share - 1.0) * selective)
