@@ -127,7 +127,7 @@ def memory_sentence(question: Question, candidate: Candidate) -> str:
     stage = candidate.price.stages[index]
     memory_parts = sorted(stage.memory.items(), key=lambda item: -item[1])
     name, size = memory_parts[0]
-    in_flight = f"{stage.in_flight:.3g} micro-batch{'es' if stage.in_flight > 1 else ''}"
+    in_flight = f"{stage.held:.3g} micro-batch{'es' if stage.held > 1 else ''}"
     largest = f"{name} of {in_flight} in flight" if name == "activations" else name
     rank_text = f"stage {index}" if len(candidate.price.stages) > 1 else "every rank"
     needed, room = format_bytes(stage.peak), format_bytes(device_bytes)

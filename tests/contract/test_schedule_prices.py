@@ -107,7 +107,7 @@ def test_a_copy_is_priced_as_the_original(name: str, microbatches: int) -> None:
 
 
 def test_gpipe_holds_every_microbatch_and_1f1b_few() -> None:
-    in_flight_by = {name: priced(name, 32).stages[0].in_flight for name in ("gpipe", "aaagpipe", "1f1b")}
+    in_flight_by = {name: priced(name, 32).stages[0].held for name in ("gpipe", "aaagpipe", "1f1b")}
     assert in_flight_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
 
 

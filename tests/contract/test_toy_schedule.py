@@ -105,7 +105,7 @@ def test_without_formulas_it_is_priced_by_its_actions() -> None:
     bare, gpipe, usual = (
         price_candidate(question(), Layout.parse(text + name)).price for name in (PLAIN, "gpipe", "1f1b")
     )
-    assert [stage.in_flight for stage in bare.stages] == [32] * 4 == [stage.in_flight for stage in gpipe.stages]
+    assert [stage.held for stage in bare.stages] == [32] * 4 == [stage.held for stage in gpipe.stages]
     assert bare.memory == gpipe.memory and bare.peak == gpipe.peak > 2 * usual.peak
     assert bare.step_s == pytest.approx(gpipe.step_s, rel=1e-9)
 

@@ -253,8 +253,8 @@ def test_a_rank_without_layers_has_no_layers_working_memory() -> None:
     text = "pp=4,microbatches=16,recompute=full,precision=bf16,split=0-16-16-0"
     first, second, _, last = price(job, Layout.parse(text), Cluster.parse("4xh100")).stages
     # Token indices in int64, of each micro-batch in flight; and of the head its input and that of the last norm.
-    assert first.most["activations"] == 2048 * 8 * first.in_flight
-    assert last.most["activations"] == 2048 * 4096 * 2 * 2 * last.in_flight
+    assert first.most["activations"] == 2048 * 8 * first.held
+    assert last.most["activations"] == 2048 * 4096 * 2 * 2 * last.held
     assert second.most["activations"] > 1e8
 
 

@@ -78,7 +78,7 @@ def _stage_prices(ranks: PricedRanks, layout_index: int) -> tuple[StagePrice, ..
             layers=tuple(bounds for bounds, owner in zip(cut.bounds, cut.owners) if owner == rank),
             forward_s=float(ranks.forward[layout_index, rank]),
             backward_s=float(ranks.backward[layout_index, rank]),
-            in_flight=float(ranks.in_flight[layout_index, rank]),
+            held=float(ranks.in_flight[layout_index, rank]),
             memory={name: float(memory[name][layout_index, rank]) for name in MEMORY},
             most={name: float(most_bytes[name][layout_index, rank]) for name in MEMORY if name in most_bytes},
             peak=float(memory["peak"][layout_index, rank]),

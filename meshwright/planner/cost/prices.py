@@ -91,8 +91,8 @@ class StagePrice:
     """Seconds of a micro-batch's forward, exposed traffic included."""
     backward_s: float
     """Seconds of a micro-batch's backward, exposed traffic included."""
-    in_flight: float
-    """Most in-flight micro-batches, whose activations exist at once."""
+    held: float
+    """Most in-flight micro-batches, whose activations it holds; a key of `plan --json`."""
     memory: Mapping[str, float]
     """Bytes by part of `MEMORY` at its fullest moment."""
     most: Mapping[str, float]
