@@ -20,7 +20,7 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
-from meshwright.planner.candidate import Choice
+from meshwright.planner.candidate import FINALISTS, Choice
 from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -188,10 +188,6 @@ def _check_fallback_islands(config: RunConfig, layout: Layout) -> None:
         check_islands(config, layout, resumes=True)
     except ConfigError as error:
         raise PlanError(f"{layout}: {error}") from error
-
-
-FINALISTS = 10
-"""Layouts of the planner that a run takes the first of which the model allows."""
 
 
 def _without_rebalance(config: RunConfig) -> RunConfig:
