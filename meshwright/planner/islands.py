@@ -146,15 +146,19 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
         NoRoomError: when none of the layouts fits.
         PlanError: when no layout exists.
     """
-    one = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
-    choice = choose(one, show)
+    island = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
+    choice = choose(island, show)
 
-    def outside(candidate: Candidate) -> Candidate:
+    def with_all_islands(candidate: Candidate) -> Candidate:
         degrees = {name: islands.degree(name) for name in round_axes()} | dict(candidate.layout.degrees)
         return with_joins(question, dataclasses.replace(candidate.layout, degrees=degrees), candidate)
 
     best, more = (
-        tuple(each for each in map(outside, candidates) if each.price.peak <= question.usable_bytes)
+        tuple(
+            candidate
+            for candidate in map(with_all_islands, candidates)
+            if candidate.price.peak <= question.usable_bytes
+        )
         for candidates in (choice.best, choice.more)
     )
     if not best:

@@ -51,14 +51,14 @@ def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[La
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks) + 1:
             layouts = list(_stage_layouts(question, pp))
             splitter = _Splitter(question, kinds, stage_kinds, layouts)
-            found: set[tuple[int, StageSplit]] = set()
+            numbered_splits: set[tuple[int, StageSplit]] = set()
             # The slowest stage isn't all: of splits with equal ones that is faster whose first stages have more layers,
             # or that whose last have; and with few micro-batches a last stage of one layer may better have none.
             for fills_first in (False, True):
                 splits = splitter.split(range(len(layouts)), fills_first)
                 single = [number for number, split in splits.items() if split.layers[-1] == 1]
-                found |= {*splits.items(), *splitter.split(single, fills_first, is_head_alone=True).items()}
-            ordered = sorted(found, key=lambda item: (item[0], item[1].layers))
+                numbered_splits |= {*splits.items(), *splitter.split(single, fills_first, is_head_alone=True).items()}
+            ordered = sorted(numbered_splits, key=lambda item: (item[0], item[1].layers))
             yield [dataclasses.replace(layouts[number], split=split) for number, split in ordered]
 
 
