@@ -63,7 +63,10 @@ LOSSY_CHOICES = ("compress", "compress_weights", "compress_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout(LayoutFields):
-    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program."""
+    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program.
+
+    `LayoutFields` says what each choice means, `spec.layout_rules` which go together.
+    """
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have; choices with a grammar may be given as text."""
