@@ -32,10 +32,11 @@ from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
 from meshwright.parallel.build import check
-from meshwright.planner.choose import Question, choose
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
 from meshwright.planner.predict import prediction
+from meshwright.planner.question import Question
 from meshwright.planner.run_history import learn
 from meshwright.proof.layouts import all_layouts
 from meshwright.spec.layout import Layout

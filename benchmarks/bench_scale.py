@@ -29,9 +29,10 @@ from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stage import copy_module
 from meshwright.parallel.step_timer import StepTimer
-from meshwright.planner.choose import Question, choose
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.memory import ModelParts, position_memory, rest_bytes
+from meshwright.planner.question import Question
 from meshwright.spec.end_units import EndUnits
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

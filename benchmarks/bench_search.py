@@ -18,7 +18,8 @@ from pathlib import Path
 from meshwright.cli.arguments import read_config
 from meshwright.jobs.plan_model import model_of_sizes, question_of
 from meshwright.jobs.requests import PlanConfig
-from meshwright.planner.choose import Question, choose, search_space
+from meshwright.planner.choose import choose, search_space
+from meshwright.planner.question import Question
 from meshwright.planner.scaling import replan
 from meshwright.planner.unequal import choose_unequal
 

@@ -36,10 +36,11 @@ from meshwright.launch.preload import prepare_environment
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question, choose
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import measure_activations, price_layout, reprice_choice
 from meshwright.planner.predict import prediction
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes
 

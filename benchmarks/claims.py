@@ -16,9 +16,11 @@ from typing import Any
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Question, choose
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from meshwright.units import format_count
 

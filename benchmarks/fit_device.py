@@ -32,11 +32,12 @@ from meshwright.jobs.model_reading import make_measure
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 
 SPREAD = 0.5

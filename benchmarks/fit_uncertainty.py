@@ -28,7 +28,7 @@ from benchmarks.published.__main__ import read_cases
 from benchmarks.published.held_out import HeldOut, compute, read, write
 from meshwright.cluster.cluster import Cluster
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
-from meshwright.planner.uncertainty import FILE, INTERVAL, MemorySpread, Seen, Shape, TimeSpread
+from meshwright.planner.uncertainty import FILE, INTERVAL, Evidence, MemorySpread, Shape, TimeSpread
 
 ERRORS = Path(__file__).with_name("held_out.csv")
 PAGE = Path(__file__).parents[1] / "docs" / "predictions.md"
@@ -51,9 +51,9 @@ OWN_CALLS, OWN_LEFT_OUT = (10, 11, 12), ("offload", "gemma3 ")
 JOB_PARTS = 5
 """Parts of the jobs whose chances to fit are judged by scales that were fitted to the others."""
 SEEN = {
-    "model": Seen(framework=True, device=True),
-    "framework": Seen(framework=False, device=True),
-    "device": Seen(framework=False, device=False),
+    "model": Evidence(framework=True, device=True),
+    "framework": Evidence(framework=False, device=True),
+    "device": Evidence(framework=False, device=False),
 }
 """What each population of `published/held_out.py` had seen."""
 

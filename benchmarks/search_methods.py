@@ -20,11 +20,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.planner.choose import Question, search_space
+from meshwright.planner.choose import search_space
 from meshwright.planner.closed_form import shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.presets import presets
+from meshwright.planner.question import Question
 from meshwright.planner.space import cores, variants
 from meshwright.spec.layout import Layout
 

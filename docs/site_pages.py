@@ -231,7 +231,9 @@ def python_names() -> str:
     for title, belongs in titles.items():
         chosen = {name: module for name, module in names.items() if belongs(name, module)}
         parts.append(f"## {title}\n")
-        parts += [f"::: {defining_module(module, name)}.{name}\n" for name, module in chosen.items()]
+        parts += [
+            f"::: {defining_module(module, name)}.{name}\n{inherited_members(name)}" for name, module in chosen.items()
+        ]
         names = {name: module for name, module in names.items() if name not in chosen}
     return "\n".join(parts)
 
@@ -241,6 +243,15 @@ PYTHON_HEAD = """# Python functions and types
 Every name of `import meshwright` but the configs, whose fields the [settings](settings.md) list. The guide is
 [From Python](../python.md).
 """
+
+
+def inherited_members(name: str) -> str:
+    """Returns the option that shows a public type's inherited members, where a base of it is in no list itself."""
+    bases = getattr(getattr(meshwright, name), "__mro__", ())[1:]
+    is_split = any(
+        base.__module__.startswith("meshwright.") and base.__name__ not in meshwright.__all__ for base in bases
+    )
+    return "    options:\n      inherited_members: true\n" if is_split else ""
 
 
 def defining_module(module: str, name: str) -> str:

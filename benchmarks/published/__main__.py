@@ -17,9 +17,9 @@ from benchmarks.published.naive import Naive
 from benchmarks.published.predict import Predicted, predict, refused, whole_number
 from benchmarks.published.rows import UNREADABLE, Case, read_case, read_file
 from benchmarks.published.stats import lines, stats_of
-from meshwright.planner.uncertainty import Seen, fitted_spreads
+from meshwright.planner.uncertainty import Evidence, fitted_spreads
 
-SEEN = Seen(framework=True, device=True)
+SEEN = Evidence(framework=True, device=True)
 """What the constants in use were fitted to."""
 Read = tuple[list[Case], list[str], list[dict[str, str]]]
 

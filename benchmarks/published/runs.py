@@ -19,14 +19,16 @@ from typing import Any
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.candidate_prices import price_possible
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import Candidate, Question, price_possible
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.expert_exchange import keeping_forms
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import price_layout, use_counted_bytes
 from meshwright.planner.presets import presets
+from meshwright.planner.question import Question
 from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layer_graph import END_STAGES

@@ -194,15 +194,15 @@ class SnapshotWriter:
             meta: the trainer's values as JSON.
         """
         self.copier.wait()
-        whole, data, offset = memoryview(memory), [], self._data_at
+        segment, shards, offset = memoryview(memory), [], self._data_at
         for shard in self._saved_shards:
-            data.append(whole[offset : offset + shard.size_bytes])
+            shards.append(segment[offset : offset + shard.size_bytes])
             offset += pad_to_alignment(shard.size_bytes, self._align)
         if self._threads == 1:
-            checksums = [zlib.crc32(one) for one in data]
+            checksums = [zlib.crc32(shard_bytes) for shard_bytes in shards]
         else:
             with ThreadPoolExecutor(self._threads, "snapshot checksum") as pool:
-                checksums = list(pool.map(zlib.crc32, data))
+                checksums = list(pool.map(zlib.crc32, shards))
         header_bytes, tables = pack_header(self._generation, step, self._table, checksums, meta, self._data_at)
         memory[HEADER_BYTES : HEADER_BYTES + len(tables)] = tables
         # The header comes last: whoever reads the segment before sees no snapshot.

@@ -239,12 +239,12 @@ class CheckpointStore:
         # Targets that can't be filled are refused whether there is a checkpoint or not.
         target_table = None if callable(targets) else self._gather_targets(targets)
         for path, manifest in self._verified_candidates(step, search):
-            wanted = targets(manifest.tensors) if callable(targets) else targets
-            table = target_table or self._gather_targets(wanted)
+            checkpoint_targets = targets(manifest.tensors) if callable(targets) else targets
+            table = target_table or self._gather_targets(checkpoint_targets)
             # A good checkpoint of another model is an error, no reason to try an older one.
             fit.check(path, manifest, table, expect or {}, may_remain)
             backend = find_backend(manifest.backend)
-            outcomes = self._ranks.outcomes(partial(backend.read, path, wanted, self._ranks.group))
+            outcomes = self._ranks.outcomes(partial(backend.read, path, checkpoint_targets, self._ranks.group))
             if any(outcome.error for outcome in outcomes):
                 self._refuse(path, format_failures(outcomes), search)
                 continue

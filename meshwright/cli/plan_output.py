@@ -24,10 +24,11 @@ from meshwright.jobs.plan_model import (
 from meshwright.jobs.plan_questions import answer_question
 from meshwright.jobs.progress import to_stderr
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.cost.prices import layer_span
 from meshwright.planner.explain import NAMES, against, format_chance, reason
+from meshwright.planner.question import Question
 from meshwright.planner.scaling import KNEE, Point, best_size
 from meshwright.planner.timeline import timeline
 from meshwright.planner.uncertainty import INTERVAL
@@ -129,7 +130,9 @@ def _ranking_table(question: Question, choice: Choice) -> Table:
     if question.objective == "energy":
         table.add_column("J/token", justify="right")
     for candidate in choice.shown:
-        comparison = against(candidate, choice.best[0], question.same) if candidate is not choice.best[0] else ""
+        comparison = (
+            against(candidate, choice.best[0], question.tie_tolerance) if candidate is not choice.best[0] else ""
+        )
         text = str(candidate.layout).replace(f",precision={question.job.precision}", "")
         chances, (step, *rates) = candidate_chances(question, candidate), rate_cells(candidate)
         between = f"{format_seconds(chances.step_low_s)}, {format_seconds(chances.step_high_s)}"

@@ -8,7 +8,8 @@ from pathlib import Path
 from meshwright.jobs.plan_model import PlanResult
 from meshwright.jobs.plan_sections import plan_sections
 from meshwright.monitor.page import page
-from meshwright.planner.choose import Choice, Question
+from meshwright.planner.candidate import Choice
+from meshwright.planner.question import Question
 
 
 def write_page(path: Path, question: Question, choice: Choice, compared: Mapping[str, str]) -> Path:

@@ -20,18 +20,22 @@ from meshwright.models.measure import measure_shape
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel.build import check
 from meshwright.planner import predict, state_rule
-from meshwright.planner.choose import Choice, Question, choose, price_candidate
+from meshwright.planner.candidate import FINALISTS, Choice
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_limits import host_shortage
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice, untraced_note
 from meshwright.planner.measured_speeds import Freedom, choose_at_speeds
+from meshwright.planner.question import Question
 from meshwright.planner.run_history import learn
 from meshwright.resilience.planning import Replan, ReplanRequest
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import LOSSY_CHOICES, Layout, expert_node_over, secondary_over
+from meshwright.spec.layout import LOSSY_CHOICES, Layout
 from meshwright.spec.layout_choices import BatchShares
+from meshwright.spec.layout_rules import expert_node_over, secondary_over
 from meshwright.spec.plan import Plan
 from meshwright.torch_compat.compiler import can_compile
 from meshwright.train.island_checks import check_islands
@@ -184,10 +188,6 @@ def _check_fallback_islands(config: RunConfig, layout: Layout) -> None:
         check_islands(config, layout, resumes=True)
     except ConfigError as error:
         raise PlanError(f"{layout}: {error}") from error
-
-
-FINALISTS = 10
-"""Layouts of the planner that a run takes the first of which the model allows."""
 
 
 def _without_rebalance(config: RunConfig) -> RunConfig:

@@ -18,7 +18,8 @@ from meshwright.planner.measured_price import Measure
 from meshwright.planner.memory import ModelParts, StateSizes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.end_units import EndUnits
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.spec.model_shape import ModelWork
 from meshwright.spec.sharding_table import ShardingTable
 from meshwright.train.model_analysis import ModelAnalysis, analyse_model

@@ -20,9 +20,10 @@ from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
 from meshwright.models.config import ModelConfig
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.cases import Solve, candidate_json
 from meshwright.planner.chances import candidate_chances, choice_chances
-from meshwright.planner.choose import Candidate, Choice, Question, add_named_layouts
+from meshwright.planner.choose import add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.cost.layout_batch import PricedJob
@@ -39,12 +40,14 @@ from meshwright.planner.measured_price import (
 )
 from meshwright.planner.preset_bytes import CountedPreset
 from meshwright.planner.presets import presets
+from meshwright.planner.question import Question
 from meshwright.planner.scaling import Point, best_size, curve, knee, replan, sizes
 from meshwright.planner.size_text import parse_sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
 

@@ -18,7 +18,7 @@ from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.closed_form import TableSizes
 from meshwright.planner.presets import presets
 from meshwright.planner.size_text import TRUTHS
-from meshwright.spec.layout import PRECISIONS
+from meshwright.spec.layout_fields import PRECISIONS
 
 BOUNDS: Mapping[str, tuple[int, int]] = {
     "nodes": (1, 4096),

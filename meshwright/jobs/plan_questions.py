@@ -24,6 +24,7 @@ from meshwright.jobs.plan_model import (
 )
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.budgets import Budget, budgets_within, cheapest_budget, cluster_sizes, make_budget
+from meshwright.planner.candidate_prices import price_possible
 from meshwright.planner.capacity import (
     BatchCurve,
     LargestModel,
@@ -34,7 +35,6 @@ from meshwright.planner.capacity import (
     longest_rows,
 )
 from meshwright.planner.cases import PlannedCase, solve_case
-from meshwright.planner.choose import price_possible
 from meshwright.planner.emit import Emitted, emit_plan, narrowed_question, recomputed_whole
 from meshwright.planner.finalists import choose_finalists
 from meshwright.planner.measured_price import measure_activations, price_layout

@@ -132,7 +132,9 @@ def _alternatives(result: PlanResult, candidates: Sequence[JsonObject]) -> list[
     figure = bars(rows, "Seconds of a step", step_kinds(), format_seconds, NAMES)
     cells = []
     for option, candidate in zip(choice.shown, candidates):
-        comparison = against(option, choice.best[0], question.same) if option is not choice.best[0] else "the plan"
+        comparison = (
+            against(option, choice.best[0], question.tie_tolerance) if option is not choice.best[0] else "the plan"
+        )
         rates = (format_count(candidate["tokens_per_s"]), f"{candidate['mfu']:.1%}")
         memory = format_bytes(candidate["price"]["peak"])
         name = breakable(_short(result, candidate))

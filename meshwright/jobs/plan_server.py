@@ -18,8 +18,8 @@ from meshwright.jobs.plan_worker import COMMAND, KINDS
 from meshwright.json_types import JsonObject
 from meshwright.monitor.guarded_server import HTML, JSON, SCRIPT, GuardedHandler, GuardedServer, read_script, write_json
 from meshwright.monitor.page import Section, login_page, macro, page
-from meshwright.planner.choose import OBJECTIVES
-from meshwright.spec.layout import PRECISIONS
+from meshwright.planner.question import OBJECTIVES
+from meshwright.spec.layout_fields import PRECISIONS
 
 HOST = "127.0.0.1"
 """The only address that the page is bound to; from another machine the port is forwarded by ssh."""

@@ -17,10 +17,10 @@ from meshwright.launch.fork import ForkLauncher
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import measure_activations, price_layout
 from meshwright.planner.predict import prediction
+from meshwright.planner.question import Question
 from meshwright.planner.run_history import record
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model, check_shapes

@@ -10,7 +10,8 @@ from meshwright.models.build import BuiltModel
 from meshwright.parallel.float8 import ALIGNMENT, check_torchao, float8_linears
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import FLOAT8_CAPABILITY
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.train.model_analysis import ModelAnalysis
 
 _LEAST_CAPABILITY = {"tf32": 8.0, "fp8": FLOAT8_CAPABILITY, "fp8_rowwise": 9.0}

@@ -18,6 +18,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.models.recorder import Recording, TensorRef
 from meshwright.models.replay import Replay
+from meshwright.parallel.weights import view_box
 
 CHUNK = 1 << 20
 """Elements computed at a time when a box has only a range of each row."""
@@ -120,14 +121,14 @@ def materialise_tensor(
     shape = recipe.shape(name)
     box = tuple((0, box_size) for box_size in shape) if box is None else tuple(box)
     if name in recipe.constants:
-        return _slice_box(recipe.constants[name], box).to(dtype=dtype, device="cpu", copy=True).contiguous()
+        return view_box(recipe.constants[name], box).to(dtype=dtype, device="cpu", copy=True).contiguous()
     ref = recipe.refs[name]
     box_size = [max(0, stop - start) for start, stop in box]
     if 0 in box_size:
         return torch.empty(box_size, dtype=dtype or ref.dtype)
     # an operation mixes elements: compute the full tensor and cut it
     if not recipe.replay.by_runs(ref):
-        return _slice_box(recipe.replay.full_tensor(ref, seed), box).to(dtype or ref.dtype).contiguous()
+        return view_box(recipe.replay.full_tensor(ref, seed), box).to(dtype or ref.dtype).contiguous()
     return _materialise_box(recipe.replay, ref, seed, box).to(dtype or ref.dtype)
 
 
@@ -193,11 +194,6 @@ def retie(module: nn.Module, ties: tuple[tuple[str, ...], ...]) -> None:
         shared_parameter = owners[0][0]._parameters[owners[0][1]] if owners else None
         for owner, key in owners[1:]:
             owner._parameters[key] = shared_parameter
-
-
-def _slice_box(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """Returns a box of a tensor of any shape, a view with the box's sizes."""
-    return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
 def _materialise_box(replay: Replay, ref: TensorRef, seed: int, box: Box) -> torch.Tensor:

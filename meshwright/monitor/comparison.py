@@ -74,19 +74,19 @@ def scaling_figures(runs: Sequence[RunFiles]) -> dict[str, tuple[str, ...]]:
     product of the last two. Empty for a run without a layout or steps, and wholly where fewer than two sizes have both.
     """
     sizes = [(_devices(run), _median_speed(run)) for run in runs]
-    known = [(devices, speed) for devices, speed in sizes if devices and speed > 0]
-    if len({devices for devices, _ in known}) < 2:
+    known_sizes = [(devices, speed) for devices, speed in sizes if devices and speed > 0]
+    if len({devices for devices, _ in known_sizes}) < 2:
         return {}
-    least, base = min(known, key=lambda size: (size[0], -size[1]))
+    fewest_devices, base_speed = min(known_sizes, key=lambda size: (size[0], -size[1]))
     columns = []
     for devices, speed in sizes:
         if devices and speed > 0:
-            each = base / least
-            speedup = speed / each
-            columns.append((format_count(each), str(devices), f"{speedup:.2f}", f"{speedup / devices:.1%}"))
+            device_speed = base_speed / fewest_devices
+            speedup = speed / device_speed
+            columns.append((format_count(device_speed), str(devices), f"{speedup:.2f}", f"{speedup / devices:.1%}"))
         else:
             columns.append(("", "", "", ""))
-    names = (f"Tokens/s of one device, of {least}", "Devices", "Speed-up over one device", "Efficiency")
+    names = (f"Tokens/s of one device, of {fewest_devices}", "Devices", "Speed-up over one device", "Efficiency")
     return dict(zip(names, zip(*columns), strict=True))
 
 

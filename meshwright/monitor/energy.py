@@ -70,34 +70,34 @@ def joules_per_token(nodes: Mapping[str, Sequence[JsonObject]]) -> float:
 
 
 def _joules_per_token(
-    nodes: Mapping[str, Sequence[JsonObject]], spent: Callable[[JsonObject, JsonObject], float | None]
+    nodes: Mapping[str, Sequence[JsonObject]], joules_between: Callable[[JsonObject, JsonObject], float | None]
 ) -> float:
     """Sums the nodes' joules a token; each node's lines count the tokens of the whole run."""
     total = math.nan
     for lines in nodes.values():
         joules = tokens = 0.0
-        for before, now in itertools.pairwise(lines):
-            trained = number(now.get("tokens")) - number(before.get("tokens"))
-            between = spent(before, now)
+        for earlier, later in itertools.pairwise(lines):
+            interval_tokens = number(later.get("tokens")) - number(earlier.get("tokens"))
+            interval_joules = joules_between(earlier, later)
             # Where a counter is missing, or has begun again, the tokens of that time don't count either.
-            if between is not None and between >= 0 and math.isfinite(trained):
-                joules, tokens = joules + between, tokens + trained
+            if interval_joules is not None and interval_joules >= 0 and math.isfinite(interval_tokens):
+                joules, tokens = joules + interval_joules, tokens + interval_tokens
         if joules > 0 and tokens > 0:
             total = joules / tokens + (0.0 if math.isnan(total) else total)
     return total
 
 
-def _processor_joules(before: JsonObject, now: JsonObject) -> float | None:
-    joules = number(now.get("cpu_joules")) - number(before.get("cpu_joules"))
+def _processor_joules(earlier: JsonObject, later: JsonObject) -> float | None:
+    joules = number(later.get("cpu_joules")) - number(earlier.get("cpu_joules"))
     return joules if math.isfinite(joules) else None
 
 
-def _device_joules(before: JsonObject, now: JsonObject) -> float | None:
+def _device_joules(earlier: JsonObject, later: JsonObject) -> float | None:
     """Returns the joules of GPUs that the run sees and that both samples have; None without one, or after a reset."""
-    earlier, later = _device_counters(before), _device_counters(now)
-    between = [later[index] - earlier[index] for index in later.keys() & earlier.keys()]
+    start_joules, end_joules = _device_counters(earlier), _device_counters(later)
+    joules = [end_joules[gpu] - start_joules[gpu] for gpu in start_joules.keys() & end_joules.keys()]
     # A counter that began again makes the others' joules those of too few devices.
-    return sum(between) if between and min(between) >= 0.0 else None
+    return sum(joules) if joules and min(joules) >= 0.0 else None
 
 
 def _device_counters(sample: JsonObject) -> dict[object, float]:

@@ -104,9 +104,9 @@ class WaitHistory:
             if len(shares) < 2:
                 continue
             rank = min(shares, key=lambda candidate: shares[candidate])
-            others = (sum(shares.values()) - shares[rank]) / (len(shares) - 1)
-            if others - shares[rank] >= 0.1:
-                by_rank[rank].append((shares[rank], others))
+            mean_of_others = (sum(shares.values()) - shares[rank]) / (len(shares) - 1)
+            if mean_of_others - shares[rank] >= 0.1:
+                by_rank[rank].append((shares[rank], mean_of_others))
         rows = [
             (rank, len(pairs), float(np.mean([own for own, _ in pairs])), float(np.mean([other for _, other in pairs])))
             for rank, pairs in by_rank.items()
@@ -114,9 +114,9 @@ class WaitHistory:
         return sorted(rows, key=lambda row: -row[1])
 
 
-def _mean_groups(values: NDArray[np.float64], most: int) -> NDArray[np.float64]:
-    """Averages neighbouring rows of ``values``, so that at most ``most`` remain; NaN counts for nothing."""
-    count = min(most, len(values))
+def _mean_groups(values: NDArray[np.float64], most_rows: int) -> NDArray[np.float64]:
+    """Averages neighbouring rows of ``values``, so that at most ``most_rows`` remain; NaN counts for nothing."""
+    count = min(most_rows, len(values))
     if count == len(values):
         return values
     starts = np.arange(count) * len(values) // count

@@ -115,7 +115,7 @@ def column_backward(
     are_trained: Sequence[bool],
     overlap: Overlap,
 ) -> list[torch.Tensor]:
-    """Returns the gradient of what `_column_forward` or its plain form read, summed over the ranks, and of weights.
+    """Returns the gradient of what `column_forward` or its plain form read, summed over the ranks, and of weights.
 
     Args:
         input_grad: (B, S, K) of the tensor that other modules read; None where none did.

@@ -14,8 +14,9 @@ from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.stage_module import StageModule
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.experts import ExpertRows
-from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
+from meshwright.spec.experts import LayerExperts
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import BALANCED_ATTENTIONS
 from meshwright.spec.sharding_table import ShardingGroup, ShardingTable
 
 ROUTED = "its tokens are those that a router chose, in an order that depends on the layout"
@@ -26,7 +27,7 @@ def install(
     stages: Sequence[StageModule],
     layers: Sequence[str],
     table: ShardingTable | None,
-    experts: Sequence[ExpertRows],
+    experts: Sequence[LayerExperts],
     mesh: Mesh | None,
     attention: str,
 ) -> DropoutRng:

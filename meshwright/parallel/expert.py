@@ -18,11 +18,11 @@ from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, ExpertNod
 from meshwright.parallel.transform import Transform, TransformContext, uses_axis
 from meshwright.spec.axes.ep import AXIS
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.placement import LocalShard, Span
 
 
-def check(experts: Sequence[ExpertRows], degree: int) -> None:
+def check(experts: Sequence[LayerExperts], degree: int) -> None:
     """Refuses a degree that the model's experts can't fill.
 
     Raises:
@@ -43,7 +43,7 @@ def check(experts: Sequence[ExpertRows], degree: int) -> None:
         )
 
 
-def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int) -> dict[str, LocalShard]:
+def wrap(module: nn.Module, rows: LayerExperts, groups: ExpertGroups, copies: int) -> dict[str, LocalShard]:
     """Leaves this rank its experts of one layer and lets tokens travel.
 
     Args:
@@ -75,7 +75,7 @@ def wrap(module: nn.Module, rows: ExpertRows, groups: ExpertGroups, copies: int)
     return shards
 
 
-def _keep_rows(module: nn.Module, rows: ExpertRows, span: Span, copies: int) -> dict[str, LocalShard]:
+def _keep_rows(module: nn.Module, rows: LayerExperts, span: Span, copies: int) -> dict[str, LocalShard]:
     """Cuts the rows of this rank's experts out of each parameter; returns their shards, by dotted name in the model."""
     start, stop = span
     shards = {}
@@ -125,7 +125,7 @@ def _apply(context: TransformContext) -> None:
 
 
 def _spread_list(
-    context: TransformContext, caller: nn.Module, rows: ExpertRows, axis_group: AxisGroup
+    context: TransformContext, caller: nn.Module, rows: LayerExperts, axis_group: AxisGroup
 ) -> expert_list.LocalExperts:
     """Leaves this rank its experts of a list."""
     source = context.source

@@ -25,7 +25,7 @@ from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forwar
 from meshwright.parallel.forward_state import ForwardState
 from meshwright.parallel.keyed_random import DrawnStates
 from meshwright.parallel.moving_buffers import MovingBuffers
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.placement import Span
 from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_unflatten
 
@@ -339,7 +339,7 @@ def _tied(result: object, returned: torch.Tensor) -> object:
 
 def spread(
     caller: nn.Module,
-    rows: ExpertRows,
+    rows: LayerExperts,
     span: Span,
     moving: MovingBuffers,
     random: Callable[[], DropoutRng | None],

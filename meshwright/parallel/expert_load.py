@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshwright.parallel.stage_module import StageModule
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 
 
 class ExpertMeter:
@@ -21,7 +21,7 @@ class ExpertMeter:
         rows: where the model's experts are; layers with another number of experts than the first aren't counted.
     """
 
-    def __init__(self, stages: Sequence[StageModule], rows: Sequence[ExpertRows]) -> None:
+    def __init__(self, stages: Sequence[StageModule], rows: Sequence[LayerExperts]) -> None:
         self.experts = rows[0].experts
         self._counts: torch.Tensor | None = None
         for stage in stages:

@@ -20,7 +20,8 @@ from meshwright.errors import PlanError
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.tensor_hooks import is_plain_product, set_product
 from meshwright.parallel.transform import Transform, TransformContext
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.torch_compat.torchao_import import has_torchao, import_torchao
 
 ALIGNMENT = 16

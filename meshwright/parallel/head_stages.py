@@ -10,7 +10,8 @@ from meshwright.parallel.model_source import ModelSource
 from meshwright.parallel.transform import Transform, TransformContext
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 from meshwright.torch_compat.pipelining import splits_custom_functions
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from meshwright.parallel.stage_module import Compute, Halve, RowBatch
 from meshwright.spec.end_units import EndUnits
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.layer_graph import LayerGraph
 from meshwright.spec.placement import Box
 from meshwright.spec.sharding_table import ShardingTable
@@ -45,7 +45,7 @@ class ModelSource:
     """How forward goes through the layers; needed by layouts with a pipeline."""
     attention: str = "heads"
     """How ``cp`` computes attention: ``heads``, ``gather`` or ``ring``."""
-    experts: Sequence[ExpertRows] = ()
+    experts: Sequence[LayerExperts] = ()
     """Its experts modules; needed by layouts with ``ep``."""
     weigh: Callable[[RowBatch], torch.Tensor] | None = None
     """What a micro-batch counts for in each term of the model's own loss, where it has any."""

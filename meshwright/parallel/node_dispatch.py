@@ -20,7 +20,7 @@ from meshwright.parallel.kept_exchange import is_kept, kept, kept_values
 from meshwright.parallel.row_copies import RowCopies
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange
 from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups, Routed
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class NodeDispatch(Dispatch):
         compute: the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, rows: ExpertRows, groups: ExpertGroups, compute: Forward) -> None:
+    def __init__(self, module: nn.Module, rows: LayerExperts, groups: ExpertGroups, compute: Forward) -> None:
         super().__init__(module, rows, groups, compute)
         assert groups.node is not None
         self._node = groups.node

@@ -249,6 +249,20 @@ class Program:
             reshard_all(stage.module)
         refresh_compute((*self.weights, *self.frozen) if weights is None else weights)
 
+    @torch.no_grad()
+    def swap_weights(self, weights: Sequence[Weight], others: Sequence[torch.Tensor]) -> None:
+        """Exchanges the rank's own parts of weights with other values.
+
+        Args:
+            weights: of this program.
+            others: the other values, each of the shape and type of a weight's local part, on any device.
+        """
+        for weight, other in zip(weights, others, strict=True):
+            own = weight.local.clone()
+            weight.local.copy_(other)
+            other.copy_(own)
+        self.weights_changed()
+
     def clear_gradients(self) -> None:
         """Frees all gradients."""
         for weight in self.weights:

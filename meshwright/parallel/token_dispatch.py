@@ -21,7 +21,7 @@ from meshwright.parallel.forward_stack import Forward
 from meshwright.parallel.kept_exchange import is_kept, kept
 from meshwright.parallel.row_codec import RowCodec
 from meshwright.parallel.row_exchange import Journey, Leg, RowExchange, exchange, travel_in_turns
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.torch_compat.tensors import is_view
 
 Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -137,7 +137,7 @@ class Dispatch:
         compute: the module's own forward.
     """
 
-    def __init__(self, module: nn.Module, rows: ExpertRows, groups: ExpertGroups, compute: Forward) -> None:
+    def __init__(self, module: nn.Module, rows: LayerExperts, groups: ExpertGroups, compute: Forward) -> None:
         self._module, self._rows, self._compute = module, rows, compute
         self._axis_group, self._replicas, self._chunks = groups.axis_group, groups.replicas, groups.chunks
         self._codec = groups.codec

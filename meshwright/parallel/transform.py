@@ -23,7 +23,8 @@ from meshwright.parallel.program import Program
 from meshwright.parallel.progress_hooks import LayerProgressHooks
 from meshwright.parallel.stage_module import LossView, StageModule
 from meshwright.parallel.step_timer import StepTimer
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 
 DTYPES = {
     "float32": torch.float32,

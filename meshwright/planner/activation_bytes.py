@@ -14,7 +14,7 @@ import numpy as np
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layer_bytes import price_bytes
 from meshwright.planner.cost.layout_batch import (
     RECOMPUTES,
     Array,
@@ -22,6 +22,7 @@ from meshwright.planner.cost.layout_batch import (
     PricedJob,
 )
 from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredBytes
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
@@ -60,7 +61,7 @@ def _closed_bytes(model: PricedModel) -> tuple[Array, Array]:
     """Returns what is saved by all layers and ends, and beside it while a layer's backward runs, (N,) each."""
     blocks, count = model.job.shape.blocks, model.layouts.count
     kinds, first_blocks = block_kinds(model.job.shape)
-    costs = [model.price_bytes(blocks[block]) for block in first_blocks]
+    costs = [price_bytes(model, blocks[block]) for block in first_blocks]
     layers = sum(number * (cost.saved - cost.spared) for number, cost in zip(np.bincount(kinds), costs))
     ends = price_embedding(model, False).saved + price_head(model, False).saved
     working = fold(np.maximum, [np.asarray(cost.working) for cost in costs])

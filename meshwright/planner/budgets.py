@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from meshwright.errors import PlanError
 from meshwright.planner.cases import PlannedCase, Solve, solve_case
-from meshwright.planner.choose import Question
+from meshwright.planner.question import Question
 
 DAY_S = 86400.0
 """Seconds of a day."""

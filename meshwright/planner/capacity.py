@@ -9,9 +9,9 @@ from typing import Any
 
 from meshwright.errors import PlanError
 from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
-from meshwright.planner.choose import Question
+from meshwright.planner.question import Question
 from meshwright.planner.shape_changes import heads_step, resized, with_positions
-from meshwright.spec.layout import OFFLOADS
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
 SHORTEST_SEQUENCE = 64

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Question, search_space
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.choose import search_space
+from meshwright.planner.question import Question
 
 Solve = Callable[[Question], Candidate]
 """Maps a question to its plan, as `plan` would choose it; raises `PlanError` where nothing fits."""

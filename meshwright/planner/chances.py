@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
+from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import TIE_CHANCE
 from meshwright.spec.layout import Layout
 
@@ -38,7 +39,7 @@ class ChoiceChances:
 
 def candidate_chances(question: Question, candidate: Candidate) -> CandidateChances:
     """Returns how sure the price of a layout is."""
-    step_s, factor = candidate.price.step_s, question.time_spread.factor(question.seen)
+    step_s, factor = candidate.price.step_s, question.time_spread.factor(question.evidence)
     return CandidateChances(
         step_low_s=step_s / factor,
         step_high_s=step_s * factor,

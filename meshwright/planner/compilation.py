@@ -5,16 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
-from meshwright.planner.choose import (
-    Candidate,
-    Choice,
-    Question,
-    notes,
-    pareto_front,
-    price_possible,
-    sort_candidates,
-)
+from meshwright.planner.candidate import Candidate, Choice, pareto_front, sort_candidates
+from meshwright.planner.candidate_prices import price_possible
 from meshwright.planner.cost.stages import block_kinds
+from meshwright.planner.plan_notes import plan_notes
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
@@ -51,7 +46,8 @@ def consider_compiled(
     """
     without = min(choice.best, key=lambda option: option.price.step_s)
     least_saved_s = max(
-        question.same / (1 + question.same) * without.price.step_s, compile_s(question) / question.compile_steps
+        question.tie_tolerance / (1 + question.tie_tolerance) * without.price.step_s,
+        compile_s(question) / question.compile_steps,
     )
     layouts = [*_compiled(option.layout for option in choice.best)]
     if compiled is not None:
@@ -71,11 +67,14 @@ def consider_compiled(
     ]
     if not options:
         return choice
-    best, ties = sort_candidates([*choice.best, *options], question.same)
+    best, ties = sort_candidates([*choice.best, *options], question.tie_tolerance)
     sentences = choice.notes
     if reason := compiled_reason(question, best[0].layout):
         seconds = format_seconds(without.price.step_s)
-        sentences = (*notes(question, best[0]), f"{reason}; the fastest without, {without.layout}, takes {seconds}")
+        sentences = (
+            *plan_notes(question, best[0]),
+            f"{reason}; the fastest without, {without.layout}, takes {seconds}",
+        )
     eager = [Layout.parse(text) for _, _, text in choice.front]
     front = pareto_front([*best, *price_possible(question, (*eager, *_compiled(eager)), price)])
     return dataclasses.replace(choice, best=best, ties=ties, notes=sentences, front=front)

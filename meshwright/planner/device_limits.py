@@ -16,7 +16,8 @@ from meshwright.planner.cost.offload import HOST_USABLE
 from meshwright.planner.cost.price import price
 from meshwright.planner.search import search
 from meshwright.planner.space import Space, layout_of
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.units import format_bytes
 
 UNLIMITED_HOST = HostShare(memory_bytes=np.inf, copy_bytes_per_s=2e10, kernel_bytes_per_s=1e10, norm_bytes_per_s=1e10)

@@ -22,15 +22,17 @@ from types import MappingProxyType
 from typing import Any
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.cases import candidate_json
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.question import Question
 from meshwright.schedules.spec import searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
 from meshwright.spec.layer_graph import even_bounds
-from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 from meshwright.units import format_seconds
 
 TORCHTITAN_SCHEDULES: Mapping[str, str] = MappingProxyType(

@@ -7,10 +7,12 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.layout import Layout, fits_expert_node
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_rules import fits_expert_node
 
 CHUNKS = (2, 4)
 """Numbers of chunks that are tried."""
@@ -80,7 +82,7 @@ def consider_exchange(question: Question, choice: Choice, price: Callable[[Layou
     promising = {
         str(option.layout)
         for option in choice.best
-        if option.price.step_s - 2.0 * option.price.parts.get("ep", 0.0) < fastest_s / (1 + question.same)
+        if option.price.step_s - 2.0 * option.price.parts.get("ep", 0.0) < fastest_s / (1 + question.tie_tolerance)
     }
 
     def forms(layout: Layout) -> Iterable[Layout]:

@@ -7,14 +7,16 @@ import math
 from collections.abc import Callable
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.chances import candidate_chances, choice_chances
-from meshwright.planner.choose import Candidate, Choice, Question
 from meshwright.planner.cost.prices import TRAFFIC_WORK
+from meshwright.planner.question import Question
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.groups import row_axes
-from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE, OFFLOADS
 from meshwright.units import format_bytes, format_seconds
 
 NAMES = {
@@ -63,7 +65,9 @@ def reason(question: Question, choice: Choice, candidate: Candidate | None = Non
     sentence = f"{kind} that fit, of {choice.considered} layouts: {format_seconds(best.price.step_s)} a step"
     if choice.ties > 1:
         at_least = "at least " if choice.ties == len(choice.best) < choice.considered else ""
-        sentence += f"; the model can't tell {at_least}{choice.ties} of the best apart (within {question.same:.0%}), "
+        sentence += (
+            f"; the model can't tell {at_least}{choice.ties} of the best apart (within {question.tie_tolerance:.0%}), "
+        )
         sentence += "and it is their simplest"
     elif len(choice.best) > 1:
         runner_up = choice.best[1]
@@ -154,7 +158,7 @@ def why(question: Question, candidate: Candidate, choice: Choice, price: Callabl
     if candidate.price.peak <= question.usable_bytes:
         host_bytes, step_s = candidate.price.host, candidate.price.step_s
         host_note = f" with {format_bytes(host_bytes)} of a rank in host memory" if host_bytes else ""
-        comparison = against(candidate, best, question.same)
+        comparison = against(candidate, best, question.tie_tolerance)
         return f"fits{host_note}, {format_seconds(step_s)} a step: {comparison}{unsplit_note}"
     sentences = [f"doesn't fit: {memory_sentence(question, candidate)}{unsplit_note}"]
     for variant in _leaner_variants(layout):

@@ -6,12 +6,14 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, sort_candidates
+from meshwright.planner.candidate import Candidate, Choice, sort_candidates
+from meshwright.planner.choose import choose
 from meshwright.planner.compilation import can_compile, compiled_question, consider_compiled
 from meshwright.planner.expert_exchange import consider_exchange
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
 from meshwright.planner.measured_price import Measure, measure_activations, price_layout, reprice_choice
+from meshwright.planner.question import Question
 from meshwright.planner.round_choice import SLACK, choose_rounds
 from meshwright.planner.rounds import Rounds
 from meshwright.planner.secondary import consider_secondary
@@ -64,10 +66,10 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
             compiled = measure_activations(compiled, measure)
         # What is fastest compiled needn't be among the best without: less element-wise work leaves more for traffic.
         try:
-            found = _search(compiled, tried, measure)
+            compiled_choice = _search(compiled, tried, measure)
         except PlanError:  # nothing fits compiled
-            found = None
-        choice = consider_compiled(question, choice, found, price)
+            compiled_choice = None
+        choice = consider_compiled(question, choice, compiled_choice, price)
         choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice
     if lossy:
         choice = consider_lossy(question, choice, price)
@@ -100,7 +102,7 @@ def consider_islands(
         measure: as in `choose_finalists`.
         lossy: whether movements may travel rounded where the user didn't say.
     """
-    found: list[Candidate] = []
+    island_plans: list[Candidate] = []
     axis, copies = round_axes()[0], row_axes(Holds.COPY)[0]
     for count in _island_counts(question):
         islands = Layout(degrees={axis: count, copies: question.cluster.devices // count})
@@ -110,16 +112,16 @@ def consider_islands(
             continue
         rounds = choose_rounds(question, best[0], lossy)
         joining = dataclasses.replace(question, rounds=rounds)
-        found.append(best[0] if rounds == question.rounds else price_layout(joining, best[0].layout, measure))
-    if not found:
+        island_plans.append(best[0] if rounds == question.rounds else price_layout(joining, best[0].layout, measure))
+    if not island_plans:
         return choice
-    fastest, without = min(found, key=lambda candidate: candidate.price.step_s), choice.best[0]
+    fastest, without = min(island_plans, key=lambda candidate: candidate.price.step_s), choice.best[0]
     fastest_s = fastest.price.step_s
-    if fastest_s * (1 + max(question.same, SLACK)) >= without.price.step_s:
+    if fastest_s * (1 + max(question.tie_tolerance, SLACK)) >= without.price.step_s:
         seconds, plan_s = format_seconds(fastest_s), format_seconds(without.price.step_s)
         sentence = f"--allow islands changes nothing here: {fastest.layout} takes {seconds} a step, the plan {plan_s}"
         return _with_notes(choice, sentence)
-    plan = next(candidate for candidate in found if candidate.price.step_s <= fastest_s * (1 + SLACK))
+    plan = next(candidate for candidate in island_plans if candidate.price.step_s <= fastest_s * (1 + SLACK))
     best, ties = sort_candidates([plan, *choice.best], 0.0)
     rounds = plan.rounds or question.rounds
     sentence = (
@@ -140,10 +142,10 @@ def _chosen_settings(rounds: Rounds) -> str:
 def _island_counts(question: Question) -> Iterator[int]:
     """Yields numbers of islands of whole nodes, or of devices where there is one node, the fewest first."""
     devices = question.cluster.devices
-    most = max(1, devices // question.machine.fabric.devices)
-    if most == 1:
-        most = devices
-    yield from (count for count in range(2, most + 1) if most % count == 0)
+    most_islands = max(1, devices // question.machine.fabric.devices)
+    if most_islands == 1:
+        most_islands = devices
+    yield from (count for count in range(2, most_islands + 1) if most_islands % count == 0)
 
 
 def _join_note(question: Question, candidate: Candidate) -> str:

@@ -6,7 +6,10 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable
 
-from meshwright.planner.choose import Candidate, Choice, Question, notes, price_ahead, price_possible, sort_candidates
+from meshwright.planner.candidate import Candidate, Choice, sort_candidates
+from meshwright.planner.candidate_prices import price_ahead, price_possible
+from meshwright.planner.plan_notes import plan_notes
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from meshwright.units import format_seconds
 
@@ -36,14 +39,14 @@ def consider_forms(
         candidates = price_possible(question, variants, price)
         fitting = [candidate for candidate in candidates if candidate.price.peak <= question.usable_bytes]
         fastest = min(fitting, key=lambda candidate: candidate.price.step_s, default=None)
-        if fastest and fastest.price.step_s * (1 + question.same) < option.price.step_s:
+        if fastest and fastest.price.step_s * (1 + question.tie_tolerance) < option.price.step_s:
             options[str(fastest.layout)] = fastest
     if not options:
         return choice
     without = choice.best[0]
-    best, ties = sort_candidates([*choice.best, *options.values()], question.same)
+    best, ties = sort_candidates([*choice.best, *options.values()], question.tie_tolerance)
     sentences = choice.notes
     if str(best[0].layout) in options:
         seconds = format_seconds(without.price.step_s)
-        sentences = (*notes(question, best[0]), f"the fastest without {key}, {without.layout}, takes {seconds}")
+        sentences = (*plan_notes(question, best[0]), f"the fastest without {key}, {without.layout}, takes {seconds}")
     return dataclasses.replace(choice, best=best, ties=ties, notes=sentences)

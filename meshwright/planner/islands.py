@@ -28,12 +28,15 @@ import numpy as np
 
 from meshwright.cluster import traffic
 from meshwright.errors import NoRoomError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, pareto_front, priced_candidate
+from meshwright.planner.candidate import Candidate, Choice, pareto_front
+from meshwright.planner.candidate_prices import priced_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import COMPRESSIONS, Array
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.rounding import RoundingTimes
+from meshwright.planner.question import Question
 from meshwright.planner.rounds import JOIN, OUTER, Rounds
 from meshwright.planner.run_history import TRAFFIC
 from meshwright.spec.axis import Holds, Mechanics
@@ -113,7 +116,7 @@ def island_question(question: Question, layout: Layout) -> Question:
         question,
         job=dataclasses.replace(question.job, rows=question.job.rows // layout.islands),
         cluster=question.cluster.restricted(question.cluster.devices // layout.islands),
-        beside=question.cluster.devices - question.cluster.devices // layout.islands,
+        other_island_devices=question.cluster.devices - question.cluster.devices // layout.islands,
         limits=question.limits | {"fixed": fixed} if question.limits else {},
     )
 
@@ -143,15 +146,19 @@ def choose_islands(question: Question, islands: Layout, show: int) -> Choice:
         NoRoomError: when none of the layouts fits.
         PlanError: when no layout exists.
     """
-    one = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
-    choice = choose(one, show)
+    island = island_question(question, Layout(degrees={name: islands.degree(name) for name in islands.degrees}))
+    choice = choose(island, show)
 
-    def outside(candidate: Candidate) -> Candidate:
+    def with_all_islands(candidate: Candidate) -> Candidate:
         degrees = {name: islands.degree(name) for name in round_axes()} | dict(candidate.layout.degrees)
         return with_joins(question, dataclasses.replace(candidate.layout, degrees=degrees), candidate)
 
     best, more = (
-        tuple(each for each in map(outside, candidates) if each.price.peak <= question.usable_bytes)
+        tuple(
+            candidate
+            for candidate in map(with_all_islands, candidates)
+            if candidate.price.peak <= question.usable_bytes
+        )
         for candidates in (choice.best, choice.more)
     )
     if not best:

@@ -12,7 +12,7 @@ from meshwright.planner.model_parts import ModelParts, stage_bounds
 from meshwright.planner.rank_groups import CollectiveGroup, RankGroups
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import row_bytes
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.groups import coordinates
 from meshwright.spec.key_ring import KeyRing
 from meshwright.spec.layout import EXPERT_NODE, Layout
@@ -263,7 +263,7 @@ class LayerTraffic:
                     yield LayerCollective(pair, "send", sent_bytes, kept_by_selective=True)
                 yield LayerCollective(pair, "send", sent_bytes, is_backward=True)
 
-    def _expert_dispatch(self, rows: ExpertRows, layer: int, is_last: bool) -> Iterator[LayerCollective]:
+    def _expert_dispatch(self, rows: LayerExperts, layer: int, is_last: bool) -> Iterator[LayerCollective]:
         """Yields the dispatch of tokens to experts and back, for balanced routing. Source: GShard (2021), 3.2."""
         degree, tp_degree = self._layout.degree(Mechanics.EXPERTS), self._layout.degree(Mechanics.MATRICES)
         active, routing = self._active_experts(layer), self._routing_elements(layer)
@@ -302,7 +302,7 @@ class LayerTraffic:
         ):
             yield LayerCollective(self._ep, "all_to_all", size, is_backward=backward, kept_by_ep_keep=True)
 
-    def _node_dispatch(self, rows: ExpertRows, layer: int, tokens: float) -> Iterator[LayerCollective]:
+    def _node_dispatch(self, rows: LayerExperts, layer: int, tokens: float) -> Iterator[LayerCollective]:
         """Yields the dispatch that sends a token once to each node and rank of its experts, for balanced routing.
 
         Args:

@@ -7,7 +7,10 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, price_possible, sort_candidates
+from meshwright.planner.candidate import Candidate, Choice, sort_candidates
+from meshwright.planner.candidate_prices import price_possible
+from meshwright.planner.choose import choose
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Holds, Mechanics
 from meshwright.spec.compression import Compression
 from meshwright.spec.groups import row_axes
@@ -65,10 +68,14 @@ def consider_lossy(question: Question, choice: Choice, price: Callable[[Layout],
     options = (*choice.best, *_without_pipeline(question, len(choice.best)))
     layouts = {str(option.layout): option.layout for option in options}
     fastest = [_fastest_variant(layout, question, price) for layout in layouts.values()]
-    faster = [option for option in fastest if option and option.price.step_s * (1 + question.same) < exact.price.step_s]
+    faster = [
+        option
+        for option in fastest
+        if option and option.price.step_s * (1 + question.tie_tolerance) < exact.price.step_s
+    ]
     if not faster:
         return choice
-    best, ties = sort_candidates([*choice.best, *faster], question.same)
+    best, ties = sort_candidates([*choice.best, *faster], question.tie_tolerance)
     plan = best[0].layout
     notes = choice.notes
     if plan.is_lossy:

@@ -11,20 +11,14 @@ import dataclasses
 from collections.abc import Callable
 
 from meshwright.planner.activation_bytes import count_activation_bytes
-from meshwright.planner.choose import (
-    Candidate,
-    Choice,
-    Question,
-    pareto_front,
-    price_candidate,
-    priced_candidate,
-    sort_candidates,
-)
+from meshwright.planner.candidate import Candidate, Choice, pareto_front, sort_candidates
+from meshwright.planner.candidate_prices import price_candidate, priced_candidate
 from meshwright.planner.cost.operators import price_operators
 from meshwright.planner.device_limits import job_for
 from meshwright.planner.islands import island_question, with_joins
 from meshwright.planner.moved_bytes import count_moved_bytes
 from meshwright.planner.preset_bytes import CountedPreset
+from meshwright.planner.question import Question
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.planner.run_history import Correction
 from meshwright.spec.axis import Mechanics
@@ -158,7 +152,7 @@ def reprice_choice(question: Question, choice: Choice, measure: Measure | None) 
         ]
         for finalists in (choice.best, choice.more)
     ]
-    best, ties = sort_candidates(repriced_candidates[0], question.same)
+    best, ties = sort_candidates(repriced_candidates[0], question.tie_tolerance)
     front = pareto_front([price_layout(question, Layout.parse(text), measure) for _, _, text in choice.front])
     return dataclasses.replace(choice, best=best, ties=ties, more=tuple(repriced_candidates[1]), front=front)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.cases import PlannedCase, Solve, candidate_json
-from meshwright.planner.choose import Candidate, Question
 from meshwright.planner.device_kinds import kinds_of
 from meshwright.planner.explain import NAMES, memory_sentence
 from meshwright.planner.measured_price import Measure, price_layout
+from meshwright.planner.question import Question
 from meshwright.planner.unequal import price_unequal
 from meshwright.planner.utilization import data_sheet_flops, model_flops_per_s
 from meshwright.spec.layout import Layout

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Question, choose
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import LayoutBatch
 from meshwright.planner.cost.ranks import PASS_PARTS, RankTimes
 from meshwright.planner.device_kinds import DeviceKinds, kinds_of_speeds
+from meshwright.planner.question import Question
 from meshwright.planner.unequal import ROUNDING_TOLERANCE, price_layouts, price_unequal
 from meshwright.planner.uneven_split import split_over_ranks, uneven_data_layouts, uneven_pipelines
 from meshwright.spec.axis import Mechanics

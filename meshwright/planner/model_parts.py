@@ -12,7 +12,7 @@ from meshwright.planner.rank_weights import LayerWeights, RankWeights, StageWeig
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.end_units import EndUnits
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.groups import carved_index, carved_shards, coordinates, state_index
 from meshwright.spec.layer_graph import LayerGraph, divide, weights_by_stage
 from meshwright.spec.layout import Layout
@@ -58,7 +58,7 @@ class ModelParts:
     """Needed by layouts with ``tp``."""
     layer_graph: LayerGraph | None = None
     """Needed by layouts with ``pp``."""
-    experts: tuple[ExpertRows, ...] = ()
+    experts: tuple[LayerExperts, ...] = ()
     """Needed by layouts with ``ep``."""
     attention: str = "heads"
     """How ``cp`` computes attention where the layout doesn't say."""
@@ -75,7 +75,7 @@ class ModelParts:
         ties: Sequence[Sequence[str]] = (),
         table: ShardingTable | None = None,
         layer_graph: LayerGraph | None = None,
-        experts: Sequence[ExpertRows] = (),
+        experts: Sequence[LayerExperts] = (),
         attention: str = "",
         wide_routing: bool = False,
         ends: EndUnits = EndUnits(),  # noqa: B008 - frozen

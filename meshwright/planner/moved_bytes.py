@@ -13,9 +13,10 @@ import numpy as np
 
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layers import moved_bytes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.measured_bytes import MovedBytes
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelWork, ModuleWork, Operator
@@ -44,11 +45,11 @@ def count_moved_bytes(job: PricedJob, machine: Machine, engine: FrameworkProfile
         batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
         model = PricedModel(small_job, batch, machine, engine.for_layout(layout))
         kinds, first_blocks = block_kinds(job.shape)
-        closed = [model.moved_bytes(job.shape.blocks[block], is_backward) for block in first_blocks]
+        closed = [moved_bytes(model, job.shape.blocks[block], is_backward) for block in first_blocks]
         closed_bytes = sum(number * float(np.max(size)) for number, size in zip(np.bincount(kinds), closed))
         moves = 1.0 if is_compiled else engine.runtime.eager_moves
-        moved_bytes = sum(count * _element_bytes(operators(layer)) for count, layer in zip(work.counts, work.layers))
-        return moves * moved_bytes / closed_bytes
+        operator_bytes = sum(count * _element_bytes(operators(layer)) for count, layer in zip(work.counts, work.layers))
+        return moves * operator_bytes / closed_bytes
 
     return MovedBytes(
         eager=(ratio(False, False, lambda layer: layer.forward), ratio(False, True, lambda layer: layer.backward)),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshwright.planner.choose import AFTER_PIPELINE, Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.compilation import compiled_reason
 from meshwright.planner.explain import against, reason
 from meshwright.planner.measured_price import Measure, price_layout, untraced_note
 from meshwright.planner.memory import ModelParts, StateSizes
+from meshwright.planner.question import Question
 from meshwright.planner.rounds import JOIN, OUTER
 from meshwright.planner.run_history import TRAFFIC
 from meshwright.planner.state_rule import named, predict
@@ -16,6 +17,9 @@ from meshwright.planner.traffic import step_collectives
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan, Prediction
+
+AFTER_PIPELINE = ("gather", "reduce", "offload", "optimizer", "step", "stragglers")
+"""Parts of a step outside the pipeline."""
 
 
 def prediction(question: Question, candidate: Candidate, sizes: StateSizes | ModelParts) -> Prediction:
@@ -46,7 +50,7 @@ def prediction(question: Question, candidate: Candidate, sizes: StateSizes | Mod
     # A run's medians are of steps without a join, which most are.
     step_parts = {name: seconds for name, seconds in price.parts.items() if name != JOIN}
     unscaled_parts = question.history.of(candidate.layout).inverse.of_parts(step_parts)
-    step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.seen)
+    step_s, factor = price.step_s - price.parts.get(JOIN, 0.0), question.time_spread.factor(question.evidence)
     return Prediction(
         memory={**state.memory, **other_memory},
         peak=int(price.allocated),
@@ -106,7 +110,7 @@ def chosen_plan(question: Question, choice: Choice, finalist_index: int, sizes: 
     """
     candidate = choice.best[finalist_index]
     rejected = {
-        str(finalist.layout): against(finalist, candidate, question.same)
+        str(finalist.layout): against(finalist, candidate, question.tie_tolerance)
         for finalist in choice.best
         if finalist is not candidate
     }

@@ -14,7 +14,6 @@ import numpy as np
 from meshwright.array_types import Values
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.traffic import span
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts
@@ -25,6 +24,7 @@ from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import TRAFFIC_WORK, Price, straggler_share_of, with_straggler_share
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
+from meshwright.planner.question import Question
 from meshwright.planner.timeline import price_send, simulated_s, stage_costs
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import assign_buckets

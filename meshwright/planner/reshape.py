@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.capacity import with_shape
 from meshwright.planner.cases import PlannedCase, Solve, solve_case
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.question import Question
 from meshwright.planner.shape_changes import (
     heads_step,
     resized,

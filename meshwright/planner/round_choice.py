@@ -12,8 +12,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.islands import hiding_step_s, outer_bytes, price_exchange
+from meshwright.planner.question import Question
 from meshwright.planner.rounds import JOIN, OUTER, Rounds
 
 SLACK = 0.05

@@ -89,10 +89,13 @@ class AxesCorrections:
         axes = axes_of(layout)
         if axes in self.by_axes:
             return self.by_axes[axes]
-        known = [self.by_axes[axis] for axis in axes.split("+") if axis in self.by_axes]
-        if not known:
+        corrections = [self.by_axes[axis] for axis in axes.split("+") if axis in self.by_axes]
+        if not corrections:
             return self.other
-        return Correction(compute=max(one.compute for one in known), traffic=max(one.traffic for one in known))
+        return Correction(
+            compute=max(correction.compute for correction in corrections),
+            traffic=max(correction.traffic for correction in corrections),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.cases import Solve
-from meshwright.planner.choose import Candidate, Choice, Question, build_choice, choose, search_space
+from meshwright.planner.choose import build_choice, choose, search_space
+from meshwright.planner.question import Question
 from meshwright.planner.search import SearchResult
 from meshwright.planner.space import divisors
 
@@ -144,8 +146,8 @@ def replan(question: Question, show: int = 3) -> tuple[Question, Choice]:
         if result.best is None:
             continue
         step_s = float(result.best[1].step_s[0])
-        if best is None or step_s * (1 + question.same) < limit_s:
-            best, limit_s = (smaller, result), step_s * (1 + question.same)
+        if best is None or step_s * (1 + question.tie_tolerance) < limit_s:
+            best, limit_s = (smaller, result), step_s * (1 + question.tie_tolerance)
     if best is None:
         return question, choose(question, show)
     return best[0], build_choice(*best, show)

@@ -183,13 +183,13 @@ class _SearchPass:
         order, batch_size = np.argsort(bounds, kind="stable"), EXPANSION_BATCH
         # The limit falls while batches are priced, so it is read again before each of them.
         for start in range(0, len(all_cores), FEASIBILITY_BATCH):
-            near = order[start : start + FEASIBILITY_BATCH]
-            near = near[bounds[near] <= pool.limit]
-            if not len(near):
+            core_indices = order[start : start + FEASIBILITY_BATCH]
+            core_indices = core_indices[bounds[core_indices] <= pool.limit]
+            if not len(core_indices):
                 return
-            near = near[self._select_feasible_cores(all_cores[near])]
-            while len(near):
-                chunk, near = near[:batch_size], near[batch_size:]
+            core_indices = core_indices[self._select_feasible_cores(all_cores[core_indices])]
+            while len(core_indices):
+                chunk, core_indices = core_indices[:batch_size], core_indices[batch_size:]
                 chunk = chunk[bounds[chunk] <= pool.limit]
                 if not len(chunk):
                     return

@@ -7,11 +7,13 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from meshwright.cluster import traffic
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.layout import Layout, secondary_over
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_rules import secondary_over
 
 RECOMPUTED_SHARES = (0.125, 0.25, 0.5, 1.0)
 """Shares of the layers that may recompute to make room for the copy."""

@@ -30,8 +30,9 @@ from meshwright.planner.cost.layout_batch import RECOMPUTES, LayoutBatch, Priced
 from meshwright.schedules.spec import known_schedules, searched_schedules
 from meshwright.spec.axes import known_axes
 from meshwright.spec.layer_graph import END_STAGES
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
+from meshwright.spec.layout_fields import OFFLOADS
 
 CORE = ("pp", "cp", "tp", "ep", "microbatches", "schedule", "stages")
 """Columns of a core, in the order of a row of `cores`."""
@@ -70,7 +71,7 @@ class Space:
     expert_nodes: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """`Layout.ep_node` of each degree of ep; 0 of others."""
 
-    def given(self, column: str) -> int | None:
+    def fixed_degree(self, column: str) -> int | None:
         """Returns the product of the fixed degrees of a column's axes; None where no axis of it is fixed."""
         fixed_degrees = [self.fixed[name] for name in self.fixed if name in known_axes() and column_of(name) == column]
         return math.prod(fixed_degrees) if fixed_degrees else None
@@ -136,7 +137,7 @@ def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]
     shape, all_sizes = job.shape, divisors(space.devices)
     heads = min(block.heads for block in shape.blocks if block.heads) if any(b.heads for b in shape.blocks) else 0
     for tp in _allowed_degrees("tp", all_sizes, space):
-        if tp > space.domain or (tp > 1 and space.given("tp") is None and heads and heads % tp):
+        if tp > space.domain or (tp > 1 and space.fixed_degree("tp") is None and heads and heads % tp):
             continue
         for cp in _allowed_degrees("cp", all_sizes, space):
             # `attention=gather` balances causal attention by two chunks of tokens a rank, an early and a late one.
@@ -149,7 +150,7 @@ def _core_degrees(job: PricedJob, space: Space) -> Iterator[tuple[int, int, int]
 
 
 def _allowed_degrees(column: str, all_sizes: Sequence[int], space: Space) -> list[int]:
-    fixed_degree = space.given(column)
+    fixed_degree = space.fixed_degree(column)
     if fixed_degree is not None:
         return [fixed_degree]
     return list(all_sizes) if space.allows(column) else [1]
@@ -242,7 +243,7 @@ def _variant_rules(job: PricedJob, space: Space) -> tuple[int, tuple[int, int, i
     if fixed_rows[2:] == (0, 1) and not space.allows(SHARDS):
         fixed_rows = (*fixed_rows[:2], 1, 1)
     # More ranks than experts to shard are a waste that nobody would search for, and run where both degrees are given.
-    is_given = space.given("ep") is not None and space.given(SHARDS) is not None
+    is_given = space.fixed_degree("ep") is not None and space.fixed_degree(SHARDS) is not None
     return 0 if is_given else job.shape.experts, fixed_rows
 
 

@@ -10,9 +10,9 @@ from meshwright.planner.cost.communication import CommunicationTimes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.planner.cost.pipeline_floor import FILLING_ROUNDS, round_micro_batches
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import cut_stages
 from meshwright.schedules.action import Schedule

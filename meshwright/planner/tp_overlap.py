@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
-from meshwright.planner.choose import Candidate, Choice, Question
+from meshwright.planner.candidate import Candidate, Choice
 from meshwright.planner.forms import consider_forms
+from meshwright.planner.question import Question
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks that are tried; more would send messages of a few hundred tokens."""

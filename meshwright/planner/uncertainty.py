@@ -68,7 +68,7 @@ class Shape:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class Evidence:
     """What the constants of a prediction were fitted to, or measured on."""
 
     framework: bool
@@ -107,15 +107,15 @@ class TimeSpread:
         floor = math.log1p(tolerance) / self.shape.quantile((1.0 + INTERVAL) / 2.0)
         return replace(self, layout=max(self.layout, pair_scale / math.sqrt(2.0)), floor=floor)
 
-    def scale(self, seen: Seen) -> float:
+    def scale(self, evidence: Evidence) -> float:
         """Returns the scale of a whole error."""
-        if not seen.device:
+        if not evidence.device:
             return max(self.floor, self.device)
-        return max(self.floor, self.model if seen.framework else self.framework)
+        return max(self.floor, self.model if evidence.framework else self.framework)
 
-    def factor(self, seen: Seen, probability: float = INTERVAL) -> float:
+    def factor(self, evidence: Evidence, probability: float = INTERVAL) -> float:
         """Returns f so that the measured time is within predicted / f and predicted x f with ``probability``."""
-        return math.exp(self.scale(seen) * self.shape.quantile((1.0 + probability) / 2.0))
+        return math.exp(self.scale(evidence) * self.shape.quantile((1.0 + probability) / 2.0))
 
     def chance_faster(self, step_s: float, other_s: float, same_mesh: bool) -> float:
         """Returns the chance that the first of two layouts of a job is faster than the second.
@@ -162,29 +162,29 @@ class MemorySpread:
     """Where the model's own tensors are counted and the machine was measured, in place of the others."""
     shape: Shape
 
-    def chance(self, room: float, seen: Seen, counted: bool) -> float:
+    def chance(self, room: float, evidence: Evidence, counted: bool) -> float:
         """Returns the chance that a rank fits its device.
 
         Args:
             room: ln(bytes of the device / predicted bytes of the rank).
-            seen: what the constants were fitted to.
+            evidence: what the constants were fitted to.
             counted: whether bytes are counted rather than estimated.
         """
-        middle, scale, shape = self._error(seen, counted)
+        middle, scale, shape = self._error(evidence, counted)
         return shape.cdf((room - middle) / scale)
 
-    def share(self, chance: float, seen: Seen, counted: bool) -> float:
+    def share(self, chance: float, evidence: Evidence, counted: bool) -> float:
         """Returns the share of a device's memory up to which a prediction fits with a ``chance``; see `chance`."""
-        middle, scale, shape = self._error(seen, counted)
+        middle, scale, shape = self._error(evidence, counted)
         return math.exp(-middle - scale * shape.quantile(chance))
 
-    def _error(self, seen: Seen, counted: bool) -> tuple[float, float, Shape]:
+    def _error(self, evidence: Evidence, counted: bool) -> tuple[float, float, Shape]:
         """Returns middle, scale and shape of the error."""
         if counted:
             return 0.0, self.counted, self.shape
-        if seen.framework:
+        if evidence.framework:
             return self.job_missing, self.job, self.shape
-        if seen.own_bytes and seen.device:
+        if evidence.own_bytes and evidence.device:
             return 0.0, self.own, self.shape
         # A framework's own part is normal, and added to that of the job, of which a share is wider.
         scale = math.hypot(self.framework, self.job)

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Candidate, Choice, Question, choose, priced_candidate
+from meshwright.planner.candidate import Candidate, Choice
+from meshwright.planner.candidate_prices import priced_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
 from meshwright.planner.cost.pipeline_simulation import simulated_parts, simulated_price_of
@@ -24,6 +26,7 @@ from meshwright.planner.cost.unequal_ranks import PricedRanks, UnequalRankTimes
 from meshwright.planner.device_kinds import DeviceKinds, describe_kinds, kinds_of
 from meshwright.planner.device_limits import check_host, job_for
 from meshwright.planner.explain import against
+from meshwright.planner.question import Question
 from meshwright.planner.uneven_split import uneven_data_layouts, uneven_pipelines
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
@@ -199,7 +202,8 @@ def why_unequal(question: Question, layout: Layout, choice: Choice) -> str:
     candidate = price_unequal(question, kinds, layout)
     if candidate is None:
         return f"doesn't fit the device of some stage or reader ({describe_kinds(question.cluster)})"
-    return f"fits, {format_seconds(candidate.price.step_s)} a step: {against(candidate, choice.best[0], question.same)}"
+    comparison = against(candidate, choice.best[0], question.tie_tolerance)
+    return f"fits, {format_seconds(candidate.price.step_s)} a step: {comparison}"
 
 
 def _compare_single_kinds(question: Question, best: Candidate) -> tuple[str, ...]:

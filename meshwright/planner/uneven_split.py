@@ -12,22 +12,24 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.axis_columns import named_degrees
 from meshwright.planner.cost.embedding_and_head import price_head
 from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layers import price_layer
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.stages import block_kinds
 from meshwright.planner.device_kinds import DeviceKinds
+from meshwright.planner.question import Question
 from meshwright.planner.space import divisors
 from meshwright.schedules.file import find_choice
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.balanced_cuts import Cuts
-from meshwright.spec.layout import DEFAULT_SCHEDULE, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 
 MAX_ROUNDS = 4
 """Most attempts to split the layers again after a stage didn't fit."""
@@ -49,14 +51,14 @@ def uneven_pipelines(question: Question, kinds: DeviceKinds) -> Iterator[list[La
         if pp > 1 and stage_kinds is not None and pp <= len(job.shape.blocks) + 1:
             layouts = list(_stage_layouts(question, pp))
             splitter = _Splitter(question, kinds, stage_kinds, layouts)
-            found: set[tuple[int, StageSplit]] = set()
+            numbered_splits: set[tuple[int, StageSplit]] = set()
             # The slowest stage isn't all: of splits with equal ones that is faster whose first stages have more layers,
             # or that whose last have; and with few micro-batches a last stage of one layer may better have none.
             for fills_first in (False, True):
                 splits = splitter.split(range(len(layouts)), fills_first)
                 single = [number for number, split in splits.items() if split.layers[-1] == 1]
-                found |= {*splits.items(), *splitter.split(single, fills_first, is_head_alone=True).items()}
-            ordered = sorted(found, key=lambda item: (item[0], item[1].layers))
+                numbered_splits |= {*splits.items(), *splitter.split(single, fills_first, is_head_alone=True).items()}
+            ordered = sorted(numbered_splits, key=lambda item: (item[0], item[1].layers))
             yield [dataclasses.replace(layouts[number], split=split) for number, split in ordered]
 
 
@@ -179,7 +181,8 @@ def layer_seconds(question: Question, kinds: DeviceKinds, batch: LayoutBatch) ->
     for kind, machine in enumerate(kinds.machines):
         model = PricedModel(job, batch, machine, question.runtime.for_layout(question.base))
         seconds_by_block_kind = [
-            np.broadcast_to(_device_s(model.price_layer(job.shape.blocks[block])), batch.count) for block in kind_blocks
+            np.broadcast_to(_device_s(price_layer(model, job.shape.blocks[block])), batch.count)
+            for block in kind_blocks
         ]
         seconds[:, kind, :-1] = np.stack(seconds_by_block_kind, axis=1)[:, list(block_kind_of)]
         seconds[:, kind, -1] = _device_s(price_head(model))

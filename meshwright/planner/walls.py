@@ -12,8 +12,8 @@ from meshwright.errors import ClusterError
 from meshwright.planner.budgets import cluster_sizes
 from meshwright.planner.capacity import largest_that
 from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
+from meshwright.planner.question import Question
 from meshwright.planner.utilization import data_sheet_flops
 from meshwright.planner.what_if import changed_cluster
 

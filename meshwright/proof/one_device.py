@@ -31,7 +31,8 @@ from meshwright.proof.masks import Masks
 from meshwright.proof.plain_islands import train_islands_plainly
 from meshwright.proof.reference import Forward, Trace, find_random_modules, measure_batch_spread, train_plainly
 from meshwright.proof.rounding import DRAWS, UNITS, ErrorStatistics
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.spec.placement import Span, halved
 from meshwright.torch_compat.torchao_import import import_torchao
 from meshwright.train.feed import MicroBatch

@@ -49,7 +49,7 @@ import torch
 
 from meshwright.proof.compare import TINY_SHARE, Deviation, largest, part_error, relative, worst_of
 from meshwright.proof.reference import Trace
-from meshwright.spec.layout import FLOAT8_RECIPES
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 
 UNITS = {
     "float32": 2.0**-24,

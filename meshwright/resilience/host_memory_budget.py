@@ -17,7 +17,7 @@ SNAPSHOTS_PER_RANK = 2
 """Snapshots of each rank, written in turn, so that one is complete at any moment."""
 SNAPSHOTS_PER_RANK_AND_PEERS = 3
 """Snapshots of each rank on its own node over several nodes: the one that the peer also has must survive the writing of
-the next (`Memory.copied`)."""
+the next (`train.memory.RecoveryMemory.peer_copies`)."""
 _TABLE_BYTES = 1 << 28
 """Upper bound of a snapshot's tables and buffers, which the plan doesn't count."""
 

@@ -1,7 +1,7 @@
 """Formulas of a schedule's time and in-flight micro-batches over arrays of layouts, for searches.
 
-A schedule may state both (`ScheduleSpec.step_s`, `ScheduleSpec.held`), often as one of the functions below. What it
-doesn't state is simulated from its actions (`schedules.evaluate`).
+A schedule may state both (`ScheduleSpec.step_s`, `ScheduleSpec.in_flight`), often as one of the functions below. What
+it doesn't state is simulated from its actions (`schedules.evaluate`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ StepForm = Callable[[int, Array, Array, PassSums], Array]
 """Maps (ranks, stages per rank (N,), micro-batches (N,), sums) to seconds from first start to last end, (N,)."""
 PairedForm = Callable[[Array, Array], Array]
 """Maps (ranks (N,), micro-batches (N,)) to a share of passes, (N,)."""
-HeldForm = Callable[[int, Array, Array, Array], Array]
+InFlightForm = Callable[[int, Array, Array, Array], Array]
 """Maps (ranks, stages per rank (N, 1), micro-batches (N, 1), rank (1, P)) to the most in-flight micro-batches of each
 rank, (N, P), in units of all its stages."""
 

@@ -134,5 +134,7 @@ SCHEDULE = ScheduleSpec(
     peak_text="2p + 1",
     step_s=step_s,
     paired_share=paired_share,
-    held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum((2 * ranks + 1) / 2.0, microbatches) + 0 * rank,
+    in_flight=lambda ranks, stages_per_rank, microbatches, rank: (
+        np.minimum((2 * ranks + 1) / 2.0, microbatches) + 0 * rank
+    ),
 )

@@ -52,9 +52,9 @@ def held_microbatches(spec: ScheduleSpec, ranks: int, stages_per_rank: Array, mi
         microbatches: (N,).
     """
     stages = np.maximum(stages_per_rank, 1)
-    if spec.held is not None:
+    if spec.in_flight is not None:
         index = np.arange(ranks)[None, :]
-        in_flight = spec.held(ranks, stages[:, None], microbatches[:, None], index)
+        in_flight = spec.in_flight(ranks, stages[:, None], microbatches[:, None], index)
         return np.asarray(np.broadcast_to(in_flight, (len(microbatches), ranks)))
     return _for_each_size(stages, microbatches, lambda v, m: np.array(_peak_live_pairs(spec, ranks, v, m)) / v)
 

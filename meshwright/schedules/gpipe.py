@@ -25,6 +25,6 @@ SCHEDULE = ScheduleSpec(
     peak_live=lambda ranks, stages_per_rank, microbatches: microbatches,
     peak_text="m",
     step_s=single_stage_step_s,
-    held=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
+    in_flight=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
     searched=False,  # 1F1B idles no more and holds less
 )

@@ -36,7 +36,7 @@ def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
     return min(warmup + 1, stages_per_rank * microbatches)
 
 
-def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
+def in_flight(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
     """Returns in-flight micro-batches by rank, (N, P): as `peak_live`; later ranks have fewer warm-up forwards."""
     round_microbatches = microbatches / np.maximum(1, np.floor(microbatches / ranks))
     warmup = (stages_per_rank - 1) * round_microbatches + 2 * (ranks - 1 - rank)
@@ -56,5 +56,5 @@ SCHEDULE = ScheduleSpec(
     peak_live=peak_live,
     peak_text="min(v m, (v-1) r + 2p - 1), r = m / max(1, m // p)",
     step_s=interleaved_step_s,
-    held=held,
+    in_flight=in_flight,
 )

@@ -39,6 +39,6 @@ SCHEDULE = ScheduleSpec(
     peak_live=lambda ranks, stages_per_rank, microbatches: stages_per_rank * microbatches,
     peak_text="v m",
     step_s=interleaved_step_s,
-    held=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
+    in_flight=lambda ranks, stages_per_rank, microbatches, rank: microbatches + 0 * rank,
     searched=False,  # interleaved 1F1B idles no more and holds less
 )

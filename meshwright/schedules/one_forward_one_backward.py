@@ -37,5 +37,5 @@ SCHEDULE = ScheduleSpec(
     peak_live=lambda ranks, stages_per_rank, microbatches: min(ranks, microbatches),
     peak_text="min(p, m)",
     step_s=single_stage_step_s,
-    held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(microbatches, ranks - rank),
+    in_flight=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(microbatches, ranks - rank),
 )

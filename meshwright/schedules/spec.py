@@ -11,7 +11,7 @@ from functools import cache
 
 from meshwright.errors import PlanError, nearest
 from meshwright.schedules.action import Action, Schedule
-from meshwright.schedules.closed_form import HeldForm, PairedForm, StepForm
+from meshwright.schedules.closed_form import InFlightForm, PairedForm, StepForm
 
 Order = Callable[[int, int, int, int], list[Action]]
 """Maps (rank, ranks, stages per rank, micro-batches) to the actions of that rank."""
@@ -69,7 +69,7 @@ class ScheduleSpec:
     """The same as a formula."""
     step_s: StepForm | None = None
     """Seconds of a step as a formula over arrays; None simulates the actions, which is slower."""
-    held: HeldForm | None = None
+    in_flight: InFlightForm | None = None
     """In-flight micro-batches of each rank as a formula over arrays; None simulates the actions."""
     searched: bool = True
     """Whether the planner searches it by default; False where another schedule is never worse."""

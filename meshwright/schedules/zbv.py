@@ -105,5 +105,5 @@ SCHEDULE = ScheduleSpec(
     peak_live=lambda ranks, stages_per_rank, microbatches: 2 * min(ranks, microbatches),
     peak_text="2 min(p, m)",
     step_s=step_s,
-    held=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(ranks, microbatches) + 0 * rank,
+    in_flight=lambda ranks, stages_per_rank, microbatches, rank: np.minimum(ranks, microbatches) + 0 * rank,
 )

@@ -42,7 +42,7 @@ def peak_live(ranks: int, stages_per_rank: int, microbatches: int) -> int:
     return min((stages_per_rank - 1) * round_size(ranks, microbatches) + ranks, stages_per_rank * microbatches)
 
 
-def held(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
+def in_flight(ranks: int, stages_per_rank: Array, microbatches: Array, rank: Array) -> Array:
     """Returns in-flight micro-batches by rank, (N, P): `peak_live` over the stages, equal on every rank."""
     round_microbatches = microbatches / np.maximum(1, np.floor(microbatches / ranks))
     interleaved = np.minimum(((stages_per_rank - 1) * round_microbatches + ranks) / stages_per_rank, microbatches)
@@ -75,5 +75,5 @@ SCHEDULE = ScheduleSpec(
     peak_live=peak_live,
     peak_text="min(v m, (v-1) r + p), r = m / max(1, m // p)",
     step_s=step_s,
-    held=held,
+    in_flight=in_flight,
 )

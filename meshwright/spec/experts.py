@@ -8,7 +8,7 @@ from meshwright.spec.placement import Span
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExpertRows:
+class LayerExperts:
     """One module that holds all experts of a layer.
 
     Either dim 0 of each of its parameters counts the experts, and its forward takes hidden states (T, D), the experts

@@ -193,6 +193,11 @@ def state_shards(degrees: Mapping[str, Any], zero: int, axes: Mapping[str, Axis]
     return math.prod(degrees.get(name, 1) for name in state_axes(zero, axes))
 
 
+def state_copies(degrees: Mapping[str, int], zero: int) -> int:
+    """Returns the number of ranks that hold the same part of a weight's state, over which its gradient is summed."""
+    return math.prod(degrees.get(name, 1) for name in gradient_axes(state_axes(zero)))
+
+
 def state_index(rank: int, degrees: Mapping[str, int], zero: int) -> int:
     """Returns a rank's index among those that share the state of a weight (row-major, the last axis fastest)."""
     coordinate, index = coordinates(rank, degrees), 0

@@ -116,8 +116,8 @@ def divide(
         for bound in bounds[1:-1]:
             if bound in layer_graph.blocked:
                 place = f"in front of layer {bound}" if bound < count else "behind the last layer"
-                asked = f"split={split}" if split else f"{stages} stages of {count} layers"
-                raise PlanError(f"{asked}: the model can't be cut {place}: {layer_graph.blocked[bound]}")
+                stages_text = f"split={split}" if split else f"{stages} stages of {count} layers"
+                raise PlanError(f"{stages_text}: the model can't be cut {place}: {layer_graph.blocked[bound]}")
         return bounds
     head = sum(sizes[name] for name in layer_graph.output_weights[-1])
     cuts, possible = Cuts([[_costs(layer_graph, sizes, ties)]], [[head]], blocked=layer_graph.blocked).bounds(stages)

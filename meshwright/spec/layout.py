@@ -1,4 +1,3 @@
-# long: a layout's degrees, choices and text form are one class
 """A layout: the degree of every axis and the choices that go with them, which planner and runtime agree on.
 
 Its text form is what a user types and what every log line carries:
@@ -10,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Self
 
 from meshwright.errors import PlanError, nearest
@@ -19,8 +18,8 @@ from meshwright.schedules.action import Schedule
 from meshwright.schedules.file import build_schedule, find_choice
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Holds, Mechanics
-from meshwright.spec.compression import TOKEN_FORMATS, WEIGHT_FORMATS, Compression
-from meshwright.spec.error_feedback import check_error_feedback, error_feedback_refusal
+from meshwright.spec.compression import Compression
+from meshwright.spec.error_feedback import error_feedback_refusal
 from meshwright.spec.groups import (
     axis_with,
     describe_rank,
@@ -31,25 +30,21 @@ from meshwright.spec.groups import (
     reader,
     round_axes,
     row_axes,
-    state_axes,
-    state_shards,
+    state_copies,
     world_size,
 )
 from meshwright.spec.layout_choices import BatchShares, LossChunk, Recompute, StageSplit, parse_choice, parse_int
+from meshwright.spec.layout_fields import (
+    DEFAULT_SCHEDULE,
+    FLOAT8_RECIPES,
+    MECHANICS_OF_CHOICE,
+    LayoutFields,
+)
+from meshwright.spec.layout_rules import check_layout, expert_node_over, secondary_over
 
-FLOAT8_RECIPES = {"fp8": "tensorwise", "fp8_rowwise": "rowwise"}
-"""Precisions whose products of matrices are in float8 and the rest in bf16, each with torchao's name of its scales."""
-PRECISIONS = ("float32", "float64", "tf32", "bf16", "fp16", *FLOAT8_RECIPES)
-OFFLOADS = ("none", "optimizer", "parameters")
 HOST_CHUNK = 1 << 23
 """Weights that are updated in host memory between two copies to the device. 32 MiB of float32: on an H100's host of 16
 cores a copy of 0.6 ms and an update of 1.5 ms, beside the 0.1 ms that the host takes to begin them."""
-ATTENTIONS = ("heads", "gather", "ring")
-"""Ways in which ``cp`` computes attention."""
-BALANCED_ATTENTIONS = ("gather", "ring")
-"""Those under which a rank has an early and a late run of each row, for balance (`spec.key_ring`)."""
-DEFAULT_SCHEDULE = "1f1b"
-"""Where there is a pipeline and the layout names no schedule."""
 SECONDARY = "secondary"
 """Name under which gathers of the secondary copy of the weights are booked."""
 EXPERT_NODE = "ep_node"
@@ -62,88 +57,16 @@ _GRAMMARS: Mapping[str, type[Recompute | StageSplit | BatchShares | Compression 
     "loss_chunk": LossChunk,
 }
 """Choices that have a text form of their own."""
-_CHOICES_OF: Mapping[str, Mechanics] = {
-    "schedule": Mechanics.STAGES,
-    "stages": Mechanics.STAGES,
-    "split": Mechanics.STAGES,
-    "sequence": Mechanics.MATRICES,
-    "tp_overlap": Mechanics.MATRICES,
-    "attention": Mechanics.TOKENS,
-    "ep_node": Mechanics.EXPERTS,
-    "ep_overlap": Mechanics.EXPERTS,
-    "ep_halves": Mechanics.EXPERTS,
-    "ep_keep": Mechanics.EXPERTS,
-    "compress_tokens": Mechanics.EXPERTS,
-}
-"""Choices that say something about an axis of some mechanics, and have no effect without one."""
 LOSSY_CHOICES = ("compress", "compress_weights", "compress_tokens")
 """Choices by which ranks send each other less than exact values; ``none`` sends these."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
-    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program."""
+class Layout(LayoutFields):
+    """The degrees of every axis and the choices that go with them; all that the runtime needs to build a program.
 
-    degrees: Mapping[str, int] = field(default_factory=dict)
-    """Axis name to degree; axes of degree 1 are left out."""
-    zero: int = 0
-    """ZeRO level over ``shard``: 0 copies everything, 1 shards optimizer state, 2 gradients too, 3 parameters too."""
-    microbatches: int = 1
-    """Micro-batches that every rank runs before one optimizer step."""
-    recompute: Recompute = Recompute()  # noqa: RUF009 - frozen
-    """``none``; ``full``: keep a layer's input alone; ``selective``: keep products of matrices, recompute the rest.
-    ``full:3`` and ``selective:3`` do so in 3 of the layers, evenly spaced; with ``full:3+selective`` all others keep
-    products of matrices."""
-    precision: str = "float32"
-    """``float32``, ``float64``; ``tf32``: float32 with products of matrices that GPUs round to TF32; ``bf16`` or
-    ``fp16``: compute in it over float32 master weights and reductions; ``fp8`` or ``fp8_rowwise``: as ``bf16``, with
-    the layers' products of matrices in float8, scaled by tensor or by row."""
-    offload: str = "none"
-    """``optimizer``: optimizer state and update in host memory; ``parameters``: parameters and gradients as well."""
-    compile: bool = False
-    """Run each layer through torch.compile."""
-    schedule: str = ""
-    """Order of work along ``pp``: a name of ``python -m meshwright.schedules``, or ``file:PATH``; empty is ``1f1b``."""
-    stages: int = 0
-    """Stages that each rank of ``pp`` runs; 0 is what the schedule asks for."""
-    split: StageSplit = StageSplit()  # noqa: RUF009 - frozen
-    """Layers of each stage in order, as ``5-7-6-6``; empty balances by cost."""
-    sequence: bool = False
-    """Between the parts that ``tp`` shards, split the tokens over its ranks (sequence parallel)."""
-    tp_overlap: int = 0
-    """Chunks of tokens in which linear layers next to ``tp``'s collectives compute, so that one chunk travels while the
-    next is computed; with 1 backward's sums alone hide, under the products of weight gradients; 0 waits for each."""
-    attention: str = ""
-    """How ``cp`` computes attention: ``heads`` exchanges tokens for heads, ``gather`` collects keys and values; empty
-    takes heads where they divide, else gather."""
-    ep_node: int = 0
-    """Neighbouring ranks of ``ep``, those of a node, to which a token travels once, however many of its experts they
-    hold; inside it goes once to each rank that has some. With 1 it goes once to each rank; 0 sends it once for each of
-    its experts."""
-    ep_overlap: int = 0
-    """Chunks of tokens, of which one travels to its experts and back while the experts compute another; 0 computes the
-    tokens of a micro-batch as one."""
-    ep_halves: bool = False
-    """Run a micro-batch's rows as two halves that go through the layers in turns: what one has sent to its experts, or
-    back, travels while the other computes."""
-    ep_keep: bool = False
-    """Under ``recompute`` keep what came from the ranks of ``ep``, and compute again without another exchange."""
-    rows: BatchShares = BatchShares()  # noqa: RUF009 - frozen
-    """Share of each reader in every micro-batch's rows, as ``5-3`` for two readers of unequal speed; empty shares them
-    evenly. Losses and gradients are weighted by tokens, so the training is the same."""
-    compress: Compression = Compression()  # noqa: RUF009 - frozen
-    """Numbers or matrices in which gradients are summed over copies (`Compression`); ``none`` sums exactly."""
-    compress_weights: str = "none"
-    """Numbers in which ZeRO gathers weights: ``none`` for those of compute, ``int8``, ``fp8``."""
-    compress_tokens: str = "none"
-    """Numbers in which tokens go to the ranks of their experts, and in backward the gradients of what these return:
-    ``none`` for those of compute, ``fp8``. What comes back is exact."""
-    secondary: int = 0
-    """Neighbouring ranks that share each layer's gathered weights from forward to backward under ZeRO-3, so that
-    backward gathers among them alone; 0 for all ranks that share the state."""
-    loss_chunk: LossChunk = LossChunk()  # noqa: RUF009 - frozen
-    """Tokens whose logits exist at once, where the model's are a linear function of its last hidden state: ``auto``
-    lets the device decide, ``off`` makes the logits of the whole micro-batch, ``1024`` those of 1024 tokens."""
+    `LayoutFields` says what each choice means, `spec.layout_rules` which go together.
+    """
 
     def __post_init__(self) -> None:
         """Refuses values that no run could have; choices with a grammar may be given as text."""
@@ -160,142 +83,7 @@ class Layout:
         # In the axes' order and without degree 1, so that equal layouts compare and print alike.
         used_degrees = {name: self.degrees[name] for name in axes if self.degrees.get(name, 1) > 1}
         object.__setattr__(self, "degrees", used_degrees)
-        self._check_choices()
-
-    def _check_choices(self) -> None:
-        if self.zero not in (0, 1, 2, 3):
-            raise PlanError(f"zero={self.zero}: the ZeRO level is 0, 1, 2 or 3")
-        copies, shards = row_axes(Holds.COPY), row_axes(Holds.SHARD)
-        name = next((name for name in shards if self.degree(name) > 1), shards[0])
-        shard = self.degree(name)
-        if self.zero and shard == 1:
-            ranks = math.prod(self.degree(copy_axis) for copy_axis in copies)
-            cure = f"{name}={ranks},zero={self.zero}" if ranks > 1 else "zero=0"
-            raise PlanError(f"zero={self.zero} shards over the axis '{name}', whose degree is 1; write {cure}")
-        if shard > 1 and not self.zero:
-            cure = f"{copies[0]}={shard}, or zero=1, 2 or 3"
-            raise PlanError(f"{name}={shard} with zero=0 shards nothing; write {cure}")
-        self.compress.check(self.copies, (copies[0], shards[0], shard))
-        if self.compress.keeps_errors:
-            check_error_feedback(str(self.compress), self.degrees, self.offload)
-        if self.compress_weights != "none" and not self.zero:
-            raise PlanError(
-                f"compress_weights rounds what ZeRO gathers, and zero=0 gathers none; write {name}=2,zero=3"
-            )
-        self._check_secondary()
-        self._check_overlap()
-        self._check_expert_node()
-        if self.microbatches < 1:
-            raise PlanError(f"microbatches={self.microbatches}: it is a whole number of at least 1")
-        for name, value, known_values in (
-            ("precision", self.precision, PRECISIONS),
-            ("offload", self.offload, OFFLOADS),
-            ("compress_weights", self.compress_weights, WEIGHT_FORMATS),
-            ("compress_tokens", self.compress_tokens, TOKEN_FORMATS),
-        ):
-            if value not in known_values:
-                raise PlanError(f"{name}={value} is unknown{nearest(value, known_values)}")
-        self._check_axes()
-
-    def _check_secondary(self) -> None:
-        """Refuses a secondary copy of the weights that no backward would read, and runs that don't divide the ranks."""
-        size, shards = self.secondary, self.state_shards
-        if not size:
-            return
-        if self.zero != 3:
-            raise PlanError(
-                f"secondary={size} says how ZeRO-3 keeps weights between forward and backward, and zero={self.zero} "
-                "frees none in between; write zero=3, or drop it"
-            )
-        if self.degree(Mechanics.STAGES) > 1:
-            raise PlanError(
-                f"secondary={size} has no effect with {self.format_degree(Mechanics.STAGES)}: a pipeline keeps the "
-                "weights of its stages gathered between forward and backward; drop it"
-            )
-        if not _fits_secondary(size, shards):
-            fitting = [count for count in range(2, shards) if _fits_secondary(count, shards)]
-            nearest_size = min(fitting, key=lambda count: abs(count - size), default=0)
-            raise PlanError(
-                f"secondary={size}: runs of 2 ranks or more must divide the {shards} ranks that share the state, and "
-                f"be fewer; nearest that works: " + (f"secondary={nearest_size}" if nearest_size else "drop it")
-            )
-
-    def _check_overlap(self) -> None:
-        """Refuses chunks of no number, and products that can't be divided into chunks."""
-        if self.tp_overlap < 0:
-            raise PlanError(f"tp_overlap={self.tp_overlap}: it is a number of chunks, 1 or more, or 0 for none")
-        if self.tp_overlap and self.precision in FLOAT8_RECIPES:
-            raise PlanError(
-                f"tp_overlap={self.tp_overlap} computes products in chunks of tokens, and precision={self.precision} "
-                "computes them whole, by torchao's kernels; nearest that works: precision=bf16, or drop tp_overlap"
-            )
-
-    def _check_expert_node(self) -> None:
-        """Refuses nodes that aren't runs of the ranks of ``ep``, and chunks of no number."""
-        if self.ep_overlap < 0 or self.ep_overlap == 1:
-            raise PlanError(
-                f"ep_overlap={self.ep_overlap}: it is a number of chunks, 2 or more, or 0 for none; nearest that "
-                "works: ep_overlap=2"
-            )
-        if self.ep_halves and self.degree(Mechanics.EXPERTS) > 1 and not self.can_halve:
-            raise PlanError(
-                "ep_halves=true: while one half is in a layer the other leaves it, which at zero=3 frees the layer's "
-                "weights, but in a pipeline; nearest that works: zero=2"
-            )
-        if self.ep_keep and not self.recompute:
-            raise PlanError(
-                "ep_keep=true keeps what recompute would exchange again, and recompute=none keeps it anyway; drop it, "
-                "or write recompute=full"
-            )
-        degree = self.degree(Mechanics.EXPERTS)
-        if not self.ep_node or degree == 1 or fits_expert_node(self.ep_node, degree):
-            return
-        fitting = [count for count in range(1, degree) if fits_expert_node(count, degree)]
-        nearest_size = min(fitting, key=lambda count: abs(count - self.ep_node))
-        raise PlanError(
-            f"ep_node={self.ep_node}: runs of ranks of {self.format_degree(Mechanics.EXPERTS)} must divide them, and "
-            f"be fewer; nearest that works: ep_node={nearest_size}"
-        )
-
-    def _check_axes(self) -> None:
-        """Refuses choices of an axis that isn't used, and expert degrees that the other axes can't carry."""
-        for name, mechanics in _CHOICES_OF.items():
-            choice = getattr(self, name)
-            if choice and choice != "none" and self.degree(mechanics) == 1:
-                value, axis = str(choice).lower(), self.axis(mechanics)
-                raise PlanError(f"{name}={value} has no effect without {axis}; write {axis}=2 or more, or drop it")
-        if self.attention not in ("", *ATTENTIONS):
-            raise PlanError(f"attention={self.attention} is unknown{nearest(self.attention, ATTENTIONS)}")
-        if self.rows:
-            self._check_shares()
-        if self.stages < 0:
-            raise PlanError(f"stages={self.stages}: each rank runs 1 stage or more")
-        axes = known_axes()
-        for name in self.degrees:
-            axis_facts = axes[name]
-            if axis_facts.mechanics is not Mechanics.NONE and name != (other_axis := self.axis(axis_facts.mechanics)):
-                raise PlanError(
-                    f"{other_axis}={self.degree(other_axis)} and {name}={self.degree(name)} both split the same work "
-                    f"({axis_facts.mechanics.name.lower()}), which one axis does; write {other_axis}="
-                    f"{self.degree(other_axis) * self.degree(name)}"
-                )
-            # An axis that carves (ep) factorises other axes' ranks a second time.
-            carved_ranks = math.prod(self.degree(other_axis) for other_axis in axis_facts.carves)
-            if axis_facts.carves and carved_ranks % self.degree(name):
-                carved_names = " x ".join(axis_facts.carves)
-                raise PlanError(
-                    f"{name}={self.degree(name)} divides the ranks of {carved_names} a second time, and those are "
-                    f"{carved_ranks}; nearest that works: {name}={math.gcd(carved_ranks, self.degree(name))}"
-                )
-
-    def _check_shares(self) -> None:
-        readers = reader(0, self.degrees)[1]
-        shares = self.rows.shares
-        if len(shares) != readers:
-            even = "-".join(["1"] * readers)
-            raise PlanError(f"rows={self.rows} has {len(shares)} shares, but {readers} readers; for one, rows={even}")
-        if len(set(shares)) == 1:
-            raise PlanError(f"rows={self.rows} shares the rows evenly, which has no effect; drop it")
+        check_layout(self)
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -383,18 +171,6 @@ class Layout:
             return "tf32"
         return "fp8" if self.precision in FLOAT8_RECIPES else ""
 
-    def degree(self, axis: str | Mechanics) -> int:
-        """Returns the size of an axis, or of the one that has some mechanics; 1 when it isn't used."""
-        return self.degrees.get(axis if isinstance(axis, str) else self.axis(axis), 1)
-
-    def axis(self, mechanics: Mechanics) -> str:
-        """Returns the axis of some mechanics that is used, or the first that is known where none is."""
-        return axis_with(mechanics, self.degrees)
-
-    def format_degree(self, mechanics: Mechanics) -> str:
-        """Returns the axis of some mechanics with its degree, as ``cp=2``."""
-        return f"{self.axis(mechanics)}={self.degree(mechanics)}"
-
     def pipeline(self) -> Schedule:
         """Builds the schedule; of one rank and stage without ``pp``.
 
@@ -445,21 +221,6 @@ class Layout:
         return mesh_shape(self.degrees)
 
     @property
-    def state_axes(self) -> tuple[str, ...]:
-        """Axes over whose product the state of a weight is sharded; none at ``zero=0``."""
-        return state_axes(self.zero)
-
-    @property
-    def state_shards(self) -> int:
-        """Number of ranks that share the state of a weight."""
-        return int(state_shards(self.degrees, self.zero))
-
-    @property
-    def copies(self) -> int:
-        """Number of ranks that hold the same part of a weight's state, over which its gradient is summed."""
-        return _count_copies(self.degrees, self.zero)
-
-    @property
     def is_lossy(self) -> bool:
         """Whether ranks send each other less than exact values, which trains otherwise than these."""
         return any(str(getattr(self, name)) != "none" for name in LOSSY_CHOICES)
@@ -501,11 +262,6 @@ class Layout:
         # Rows of one share; the batch divides by `batch_unit`.
         unit = rows // sum(shares)
         return unit * sum(shares[:index]), unit * sum(shares[: index + 1])
-
-    @property
-    def can_halve(self) -> bool:
-        """Whether `ep_halves` is possible: the weights of a layer stay gathered until both halves have left it."""
-        return self.degree(Mechanics.EXPERTS) > 1 and (self.zero < 3 or self.degree(Mechanics.STAGES) > 1)
 
     @property
     def calls(self) -> int:
@@ -590,10 +346,10 @@ class Layout:
         changes["ep_node"] = expert_node_over(self.ep_node, degrees)
         if changes["zero"] == 3 and degrees.get(axis_with(Mechanics.STAGES, degrees), 1) == 1:
             changes["ep_halves"] = False
-        changes["compress"] = self.compress.over(_count_copies(degrees, changes["zero"]))
+        changes["compress"] = self.compress.over(state_copies(degrees, changes["zero"]))
         if self.compress.keeps_errors and error_feedback_refusal(degrees, self.offload):
             changes["compress"] = defaults["compress"]
-        for name, mechanics in _CHOICES_OF.items():
+        for name, mechanics in MECHANICS_OF_CHOICE.items():
             # A choice without its axis would be refused.
             if degrees.get(axis_with(mechanics, degrees), 1) == 1:
                 changes[name] = defaults[name]
@@ -611,32 +367,6 @@ class Layout:
         return cls(**{key: value for key, value in values.items() if key != "text"})
 
 
-def secondary_over(size: int, degrees: Mapping[str, int], zero: int) -> int:
-    """Returns the ranks that can share gathered weights between passes over other degrees: ``size``, or 0."""
-    is_pipelined = degrees.get(axis_with(Mechanics.STAGES, degrees), 1) > 1
-    fits = zero == 3 and not is_pipelined and _fits_secondary(size, int(state_shards(degrees, zero)))
-    return size if fits else 0
-
-
-def expert_node_over(size: int, degrees: Mapping[str, int]) -> int:
-    """Returns the neighbours of ``ep`` that a token can travel to once over other degrees: ``size``, or 0."""
-    degree = degrees.get(axis_with(Mechanics.EXPERTS, degrees), 1)
-    return size if fits_expert_node(size, degree) else 0
-
-
-def fits_expert_node(size: int, degree: int) -> bool:
-    """Returns whether runs of ``size`` ranks are parts of ``degree`` ranks of ``ep``, as `Layout.ep_node` asks."""
-    return 1 <= size < degree and degree % size == 0
-
-
-def _fits_secondary(size: int, shards: int) -> bool:
-    return 2 <= size < shards and shards % size == 0
-
-
 def _shards_rows(degrees: Mapping[str, int]) -> bool:
     """Returns whether the degrees use an axis that shards state over ranks with other rows."""
     return any(degrees.get(name, 1) > 1 for name in row_axes(Holds.SHARD))
-
-
-def _count_copies(degrees: Mapping[str, int], zero: int) -> int:
-    return math.prod(degrees.get(name, 1) for name in gradient_axes(state_axes(zero)))

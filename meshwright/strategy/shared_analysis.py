@@ -17,7 +17,7 @@ from meshwright.parallel.byte_collectives import broadcast_bytes
 from meshwright.records import RecordCodec, RecordError
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import (
@@ -58,7 +58,7 @@ CODEC = RecordCodec(
         Block,
         LayerGraph,
         LayerOutput,
-        ExpertRows,
+        LayerExperts,
     ),
     {TreeSpec: (treespec_dumps, treespec_loads), CuttingKind: (attrgetter("value"), CuttingKind)},
 )

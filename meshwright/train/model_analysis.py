@@ -22,9 +22,10 @@ from meshwright.models.build import BuiltModel
 from meshwright.models.random_draws import drawing_parts
 from meshwright.parallel import tensor_stages
 from meshwright.spec.axis import Mechanics
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.layer_graph import LayerGraph, divide
-from meshwright.spec.layout import BALANCED_ATTENTIONS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import BALANCED_ATTENTIONS
 from meshwright.spec.placement import halved
 from meshwright.spec.sharding_table import ShardingTable
 
@@ -37,7 +38,7 @@ class ModelAnalysis:
     """How its weights are split; for ``tp`` and ``cp``."""
     layer_graph: LayerGraph | None = None
     """Tensors that pass between consecutive layers; for ``pp``."""
-    experts: Sequence[ExpertRows] = ()
+    experts: Sequence[LayerExperts] = ()
     """Its experts' weights; for ``ep``, and to count their tokens."""
     attention: str = ""
     """How ``cp`` computes attention."""
@@ -307,7 +308,7 @@ def analyse_model(
     )
 
 
-def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows], trial: ForwardTrial) -> None:
+def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[LayerExperts], trial: ForwardTrial) -> None:
     """Refuses lists that can't be spread, halves that would share what forward stores, and to keep no exchange."""
     if layout.ep_halves and not trial.objective.plain and (stored := find_stored_tensor(model, trial.objective)):
         raise PlanError(
@@ -319,7 +320,7 @@ def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRo
     check_expert_lists(model, layout, [buffer.name for buffer in trial.moving], trial.objective)
 
 
-def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[ExpertRows]) -> None:
+def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[LayerExperts]) -> None:
     """Refuses to keep what came from experts in layers that have none."""
     names, recompute = model.structure.layers, layout.recompute
     recomputed = [names[number] for number in recompute.layers(len(names))]

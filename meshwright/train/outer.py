@@ -304,20 +304,11 @@ class OuterOptimizer:
     def outer_weights(self) -> Iterator[None]:
         """Puts the weights of the last join in place of this island's own, as long as the context lasts."""
         self._average_all()
-        self._swap()
+        self._program.swap_weights(self._weights, self._start_views)
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        """Exchanges this island's weights with those of the last join."""
-        for weight, start in zip(self._weights, self._start_views):
-            own = weight.local.clone()
-            weight.local.copy_(start)
-            start.copy_(own)
-        self._program.weights_changed()
+            self._program.swap_weights(self._weights, self._start_views)
 
     def state(self) -> Iterator[tuple[str, StateTensor]]:
         """Yields (name, tensor) of what checkpoints hold beside each island's weights and moments."""

@@ -308,19 +308,11 @@ class SiteOptimizer:
     @contextlib.contextmanager
     def outer_weights(self) -> Iterator[None]:
         """Puts the weights of the last version in place of this site's own, as long as the context lasts."""
-        self._swap()
+        self._program.swap_weights(self._weights, self._start_views)
         try:
             yield
         finally:
-            self._swap()
-
-    @torch.no_grad()
-    def _swap(self) -> None:
-        for weight, start in zip(self._weights, self._start_views):
-            own = weight.local.clone()
-            weight.local.copy_(start)
-            start.copy_(own)
-        self._program.weights_changed()
+            self._program.swap_weights(self._weights, self._start_views)
 
     def state(self) -> Iterator[tuple[str, StateTensor]]:
         """Yields (name, tensor) of the weights of the last version, which checkpoints hold beside the site's own."""

@@ -18,7 +18,7 @@ from meshwright.train.scaler import LossScaler
 
 FIELDS = ("loss_sum", "targets", "hits", "norm_squared", "stop")
 """Fields of the step's all-reduced vector, each a sum over the ranks of an island. They are followed by two numbers for
-each term of a model's own loss (`parallel.program.Compute`), then the token counts of each expert."""
+each term of a model's own loss (`parallel.stage_module.Compute`), then the token counts of each expert."""
 
 ROW = 1 << 12
 """Elements of a host tensor whose norm is one sum in float32: 16 KiB, which the cache of a core holds."""
@@ -76,7 +76,7 @@ def mean_terms(sums: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
     """Returns the mean of each term of a model's own loss, whose sum is the loss.
 
     Args:
-        sums: (3 + 2 terms + any,) float64, sums of `parallel.program.Compute` over all ranks.
+        sums: (3 + 2 terms + any,) float64, sums of `parallel.stage_module.Compute` over all ranks.
         names: of the terms; empty for plain cross-entropy.
     """
     if not names:
@@ -308,7 +308,7 @@ class Stepper:
         """All-reduces the step's sums and the squared gradient norm, in one vector.
 
         Args:
-            sums: (3 + 2 terms,) this rank's sums of `parallel.program.Compute`, partial over readers.
+            sums: (3 + 2 terms,) this rank's sums of `parallel.stage_module.Compute`, partial over readers.
             stop: this rank's term of the stop count.
             joint_islands: islands that take the step as one, each of which has the gradient of all.
 
@@ -331,7 +331,7 @@ class Stepper:
         return vector[3].sqrt() * factor, vector, factor
 
     def total(self, sums: torch.Tensor) -> torch.Tensor:
-        """Returns ``sums`` of `parallel.program.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
+        """Returns ``sums`` of `parallel.stage_module.Compute`, (3 + 2 terms,), as float64 summed over all readers."""
         return self.world_sum(sums.to(torch.float64) / self._copies)
 
     def _step_sum(self, values: torch.Tensor, joint_islands: int) -> torch.Tensor:

@@ -17,12 +17,13 @@ from meshwright.jobs.model_reading import make_measure
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Candidate, Question
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import EAGER_MOVES, MESHWRIGHT
 from meshwright.planner.measured_price import measure_activations, price_layout
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from tests.plain_model import Block, PlainModel
 

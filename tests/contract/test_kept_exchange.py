@@ -18,11 +18,12 @@ from meshwright.models.build import build_meta
 from meshwright.parallel import kept_exchange, row_exchange, token_dispatch
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
+from meshwright.planner.cost.expert_traffic import ExpertTraffic
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.expert_exchange import keeping_forms
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import Recompute
@@ -164,7 +165,7 @@ def planned_bytes(layout: Layout) -> float:
     )  # fmt: skip
     job = PricedJob(shape=shape_from_sizes(sizes), sequence=TOKENS, rows=ROWS, precision="float32")
     priced = PricedModel(job, LayoutBatch.from_layouts([layout], 2), Machine.of(Cluster.parse("4xh100")), MESHWRIGHT)
-    return sum(float(priced._exchange.kept_bytes(block)[0]) for block in job.shape.blocks)
+    return sum(float(ExpertTraffic(priced, block).kept_bytes()[0]) for block in job.shape.blocks)
 
 
 @pytest.mark.parametrize("more", ["", ",compress_tokens=fp8"])

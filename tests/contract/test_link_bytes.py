@@ -15,7 +15,7 @@ import pytest
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.cluster.link import Link
 from meshwright.cluster.node import standard_node
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -23,6 +23,7 @@ from meshwright.planner.cost.pipeline_floor import PipelineFloor
 from meshwright.planner.cost.pipeline_simulation import stage_seconds
 from meshwright.planner.cost.price import bound_step_s, price_many
 from meshwright.planner.cost.ranks import RankTimes
+from meshwright.planner.question import Question
 from meshwright.planner.rank_groups import RankGroups
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.schedules.array_makespan import ArraySchedule

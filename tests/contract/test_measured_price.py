@@ -15,7 +15,7 @@ from meshwright.jobs.model_reading import make_measure, model_parts
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import AFTER_PIPELINE, Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.collectives import Collectives
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.operators import PipelineSeconds, WorkSeconds, price_operators
@@ -23,7 +23,8 @@ from meshwright.planner.cost.prices import Price
 from meshwright.planner.islands import island_question
 from meshwright.planner.layer_traffic import LayerTraffic
 from meshwright.planner.measured_price import correct_price
-from meshwright.planner.predict import named_plan
+from meshwright.planner.predict import AFTER_PIPELINE, named_plan
+from meshwright.planner.question import Question
 from meshwright.planner.rates import MeasuredTimes
 from meshwright.planner.run_history import learn, record
 from meshwright.spec.compression import assign_buckets
@@ -155,7 +156,7 @@ def test_an_island_of_one_rank_computes_beside_the_others() -> None:
     island = island_question(question, Layout.parse("islands=4"))
     assert island.cluster.devices == 1 and products(island, "replicate=1") == pytest.approx(joined)
     # The same rows on a machine where nobody else computes.
-    assert products(dataclasses.replace(island, beside=0), "replicate=1") == pytest.approx(joined / 4)
+    assert products(dataclasses.replace(island, other_island_devices=0), "replicate=1") == pytest.approx(joined / 4)
 
 
 def test_the_host_of_a_gpu_issues_its_step_while_the_device_is_at_work() -> None:

@@ -18,7 +18,7 @@ from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.collectives import Collectives, StateTraffic
 from meshwright.planner.cost.groups import Machine, span
@@ -27,6 +27,7 @@ from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.pipeline_floor import is_long
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.layer_traffic import LayerTraffic
+from meshwright.planner.question import Question
 from meshwright.planner.space import cores, expand
 from meshwright.spec.layout import Layout
 from meshwright.spec.model_shape import ModelShape

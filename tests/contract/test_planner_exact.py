@@ -24,15 +24,18 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import TIME_TOLERANCE, Candidate, Question, choose
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_kinds import kinds_of
 from meshwright.planner.measured_price import price_layout
+from meshwright.planner.question import TIME_TOLERANCE, Question
 from meshwright.planner.unequal import choose_unequal, price_unequal
 from meshwright.schedules.spec import known_schedules
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, Recompute, StageSplit
+from meshwright.spec.layout_fields import OFFLOADS
 from tests.tiers import further
 
 CASES = 300

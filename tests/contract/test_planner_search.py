@@ -13,16 +13,9 @@ import pytest
 from meshwright.cluster.cluster import Cluster, NodeGroup
 from meshwright.errors import PlanError
 from meshwright.planner import choose as choose_module
-from meshwright.planner.choose import (
-    Candidate,
-    Choice,
-    Question,
-    add_named_layouts,
-    build_choice,
-    choose,
-    price_candidate,
-    search_space,
-)
+from meshwright.planner.candidate import Candidate, Choice
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import add_named_layouts, build_choice, choose, search_space
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import (
     RECOMPUTES,
@@ -37,12 +30,14 @@ from meshwright.planner.cost.pipeline_simulation import simulated_steps_s
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.explain import NAMES, memory_sentence, reason, why
 from meshwright.planner.measured_price import price_layout
+from meshwright.planner.question import Question
 from meshwright.planner.scaling import Point, _smaller_questions, curve, knee, replan, sizes
 from meshwright.planner.search import search
 from meshwright.planner.space import contains, cores, divisors, expand, layout_of
 from meshwright.planner.state_rule import named
 from meshwright.planner.timeline import timeline
-from meshwright.spec.layout import OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.units import format_bytes, format_seconds
 from tests.tiers import further
 

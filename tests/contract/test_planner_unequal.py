@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, choose
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layer_sums import LayerCosts
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
@@ -17,6 +17,7 @@ from meshwright.planner.cost.price import price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.unequal_ranks import UnequalRankTimes
 from meshwright.planner.device_kinds import kinds_of
+from meshwright.planner.question import Question
 from meshwright.planner.unequal import _timed, choose_unequal, price_unequal, why_unequal
 from meshwright.planner.uneven_split import uneven_data_layouts, uneven_pipelines
 from meshwright.spec.layout import Layout

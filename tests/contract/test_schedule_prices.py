@@ -15,8 +15,9 @@ import pytest
 from meshwright import schedules as folder
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner import choose as choose_module
-from meshwright.planner.choose import Question, choose, price_candidate, price_candidates
+from meshwright.planner import candidate_prices
+from meshwright.planner.candidate_prices import price_candidate, price_candidates
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost import pipeline_simulation
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
@@ -24,6 +25,7 @@ from meshwright.planner.cost.price import price_of
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.cost.ranks import RankTimes
 from meshwright.planner.cost.timing import in_flight_microbatches
+from meshwright.planner.question import Question
 from meshwright.schedules.closed_form import PassSums
 from meshwright.schedules.costs import ActionCosts
 from meshwright.schedules.evaluate import held_microbatches, step_seconds
@@ -105,8 +107,8 @@ def test_a_copy_is_priced_as_the_original(name: str, microbatches: int) -> None:
 
 
 def test_gpipe_holds_every_microbatch_and_1f1b_few() -> None:
-    held_by = {name: priced(name, 32).stages[0].held for name in ("gpipe", "aaagpipe", "1f1b")}
-    assert held_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
+    in_flight_by = {name: priced(name, 32).stages[0].held for name in ("gpipe", "aaagpipe", "1f1b")}
+    assert in_flight_by == {"gpipe": 32, "aaagpipe": 32, "1f1b": 4}
 
 
 def test_codes_begin_with_the_default_and_join_the_search() -> None:
@@ -137,7 +139,7 @@ def sizes_of(spec: ScheduleSpec) -> list[tuple[int, int, int]]:
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
     spec = known_schedules()[name]
-    bare = dataclasses.replace(spec, held=None, step_s=None)
+    bare = dataclasses.replace(spec, in_flight=None, step_s=None)
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         stated, counted = (held_microbatches(one, ranks, v, m)[0] for one in (spec, bare))
@@ -149,7 +151,7 @@ def test_what_a_form_says_is_held_covers_the_actions(name: str) -> None:
 
 @pytest.mark.parametrize("name", ORIGINALS)
 def test_a_schedule_without_forms_takes_what_its_actions_take(name: str) -> None:
-    spec = dataclasses.replace(known_schedules()[name], held=None, step_s=None)
+    spec = dataclasses.replace(known_schedules()[name], in_flight=None, step_s=None)
     for ranks, stages, microbatches in sizes_of(spec):
         v, m = np.array([float(stages)]), np.array([float(microbatches)])
         each = np.array([3.0 * stages])
@@ -226,9 +228,9 @@ def test_layouts_are_priced_at_once_as_one_by_one(monkeypatch: pytest.MonkeyPatc
 def test_a_plan_prices_its_finalists_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch of layouts once: finalists, the front of time and memory, and forms of the finalists."""
     asked: list[int] = []
-    prices = choose_module.simulated_prices
+    prices = candidate_prices.simulated_prices
     monkeypatch.setattr(
-        choose_module,
+        candidate_prices,
         "simulated_prices",
         lambda job, layouts, *rest: asked.append(len(layouts)) or prices(job, layouts, *rest),
     )

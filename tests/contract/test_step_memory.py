@@ -15,11 +15,12 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layer_bytes import price_bytes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.measured_bytes import ActivationBytes, MeasuredBytes
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout import Layout
 
 ROWS = Path(__file__).parents[2] / "benchmarks" / "h100.jsonl"
@@ -47,7 +48,7 @@ def walked_peak(job: PricedJob, layout: Layout) -> float:
     """A step of bf16 compute without a pipeline, event by event: gather, forward, loss, backward, reductions."""
     batch = LayoutBatch.from_layouts([layout], len(job.shape.blocks))
     model = PricedModel(job, batch, Machine.of(CLUSTER), MESHWRIGHT.for_layout(layout))
-    layer, embedding, head = model.price_bytes(job.shape.blocks[0]), price_embedding(model), price_head(model)
+    layer, embedding, head = price_bytes(model, job.shape.blocks[0]), price_embedding(model), price_head(model)
     saved, working, logits, ends, first, *sizes = (
         float(np.broadcast_to(value, 1)[0])
         for value in (
@@ -140,7 +141,7 @@ def test_the_gradient_of_all_experts_of_a_rank_is_one(text: str, local: int) -> 
     layout = Layout.parse(f"{text},precision=bf16")
     job = PricedJob(shape=shape_from_sizes(sizes), sequence=64, rows=64)
     model = PricedModel(job, LayoutBatch.from_layouts([layout], 2), Machine.of(CLUSTER), MESHWRIGHT)
-    assert np.broadcast_to(model.price_bytes(job.shape.blocks[0]).first_gradient, 1)[0] == local
+    assert np.broadcast_to(price_bytes(model, job.shape.blocks[0]).first_gradient, 1)[0] == local
 
 
 def test_one_recomputed_layer_has_as_much_at_once_as_all() -> None:

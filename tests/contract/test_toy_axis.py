@@ -26,11 +26,13 @@ from meshwright.models.measure import measure_shape
 from meshwright.monitor.rundir import read_run
 from meshwright.monitor.sections import layout_grid
 from meshwright.parallel.build import check
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
 from meshwright.planner.memory import position_memory
+from meshwright.planner.question import Question
 from meshwright.planner.space import contains, cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
 from meshwright.proof.layouts import all_layouts, data_layouts

@@ -19,10 +19,12 @@ from meshwright import schedules
 from meshwright.cli.main import main
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, choose, price_candidate, search_space
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose, search_space
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price_many
+from meshwright.planner.question import Question
 from meshwright.planner.space import layout_of
 from meshwright.proof.layouts import all_layouts
 from meshwright.schedules import __main__ as command
@@ -51,7 +53,7 @@ TOY = "pp=4,schedule=toy,microbatches=8"
 def toys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     files = {(schedules, name): copied_schedule(module, name) for name, (module, _) in COPIES.items()}
     bare = copied_schedule("gpipe", PLAIN)
-    bare, count = re.subn(r"(?m)^    (step_s|held|bubble|bubble_text)=.*\n", "", bare)
+    bare, count = re.subn(r"(?m)^    (step_s|in_flight|bubble|bubble_text)=.*\n", "", bare)
     assert count == 4
     with added(tmp_path_factory.mktemp("toys"), files | {(schedules, PLAIN): bare}):
         yield

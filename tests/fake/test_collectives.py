@@ -29,10 +29,10 @@ from meshwright.models.analysis.table import sharding_table
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price
 from meshwright.planner.memory import position_memory, rest_bytes
+from meshwright.planner.question import Question
 from meshwright.planner.space import cores, expand, layout_of
 from meshwright.planner.traffic import step_collectives
 from meshwright.spec.layout import Layout

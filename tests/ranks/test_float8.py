@@ -16,10 +16,13 @@ from meshwright.models.analysis.small_config import shrink_config
 from meshwright.models.config import ModelConfig
 from meshwright.parallel import float8
 from meshwright.parallel.float8 import Float8Product, float8_linears
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.spec.layout import FLOAT8_RECIPES, Layout
+from meshwright.planner.question import Question
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 from meshwright.torch_compat.torchao_import import import_torchao
 from tests.contract.test_low_precision import prove
 from tests.tiers import cases

@@ -11,9 +11,10 @@ import torch
 from meshwright.cluster.cluster import Cluster
 from meshwright.models.measure import measure_shape
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layer_bytes import price_bytes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model
 from tests import traced_graphs
@@ -77,7 +78,8 @@ def planned_values(name: str, text: str) -> float:
     layout = Layout.parse(text)
     job = PricedJob(shape=measure_shape(model(name)), sequence=TOKENS, rows=ROWS, precision="float32")
     machine, batch = Machine.of(Cluster.parse(f"{layout.world}xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
-    cost = PricedModel(job, batch, machine, MESHWRIGHT.for_layout(layout)).price_bytes(job.shape.blocks[0])
+    priced_model = PricedModel(job, batch, machine, MESHWRIGHT.for_layout(layout))
+    cost = price_bytes(priced_model, job.shape.blocks[0])
     tokens = ROWS * TOKENS // (layout.degree("cp") * layout.degree("shard"))
     return float(np.asarray(cost.saved - cost.spared).item()) / tokens / 4
 

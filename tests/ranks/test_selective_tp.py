@@ -15,9 +15,10 @@ from meshwright.models.measure import measure_shape
 from meshwright.parallel import selective
 from meshwright.parallel.recompute import apply
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layer_bytes import price_bytes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout import Layout
 from meshwright.train.model_analysis import analyse_model
 from tests import traced_graphs
@@ -85,7 +86,8 @@ def planned_bytes(name: str, layout: Layout) -> float:
     """Returns what a plan has the last layer keep, its input included."""
     job = PricedJob(shape=measure_shape(model(name)), sequence=TOKENS, rows=ROWS, precision="float32")
     machine, batch = Machine.of(Cluster.parse(f"{layout.world}xcpu")), LayoutBatch.from_layouts([layout], LAYERS)
-    cost = PricedModel(job, batch, machine, MESHWRIGHT.for_layout(layout)).price_bytes(job.shape.blocks[-1])
+    priced_model = PricedModel(job, batch, machine, MESHWRIGHT.for_layout(layout))
+    cost = price_bytes(priced_model, job.shape.blocks[-1])
     return float(np.asarray(cost.saved - cost.spared).item())
 
 

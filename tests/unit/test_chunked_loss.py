@@ -21,9 +21,9 @@ from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.chunked_loss import ChunkedLoss
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import GPU_CHUNK_LOGITS, LossChunk
 from meshwright.train.chunked_loss import head_cross_entropy_sums

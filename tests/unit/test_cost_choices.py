@@ -11,12 +11,14 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import PlanError
 from meshwright.models.operators import DRAWN_BYTES
 from meshwright.parallel import build, random_ops
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.meshwright_profile import DRAW_BYTES, MESHWRIGHT, MOST_SCORES, SELECTIVE_HOST
 from meshwright.planner.cost.price import price
 from meshwright.planner.cost.prices import Price
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 
 LLAMA = TableSizes(name="llama", layers=16, width=2048, heads=16, kv_heads=4, vocab=32000, ffn=8192)

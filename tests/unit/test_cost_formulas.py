@@ -12,10 +12,11 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.planner.closed_form import Latent, TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine, span
 from meshwright.planner.cost.kernels import PRODUCTS, RATES, generation, matmul_s, sustained_share
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layers import price_layer
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob, schedule_names
 from meshwright.planner.cost.meshwright_profile import MESHWRIGHT
 from meshwright.planner.cost.price import price, price_many
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.prices import MEMORY, layer_span
 from meshwright.planner.cost.stages import _balanced, divide_blocks
 from meshwright.planner.cost.timing import in_flight_microbatches, makespan
@@ -101,7 +102,7 @@ def saved_bytes(recompute: str, tp: int, sequence: bool) -> float:
     degrees = LayoutBatch.from_layouts([layout], 96)
     job = PricedJob(shape=shape_from_sizes(GPT3), sequence=2048, rows=1)
     model = PricedModel(job, degrees, Machine.of(Cluster.parse("8xa100-80")), PLAIN)
-    cost = model.price_layer(job.shape.blocks[0])
+    cost = price_layer(model, job.shape.blocks[0])
     return float(np.broadcast_to(cost.saved - cost.spared, 1)[0])
 
 

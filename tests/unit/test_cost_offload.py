@@ -12,13 +12,15 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.cluster.host import KERNEL_SHARE, host_of
 from meshwright.cluster.node import named_node, standard_node
 from meshwright.errors import PlanError
-from meshwright.planner.choose import Question, choose, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.offload import ADAM_PASSES, HOST_USABLE, PINNED
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.cost.prices import Price
 from meshwright.planner.explain import why
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 
 LLAMA = shape_from_sizes(TableSizes(name="llama", layers=32, width=4096, heads=32, kv_heads=8, vocab=128256, ffn=14336))

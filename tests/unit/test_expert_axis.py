@@ -14,7 +14,7 @@ from meshwright.models.analysis.experts import find_experts, require_experts
 from meshwright.parallel import expert
 from meshwright.spec.axes import known_axes
 from meshwright.spec.axis import Reads
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.groups import carved_groups, coordinates, mesh_shape, world_size
 
 DEGREES = [
@@ -22,7 +22,7 @@ DEGREES = [
     for sizes in itertools.product((1, 2), (1, 3), (1, 4), (1, 2), (1, 2), (2, 4, 8))
     if sizes[2] * sizes[3] * sizes[4] % sizes[5] == 0
 ]
-ROWS = ExpertRows(
+ROWS = LayerExperts(
     module="mlp.experts", experts=5, parameters=("up", "down"), counts=("num_experts",), arguments=("x", "i", "w")
 )
 
@@ -109,7 +109,7 @@ def holding(part: nn.Module) -> nn.Module:
 
 def test_experts_are_found_by_their_structure() -> None:
     (rows,) = find_experts(holding(Experts()))
-    assert rows == ExpertRows(
+    assert rows == LayerExperts(
         module="experts",
         experts=4,
         parameters=("up", "up_bias", "down"),

@@ -12,8 +12,8 @@ from meshwright.jobs.plan_model import preset_model, question_of
 from meshwright.jobs.requests import PlanConfig
 from meshwright.models.config import ModelConfig
 from meshwright.models.family import family_config
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import price_candidate
 from meshwright.planner.measured_price import use_counted_bytes
 from meshwright.planner.presets import presets
 from meshwright.spec.layout import Layout

@@ -13,10 +13,10 @@ from meshwright.errors import PlanError
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.device_kinds import kinds_of_speeds
 from meshwright.planner.measured_speeds import Freedom, choose_at_speeds, measured_speeds
+from meshwright.planner.question import Question
 from meshwright.planner.unequal import price_layouts, price_unequal
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_choices import BatchShares, StageSplit

@@ -14,7 +14,8 @@ from meshwright.jobs.migrate.recipe import MOST_BYTES, READERS, MigratedRecipe, 
 from meshwright.jobs.plan_model import model_of_sizes, question_of
 from meshwright.jobs.requests import PlanConfig
 from meshwright.models.family import family_config
-from meshwright.planner.choose import choose, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
+from meshwright.planner.choose import choose
 from meshwright.planner.emit import emit_plan, narrowed_question
 from meshwright.spec.layout import Layout
 from tests.house.source import ROOT

@@ -29,7 +29,7 @@ from meshwright.jobs.plan_server import PlanServer
 from meshwright.jobs.plan_worker import answer_line
 from meshwright.jobs.requests import PlanConfig
 from meshwright.monitor import guarded_server
-from meshwright.spec.layout import PRECISIONS
+from meshwright.spec.layout_fields import PRECISIONS
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SMALL = {"layers": 4, "width": 512, "heads": 8, "kv_heads": 0, "ffn": 0, "vocab": 32000, "batch": 16, "sequence": 512}

@@ -11,8 +11,10 @@ from meshwright.errors import PlanError
 from meshwright.jobs.plan_model import model_of_sizes, question_of
 from meshwright.jobs.plan_questions import plan_emit
 from meshwright.jobs.requests import PlanConfig
-from meshwright.planner.choose import Candidate, Question, price_candidate
+from meshwright.planner.candidate import Candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.emit import FRAMEWORKS, emit_plan
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 
 DENSE = "layers=8,width=1024,heads=16,kv_heads=4,vocab=32000,ffn=2816"

@@ -24,9 +24,9 @@ from meshwright.models import compiled_bytes
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
-from meshwright.planner.choose import Question
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import measure_activations, price_layout
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 from meshwright.spec.plan import Plan
 from meshwright.train.config import OptimizerConfig, OuterConfig, TrainConfig

@@ -12,12 +12,13 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import GroupSpan
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob
 from meshwright.planner.cost.price import price, price_many
 from meshwright.planner.lossy import lossy_hint
+from meshwright.planner.question import Question
 from meshwright.spec.layout import Layout
 
 SHAPE = shape_from_sizes(TableSizes(name="dense", layers=8, width=1024, heads=16, vocab=32000))

@@ -8,7 +8,7 @@ from meshwright.errors import PlanError
 from meshwright.planner.memory import ModelParts, StateSizes, position_memory, rest_bytes, state_memory
 from meshwright.planner.model_parts import stage_bounds
 from meshwright.planner.rank_weights import elements, shard_elements
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.layer_graph import LayerGraph, LayerOutput
 from meshwright.spec.layout import Layout
 from meshwright.spec.sharding_table import Block, LayerSharding, ParameterSplit, ShardingGroup, ShardingTable
@@ -63,7 +63,7 @@ def model(tied: bool = True) -> ModelParts:
         }
     shapes |= {"norm": (WIDTH,), "head.weight": (VOCAB, WIDTH)}
     experts = [
-        ExpertRows(module=f"h.{at}.mix", experts=EXPERTS, parameters=("rows",), counts=(), arguments=("x", "i", "w"))
+        LayerExperts(module=f"h.{at}.mix", experts=EXPERTS, parameters=("rows",), counts=(), arguments=("x", "i", "w"))
         for at in range(LAYERS)
     ]
     return ModelParts(

@@ -25,9 +25,9 @@ from meshwright.jobs.plan_questions import (
     plan_what_if,
 )
 from meshwright.jobs.requests import PlanConfig
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.capacity import BatchCurve, largest_that, with_sequence, with_shape
 from meshwright.planner.cases import PlannedCase, fits
-from meshwright.planner.choose import Candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.scaling import Point, best_size, knee
 from meshwright.planner.shape_changes import (

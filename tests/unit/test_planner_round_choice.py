@@ -19,12 +19,13 @@ from meshwright.jobs.requests import PlanConfig
 from meshwright.jobs.rounds import make_rounds
 from meshwright.jobs.run_directory import claim_directory, planned_outer, write_run
 from meshwright.planner import state_rule
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.islands import ExchangePrice, fragment_shares, price_exchange, price_join
 from meshwright.planner.measured_price import price_layout
 from meshwright.planner.predict import chosen_plan
+from meshwright.planner.question import Question
 from meshwright.planner.round_choice import DELAYS, FRAGMENTS, ROUND_STEPS, SLACK, _paces
 from meshwright.planner.rounds import JOIN, OUTER, Rounds
 from meshwright.spec.layout import Layout

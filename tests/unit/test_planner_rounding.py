@@ -9,13 +9,14 @@ import pytest
 
 from meshwright.cluster.calibration import Calibration
 from meshwright.cluster.cluster import Cluster
-from meshwright.planner.choose import Question, engine_on, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.groups import Machine
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.cost.rounding import CORE_BYTE, RoundingTimes
 from meshwright.planner.islands import price_join
 from meshwright.planner.measured_price import price_layout
+from meshwright.planner.question import Question, engine_on
 from meshwright.planner.rounds import Rounds
 from meshwright.spec.layout import Layout
 

@@ -10,7 +10,7 @@ import pytest
 from meshwright.cluster.cluster import Cluster
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
-from meshwright.planner.choose import Candidate
+from meshwright.planner.candidate import Candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.compilation import consider_compiled
 from meshwright.planner.cost.layout_batch import LayoutBatch, PricedJob

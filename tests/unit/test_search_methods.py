@@ -23,9 +23,10 @@ from benchmarks.search_methods import (
     table,
 )
 from meshwright.cluster.cluster import Cluster
-from meshwright.planner.choose import Question, price_candidate
+from meshwright.planner.candidate_prices import price_candidate
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
+from meshwright.planner.question import Question
 from meshwright.planner.space import contains, cores, layout_of
 from meshwright.spec.layout import Layout
 

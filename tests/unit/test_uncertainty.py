@@ -19,15 +19,15 @@ from meshwright.jobs.plan import plan
 from meshwright.jobs.plan_model import model_of_sizes, plan_model
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.chances import candidate_chances
-from meshwright.planner.choose import Question
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
 from meshwright.planner.cost.layout_batch import PricedJob
-from meshwright.planner.uncertainty import MemorySpread, Seen, Shape, TimeSpread, fitted_spreads
+from meshwright.planner.question import Question
+from meshwright.planner.uncertainty import Evidence, MemorySpread, Shape, TimeSpread, fitted_spreads
 from meshwright.spec.plan import Prediction
 
 NORMAL = Shape(wide_share=0.0, wide_factor=3.0)
 WIDE = Shape(wide_share=0.1, wide_factor=3.0)
-UNSEEN = Seen(framework=False, device=True)
+UNSEEN = Evidence(framework=False, device=True)
 
 
 def held_out(**fields: object) -> HeldOut:
@@ -125,7 +125,7 @@ def raw_rows(population: str) -> list[dict[str, str]]:
 def test_four_fifths_of_rows_that_were_not_fitted_lie_in_the_interval(population: str) -> None:
     """Recomputed from the raw errors by numpy: frameworks count alike, as `docs/predictions.md` says."""
     rows = [row for row in raw_rows(population) if row["time_error"]]
-    spread, seen = fitted_spreads().time, Seen(framework=False, device=population == "framework")
+    spread, seen = fitted_spreads().time, Evidence(framework=False, device=population == "framework")
     factor = spread.factor(seen)
     shares = []
     for name in {row["framework"] for row in rows}:
@@ -137,7 +137,7 @@ def test_four_fifths_of_rows_that_were_not_fitted_lie_in_the_interval(population
 def test_what_is_said_to_fit_with_99_percent_ran_out_at_most_once_in_a_hundred() -> None:
     for population, framework in (("model", True), ("framework", False)):
         rows = [row for row in raw_rows(population) if row["room"]]
-        share = fitted_spreads().memory.share(0.99, Seen(framework=framework, device=True), counted=False)
+        share = fitted_spreads().memory.share(0.99, Evidence(framework=framework, device=True), counted=False)
         room, fits = (np.array([float(row[name]) for row in rows]) for name in ("room", "fits"))
         sure = np.exp(-room) <= share
         assert len(rows) > 1000 and sure.sum() > 300 and (fits == 0).sum() > 100
@@ -173,8 +173,8 @@ def test_a_plan_may_fill_what_fits_with_the_chance_that_is_asked() -> None:
     assert question("8xh100", usable=0.85).usable_bytes == pytest.approx(0.85 * asked.cluster.memory_bytes)
     # What is counted by the byte stays tight: cores, and machines that were calibrated.
     assert question("8xcpu").usable_share == 0.94 and question("8xcpu").chance_fits(1.0, 2.0**30) == pytest.approx(1.0)
-    unmeasured = question("8xh100").time_spread.factor(Seen(framework=False, device=False))
-    measured = question("8xh100").time_spread.factor(Seen(framework=True, device=True))
+    unmeasured = question("8xh100").time_spread.factor(Evidence(framework=False, device=False))
+    measured = question("8xh100").time_spread.factor(Evidence(framework=True, device=True))
     assert 1.0 < measured < unmeasured
     with pytest.raises(ConfigError, match=r"fits = 1\.0: .* under 1, as 0\.99"):
         PlanConfig(fits=1.0).check()
@@ -214,5 +214,5 @@ def test_an_unseen_framework_adds_its_own_part_to_the_tails_of_a_job() -> None:
     generator = np.random.default_rng(3)
     errors = 0.02 + 0.09 * generator.standard_normal(400_000) + 0.06 * shape.draw(generator, (400_000,))
     for room in (0.0, 0.1, 0.3, 0.5):
-        chance = spread.chance(room, Seen(framework=False, device=True), counted=False)
+        chance = spread.chance(room, Evidence(framework=False, device=True), counted=False)
         assert chance == pytest.approx(float((errors < room).mean()), abs=0.003)

@@ -9,7 +9,7 @@ from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.foreign import Foreign, Migration, divided
 from meshwright.jobs.migrate.torchtitan_model import read_torchtitan_model
 from meshwright.planner.emit import TORCHTITAN_SCHEDULES
-from meshwright.spec.layout import DEFAULT_SCHEDULE
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE
 
 _P, _T, _AC = "parallelism.", "training.", "activation_checkpoint."
 TORCHTITAN = Foreign(

@@ -25,7 +25,7 @@ from meshwright.models.attention import use_varlen
 from meshwright.models.build import BuiltModel, build_meta
 from meshwright.parallel import context
 from meshwright.parallel.ring_attention import RingRefusal
-from meshwright.spec.layout import BALANCED_ATTENTIONS
+from meshwright.spec.layout_fields import BALANCED_ATTENTIONS
 from meshwright.spec.sharding_table import ShardingTable
 
 TRIAL_WORK = 1 << 32

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 
 HIDDEN = ("hidden_states", "x", "hidden", "inputs", "tokens")
 CHOSEN = ("top_k_index", "router_indices", "selected_experts", "expert_indices", "topk_indices", "indices")
@@ -21,7 +21,7 @@ WEIGHTS = ("top_k_weights", "routing_weights", "expert_weights", "topk_weights",
 """Names of forward's arguments in models: hidden states (T, D), experts (T, k) and their weights (T, k)."""
 
 
-def find_experts(module: nn.Module) -> tuple[ExpertRows, ...]:
+def find_experts(module: nn.Module) -> tuple[LayerExperts, ...]:
     """Returns every module that holds all experts of a layer as rows of its weights, in the order of the model.
 
     Args:
@@ -30,12 +30,12 @@ def find_experts(module: nn.Module) -> tuple[ExpertRows, ...]:
     experts = []
     for name, child in module.named_modules():
         rows = _expert_rows(name, child)
-        if isinstance(rows, ExpertRows):
+        if isinstance(rows, LayerExperts):
             experts.append(rows)
     return tuple(experts)
 
 
-def require_experts(module: nn.Module, degree: int) -> tuple[ExpertRows, ...]:
+def require_experts(module: nn.Module, degree: int) -> tuple[LayerExperts, ...]:
     """Returns the experts of a model for a layout whose ``ep`` is ``degree``.
 
     Raises:
@@ -52,7 +52,7 @@ def require_experts(module: nn.Module, degree: int) -> tuple[ExpertRows, ...]:
     raise PlanError(f"ep={degree} spreads the experts of mixture layers over ranks: {reason}; use tp={degree} instead")
 
 
-def _refuse_adapted(module: nn.Module, experts: tuple[ExpertRows, ...], degree: int) -> None:
+def _refuse_adapted(module: nn.Module, experts: tuple[LayerExperts, ...], degree: int) -> None:
     """Refuses experts whose weights a module around them changes in its forward, as peft's `target_parameters` does.
 
     Raises:
@@ -72,7 +72,7 @@ def _refuse_adapted(module: nn.Module, experts: tuple[ExpertRows, ...], degree: 
             )
 
 
-def _refuse_lists(module: nn.Module, experts: tuple[ExpertRows, ...], degree: int) -> None:
+def _refuse_lists(module: nn.Module, experts: tuple[LayerExperts, ...], degree: int) -> None:
     """Refuses experts inside of an expert, and a list whose weights are used by others than its experts or its parent.
 
     Raises:
@@ -111,7 +111,7 @@ def _is_expert_list(name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.ModuleDict) and "expert" in own_name and "shared" not in own_name
 
 
-def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
+def _expert_rows(name: str, module: nn.Module) -> LayerExperts | str | None:
     """Returns a module's experts, or the reason for which they can't be spread; None for a module without any."""
     if _is_expert_list(name, module):
         return _expert_list(name, module)
@@ -141,7 +141,7 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
             f"({HIDDEN[0]}, {CHOSEN[0]}, {WEIGHTS[0]})"
         )
     (experts,) = sizes
-    return ExpertRows(
+    return LayerExperts(
         module=name,
         experts=experts,
         parameters=tuple(direct_parameters),
@@ -150,7 +150,7 @@ def _expert_rows(name: str, module: nn.Module) -> ExpertRows | str | None:
     )
 
 
-def _expert_list(name: str, module: nn.Module) -> ExpertRows | str | None:
+def _expert_list(name: str, module: nn.Module) -> LayerExperts | str | None:
     """Returns the experts of a list or dict of modules, or the reason for which they can't be spread."""
     children = dict(module.named_children())
     shapes = [{key: item.shape for key, item in child.named_parameters()} for child in children.values()]
@@ -167,7 +167,7 @@ def _expert_list(name: str, module: nn.Module) -> ExpertRows | str | None:
         return f"{name} is a list of modules that share weights"
     if any(not item.dim() for item in parameters.values()):
         return f"{name} is a list of modules that have numbers as weights"
-    return ExpertRows(
+    return LayerExperts(
         module=name,
         experts=len(children),
         parameters=tuple(parameters),

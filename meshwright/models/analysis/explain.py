@@ -15,7 +15,7 @@ from meshwright.models.analysis.evidence import (
     SplitTrial,
 )
 from meshwright.models.analysis.groups import matrix_names
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.spec.sharding_table import (
     Block,
     LayerSharding,
@@ -61,7 +61,7 @@ def explain_weights(
     layer: str,
     table: ShardingTable,
     evidence: ShardingEvidence,
-    experts: Sequence[ExpertRows],
+    experts: Sequence[LayerExperts],
     degree: int,
 ) -> list[WeightExplanation]:
     """Explains the split of each weight of a layer.
@@ -316,7 +316,7 @@ def _refusal_facts(module: str, reads: MatrixReads | None, evidence: LayerEviden
             )
 
 
-def _with_expert_axis(item: WeightExplanation, experts: Sequence[ExpertRows]) -> WeightExplanation:
+def _with_expert_axis(item: WeightExplanation, experts: Sequence[LayerExperts]) -> WeightExplanation:
     """Adds what ``ep`` does to a weight of experts."""
     for rows in experts:
         name = item.name.removeprefix(f"{rows.module}.")

@@ -7,8 +7,8 @@ import numpy as np
 from meshwright.cluster import traffic
 from meshwright.planner.cost.element_bytes import master_bytes
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.layout_choices import AUTO_CHUNK, WHOLE_LOGITS
 
 
@@ -24,11 +24,11 @@ class ChunkedLoss:
         shape, chosen = model.job.shape, model.layouts.loss_chunk
         self._columns = shape.vocab / model.layouts.tp
         automatic = saved.chunk_logits / self._columns if saved.chunk_logits else saved.chunk_tokens
-        asked = np.where(chosen == AUTO_CHUNK, automatic, chosen)
+        chunk_tokens = np.where(chosen == AUTO_CHUNK, automatic, chosen)
         can_chunk = bool(saved.chunk_logits or saved.chunk_tokens) and not shape.whole_logits
-        self.on = np.asarray((chosen != WHOLE_LOGITS) & (asked > 0) & can_chunk)
+        self.on = np.asarray((chosen != WHOLE_LOGITS) & (chunk_tokens > 0) & can_chunk)
         """Which layouts compute their logits in chunks, bool."""
-        self.count = np.ceil(model.tokens / np.clip(asked, 1.0, np.maximum(1.0, model.tokens)))
+        self.count = np.ceil(model.tokens / np.clip(chunk_tokens, 1.0, np.maximum(1.0, model.tokens)))
         """Chunks of a micro-batch, k."""
         self._weight = shape.vocab * shape.width / model.layouts.tp
         self._sum_bytes = np.where(self.count > 1, float(master_bytes(model.job.precision)), model.element)

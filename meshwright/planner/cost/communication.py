@@ -12,9 +12,9 @@ from meshwright.array_types import Values
 from meshwright.cluster import traffic
 from meshwright.planner.cost.groups import GroupSpan, WireTime
 from meshwright.planner.cost.kernels import move_s
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import accumulates_on_host
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.rounding import RoundingTimes
 from meshwright.spec.compression import BLOCK_VALUES, FORMATS, METHODS
 

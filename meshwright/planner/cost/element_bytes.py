@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.spec.layout import FLOAT8_RECIPES
+from meshwright.spec.layout_fields import FLOAT8_RECIPES
 
 ELEMENT_BYTES = {"float64": 8.0, "float32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "fp4": 0.5}
 """Bytes of an element by data type; tf32 is stored as float32."""

@@ -8,9 +8,9 @@ from meshwright.cluster import traffic
 from meshwright.planner.cost.chunked_loss import ChunkedLoss
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layer_cost import LayerCost, PassTime
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.meshwright_profile import drops_bytes
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.model_shape import Product
 
 UNALIGNED = 3.2

@@ -24,7 +24,7 @@ from meshwright.planner.cost.groups import CollectiveTimes, Machine, WireTime
 from meshwright.planner.cost.kernels import move_s
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
 from meshwright.spec.compression import row_bytes
-from meshwright.spec.layout import fits_expert_node
+from meshwright.spec.layout_rules import fits_expert_node
 from meshwright.spec.model_shape import LayerShape
 
 CHOICE_BYTES = 8
@@ -56,28 +56,28 @@ Pieces = tuple[Values, Values]
 """Seconds that a layer's pass computes between its journeys: all but the experts, and the experts."""
 
 
-def visit_share(layer: LayerShape, held: Values) -> Values:
-    """Returns the chance that a token has an expert among those held, of the shape of ``held``.
+def visit_share(layer: LayerShape, local_experts: Values) -> Values:
+    """Returns the chance that a token chooses one of a rank's experts, of the shape of ``local_experts``.
 
     Args:
         layer: with experts.
-        held: numbers of neighbouring experts, which begin where a group does or lie inside one; means where ranks don't
-            divide the experts.
+        local_experts: numbers of neighbouring experts, which begin where a group does or lie inside one; means where
+            ranks don't divide the experts.
     """
-    sizes, places = np.unique(np.asarray(held, float), return_inverse=True)
-    shares = np.array([_visit_share(layer, float(size)) for size in sizes])[places.reshape(np.shape(held))]
-    return float(shares) if np.ndim(held) == 0 else shares
+    sizes, places = np.unique(np.asarray(local_experts, float), return_inverse=True)
+    shares = np.array([_visit_share(layer, float(size)) for size in sizes])[places.reshape(np.shape(local_experts))]
+    return float(shares) if np.ndim(local_experts) == 0 else shares
 
 
-def _visit_share(layer: LayerShape, held: float) -> float:
+def _visit_share(layer: LayerShape, local_experts: float) -> float:
     """Returns 1 - the chance that none is chosen, summed over how many of their groups may be."""
     groups, chosen = (layer.expert_groups, layer.chosen_groups) if layer.expert_groups else (1, 1)
     group_size = layer.experts / groups
-    touched = max(1, math.ceil(held / group_size))
+    touched = max(1, math.ceil(local_experts / group_size))
     missed = 0.0
     for hit in range(max(0, chosen - (groups - touched)), min(touched, chosen) + 1):
         ways = math.comb(touched, hit) * math.comb(groups - touched, chosen - hit) / math.comb(groups, chosen)
-        candidates, own = chosen * group_size, held * hit / touched
+        candidates, own = chosen * group_size, local_experts * hit / touched
         for already in range(layer.active_experts):
             ways *= max(0.0, candidates - own - already) / (candidates - already)
         missed += ways

@@ -136,7 +136,7 @@ class RuntimeModel:
     host_step_s: float = 0.01
     """Of a step: data, logging, reading the loss."""
     context: str = "ring"
-    """How attention meets the keys of cp's other ranks: one of `spec.layout.ATTENTIONS`."""
+    """How attention meets the keys of cp's other ranks: one of `spec.layout_fields.ATTENTIONS`."""
     copies_tokens: bool = True
     """Whether tokens of several rows are copied around tp's collectives, as they aren't the outermost dimension."""
     cp_overlap: float = 0.5

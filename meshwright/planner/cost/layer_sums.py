@@ -16,9 +16,11 @@ from meshwright.array_types import Index
 from meshwright.planner.cost.embedding_and_head import price_embedding, price_head
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.groups import Machine, WireTime
+from meshwright.planner.cost.layer_bytes import price_bytes
 from meshwright.planner.cost.layer_cost import LayerCost, PassTime
-from meshwright.planner.cost.layers import PricedModel
+from meshwright.planner.cost.layers import price_layer
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.stages import StageCut, block_kinds
 
 
@@ -51,8 +53,8 @@ class LayerCosts:
         model = PricedModel(job, layouts, machine, engine)
         first, kind_of = layouts.layer_kinds()
         of_kinds = model.take(first) if len(first) < layouts.count else model
-        price_layer = of_kinds.price_layer if timed else of_kinds.price_bytes
-        costs = [price_layer(job.shape.blocks[block]) for block in block_kinds(job.shape)[1]]
+        price = price_layer if timed else price_bytes
+        costs = [price(of_kinds, job.shape.blocks[block]) for block in block_kinds(job.shape)[1]]
         costs += [price_embedding(of_kinds, timed), price_head(of_kinds, timed)]
         if of_kinds is not model:
             costs = [_take_layouts(cost, kind_of, len(first)) for cost in costs]

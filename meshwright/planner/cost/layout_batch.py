@@ -19,13 +19,15 @@ from meshwright.schedules.spec import ScheduleSpec, known_schedules
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.compression import METHODS
 from meshwright.spec.groups import axes_with, carved_shards, state_shards
-from meshwright.spec.layout import DEFAULT_SCHEDULE, OFFLOADS, Layout
+from meshwright.spec.layout import Layout
+from meshwright.spec.layout_fields import DEFAULT_SCHEDULE, OFFLOADS
 from meshwright.spec.model_shape import ModelShape
 
 Array = NDArray[Any]
 """float64, unless it is an index or a mask."""
 RECOMPUTES = ("none", "selective", "full", "block")
 """Recompute modes by code: ``selective`` keeps products and recomputes the rest, ``block`` only attention scores."""
+SELECTIVE, FULL, BLOCK = (RECOMPUTES.index(mode) for mode in ("selective", "full", "block"))
 
 COMPRESSIONS = ("none", *METHODS)
 """Numbers and methods of compressed collectives by code."""

@@ -24,7 +24,8 @@ from meshwright.array_types import Values
 from meshwright.cluster.host import HostShare
 from meshwright.planner.cost.framework_profile import StateBytesPerParameter
 from meshwright.planner.cost.layout_batch import Array, LayoutBatch
-from meshwright.spec.layout import HOST_CHUNK, OFFLOADS
+from meshwright.spec.layout import HOST_CHUNK
+from meshwright.spec.layout_fields import OFFLOADS
 
 OPTIMIZER, PARAMETERS = OFFLOADS.index("optimizer"), OFFLOADS.index("parameters")
 PINNED = 1.44

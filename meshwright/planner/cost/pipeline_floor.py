@@ -182,8 +182,8 @@ class PipelineFloor:
     def _single_stage_s(self) -> Array:
         """Returns the bound by micro-batches in flight of pipelines with a stage a rank, (N,)."""
         head, tail = self._heads_and_tails_s
-        forward, both, held = self._forward, self._forward + self._input, np.maximum(self._ranks.in_flight, 1.0)
-        held = np.minimum(np.ceil(held), self._microbatches)
+        forward, both, in_flight = self._forward, self._forward + self._input, np.maximum(self._ranks.in_flight, 1.0)
+        in_flight = np.minimum(np.ceil(in_flight), self._microbatches)
         hop_s = np.concatenate([2.0 * self._hop_s, np.zeros((self._ranks.count, 1))], axis=1)
 
         def from_here(values: Array) -> Array:
@@ -191,16 +191,16 @@ class PipelineFloor:
 
         # From the start of a forward to the start of the same micro-batch's backward.
         away_s = from_here(both + hop_s) - self._input
-        later = self._microbatches - held
+        later = self._microbatches - in_flight
         last_start = (self._microbatches - 1.0) * forward
         steady = away_s + later * both - forward
         last_start = np.where(later >= 1.0, np.maximum(last_start, steady), last_start)
-        loops = np.floor((self._microbatches - 1.0) / held)
-        looped = loops * (away_s + self._input) + (self._microbatches - 1.0 - loops * held) * forward
+        loops = np.floor((self._microbatches - 1.0) / in_flight)
+        looped = loops * (away_s + self._input) + (self._microbatches - 1.0 - loops * in_flight) * forward
         last_start = np.maximum(last_start, looped)
         passed = head + last_start + away_s + self._input + tail
         # Before its first backward a rank has at most K forwards to compute.
-        waits = np.maximum(away_s - held * forward, 0.0)
+        waits = np.maximum(away_s - in_flight * forward, 0.0)
         everything = self._microbatches * (forward + self._backward) + np.asarray(self._reduce.seconds)
         return np.asarray(np.maximum(passed, head + waits + everything).max(axis=1))
 

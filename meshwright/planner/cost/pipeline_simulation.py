@@ -124,18 +124,6 @@ def known_price(job: PricedJob, layout: Layout, machine: Machine, engine: Framew
     return []
 
 
-def simulated_price(job: PricedJob, layout: Layout, machine: Machine, engine: FrameworkProfile) -> Price:
-    """Returns the price of one layout, its pipeline simulated action by action where it has one.
-
-    Args:
-        job: model and batch.
-        layout: any that fits the model.
-        machine: the hardware.
-        engine: the runtime's profile.
-    """
-    return simulated_prices(job, [layout], machine, engine)[0]
-
-
 def simulated_prices(
     job: PricedJob, layouts: Sequence[Layout], machine: Machine, engine: FrameworkProfile
 ) -> list[Price]:

@@ -92,7 +92,7 @@ class StagePrice:
     backward_s: float
     """Seconds of a micro-batch's backward, exposed traffic included."""
     held: float
-    """Most in-flight micro-batches, whose activations it holds."""
+    """Most in-flight micro-batches, whose activations it holds; a key of `plan --json`."""
     memory: Mapping[str, float]
     """Bytes by part of `MEMORY` at its fullest moment."""
     most: Mapping[str, float]

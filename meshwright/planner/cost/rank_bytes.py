@@ -20,9 +20,9 @@ from meshwright.planner.cost.element_bytes import compute_bytes, master_bytes
 from meshwright.planner.cost.framework_profile import FrameworkProfile
 from meshwright.planner.cost.layer_cost import LayerCost
 from meshwright.planner.cost.layer_sums import LayerCosts, LayerSums
-from meshwright.planner.cost.layers import PricedModel
 from meshwright.planner.cost.layout_batch import Array
 from meshwright.planner.cost.offload import PARAMETERS, move_state_to_host
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.planner.cost.rank_activations import RankActivations
 from meshwright.planner.cost.stages import StageCut, cut_stages
 from meshwright.planner.cost.state_bytes import StateElements, owned_parameters, state_bytes

@@ -87,8 +87,8 @@ class StateRules:
 class StepMoments:
     """Bytes of a rank at M moments of a step, but for the activations: the same however many layers recompute."""
 
-    held: tuple[str, ...]
-    """What of the activations there is at each moment: names of `_held_activations`."""
+    live: tuple[str, ...]
+    """Which activations are live at each moment, a key of `_live_activations` each."""
     parameters: Array
     """Of weights that compute, (M, N, P)."""
     gradients: Array
@@ -101,7 +101,7 @@ class StepMoments:
     def take(self, index: Index) -> StepMoments:
         """Returns the moments of some of the layouts."""
         return StepMoments(
-            held=self.held,
+            live=self.live,
             parameters=self.parameters[:, index],
             gradients=self.gradients[:, index],
             logits=self.logits[index],
@@ -114,27 +114,27 @@ class StepMoments:
         Args:
             activations: of the rank.
         """
-        held = _held_activations(activations, self.has_others)
-        first = self.parameters[0], self.gradients[0], held[self.held[0]]
+        live_bytes = _live_activations(activations, self.has_others)
+        first = self.parameters[0], self.gradients[0], live_bytes[self.live[0]]
         peak = [part.copy() for part in first]
         most_bytes = fold(np.add, peak) + self.logits
         at_first = np.ones(most_bytes.shape, dtype=bool)
-        for parameters, gradients, name in zip(self.parameters[1:], self.gradients[1:], self.held[1:]):
-            total = parameters + gradients + held[name]
+        for parameters, gradients, name in zip(self.parameters[1:], self.gradients[1:], self.live[1:]):
+            total = parameters + gradients + live_bytes[name]
             is_fuller = total > most_bytes
             if not is_fuller.any():
                 continue
             np.maximum(most_bytes, total, out=most_bytes)
             at_first &= ~is_fuller
-            for kept, here in zip(peak, (parameters, gradients, held[name])):
-                np.copyto(kept, here, where=is_fuller)
+            for fullest_bytes, moment_bytes in zip(peak, (parameters, gradients, live_bytes[name])):
+                np.copyto(fullest_bytes, moment_bytes, where=is_fuller)
         return dict(zip(("parameters", "gradients", "activations"), peak)) | {"logits": self.logits * at_first}
 
 
 def single_moment(parameters: Array, gradients: Array, logits: Array) -> StepMoments:
     """Returns the one moment of an engine whose gradients, activations and logits are all counted together."""
     return StepMoments(
-        held=("all and work",),
+        live=("all and work",),
         parameters=parameters[None],
         gradients=gradients[None],
         logits=logits,
@@ -162,16 +162,16 @@ def step_moments(
     moments = [loss, all_and_work, *(moment for moment in later if (moment[0] + moment[1] > most_state).any())]
     shape = np.shape(parameters)
     return StepMoments(
-        held=tuple(name for _, _, name in moments),
-        parameters=np.stack([np.broadcast_to(left, shape) for left, _, _ in moments]),
+        live=tuple(name for _, _, name in moments),
+        parameters=np.stack([np.broadcast_to(weights, shape) for weights, _, _ in moments]),
         gradients=np.stack([np.broadcast_to(waiting, shape) for _, waiting, _ in moments]),
         logits=logits,
         has_others=others > 0,
     )
 
 
-def _held_activations(activations: ActivationParts, has_others: Array) -> dict[str, Array]:
-    """Returns the bytes of activations that there are at once, (N, P) each, by what they are of.
+def _live_activations(activations: ActivationParts, has_others: Array) -> dict[str, Array]:
+    """Returns the bytes of activations that are live at once, (N, P) each, by what they are of.
 
     Args:
         activations: of the rank.

@@ -18,17 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
 from meshwright.array_types import Values
 from meshwright.cluster import traffic
-from meshwright.planner.cost.framework_profile import FrameworkProfile
-from meshwright.planner.cost.groups import CollectiveTimes, Machine
 from meshwright.planner.cost.kernels import matmul_s, move_s
 from meshwright.planner.cost.layer_cost import PassTime
-from meshwright.planner.cost.layout_batch import Array, LayoutBatch, PricedJob
+from meshwright.planner.cost.layout_batch import Array
+from meshwright.planner.cost.priced_model import PricedModel
 from meshwright.spec.model_shape import LayerShape, Product
 
 CHUNK_OPERATIONS = 5.0
@@ -36,29 +34,6 @@ CHUNK_OPERATIONS = 5.0
 wait, and a copy. Counted off `parallel.overlapped_products`."""
 LAYER_OPERATORS = 38.0
 """Operators of a layer's forward, which `RuntimeModel.host_layer_s` is for."""
-
-
-class OverlappedModel(Protocol):
-    """What is read of a `PricedModel`; its fields are described there."""
-
-    job: PricedJob
-    layouts: LayoutBatch
-    machine: Machine
-    engine: FrameworkProfile
-    groups: CollectiveTimes
-    element: float
-
-    @property
-    def rows(self) -> Array:
-        """Rows of a micro-batch, (N,)."""
-
-    @property
-    def tokens(self) -> Array:
-        """Tokens of a micro-batch on a rank of cp, (N,)."""
-
-    @property
-    def token_shards(self) -> Array:
-        """Shards of the tokens outside tp's linears, (N,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +64,7 @@ class OverlappedTraffic:
         collective_s: of a block and pass, that nothing hides, (N,).
     """
 
-    def __init__(self, model: OverlappedModel, layer: LayerShape, collective_s: Array) -> None:
+    def __init__(self, model: PricedModel, layer: LayerShape, collective_s: Array) -> None:
         self._model, self._layer, self._collective_s = model, layer, collective_s
         layouts = model.layouts
         self._is_on = (layouts.tp_overlap > 0) & (layouts.tp > 1)

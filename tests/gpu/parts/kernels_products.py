@@ -18,7 +18,7 @@ from meshwright.parallel.document_attention import document_bounds, pack_mask
 from meshwright.parallel.float8 import Float8Product
 from meshwright.parallel.host_copy import HostCopy
 from meshwright.parallel.token_dispatch import Dispatch, ExpertGroups
-from meshwright.spec.experts import ExpertRows
+from meshwright.spec.experts import LayerExperts
 from meshwright.torch_compat.torchao_import import has_torchao
 from tests.gpu.parts import kernel_witness as witness
 from tests.gpu.parts.kernel_witness import (
@@ -57,7 +57,7 @@ def mixture(bench: Bench) -> None:
         chosen = torch.tensor([e for e in range(experts) if e not in (0, 3, experts - 1)], device=bench.device)
         index = chosen[torch.rand(tokens, len(chosen), device=bench.device).argsort(dim=1)[:, :k]]
         weights = torch.rand(tokens, k, device=bench.device).softmax(-1).to(BF16)
-        rows = ExpertRows(
+        rows = LayerExperts(
             module="x", experts=experts, parameters=("gate_up_proj", "down_proj"), counts=("num_experts",),
             arguments=("hidden_states", "top_k_index", "top_k_weights"),
         )  # fmt: skip
