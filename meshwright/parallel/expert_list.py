@@ -73,9 +73,12 @@ class LocalExperts(nn.Module):
 
     def __init__(self, experts: Mapping[str, nn.Module], span: Span, path: str, is_mapping: bool) -> None:
         super().__init__()
-        self._names, self._path, self._is_mapping = tuple(experts), path, is_mapping
+        self._names, self.path, self._is_mapping = tuple(experts), path, is_mapping
         self.in_halves = False
         """Whether an expert gets its rows in two halves, which shows whether it mixes them."""
+        self.is_trained = any(item.requires_grad for expert in experts.values() for item in expert.parameters())
+        """Whether some expert has weights that are trained, be it on another rank."""
+        self._is_computing = False
         # by their own names, as checkpoints have them
         for name in self._names[slice(*span)]:
             self.add_module(name, experts[name])
@@ -105,16 +108,39 @@ class LocalExperts(nn.Module):
     def _compute(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         """Returns what an expert makes of ``rows: (n, D)``, of the same shape."""
         halves = rows.tensor_split(2) if self.in_halves and len(rows) > 1 else (rows,)
-        outputs = [expert(half) for half in halves]
+        self._is_computing = True
+        try:
+            outputs = [expert(half) for half in halves]
+        finally:
+            self._is_computing = False
         for output, half in zip(outputs, halves):
             if not isinstance(output, torch.Tensor) or output.shape != half.shape:
                 returned = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 self.refuse(f"an expert returns {returned} for rows {tuple(half.shape)}")
+            if output.dtype != half.dtype:
+                returned, given = (str(item.dtype).removeprefix("torch.") for item in (output, half))
+                self.refuse(
+                    f"an expert returns {returned} for rows of {given}, and ranks exchange one type; let it return "
+                    "y.to(x.dtype)"
+                )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def refuse_direct_calls(self) -> None:
+        """Makes this rank's experts refuse calls that don't come by `call`: of those on other ranks none would be."""
+
+        def refuse_call(*_: object) -> None:
+            if not self._is_computing:
+                self.refuse(
+                    "the code that calls them doesn't take them from the list by its index, its name or iteration, as "
+                    "where it kept them in another attribute, or asks for children()"
+                )
+
+        for expert in self.children():
+            expert.register_forward_pre_hook(refuse_call)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises PlanError for experts that can't be spread."""
-        raise PlanError(f"ep spreads the experts of '{self._path}' over ranks, but {reason}; {NEAREST}")
+        raise PlanError(f"ep spreads the experts of '{self.path}' over ranks, but {reason}; {NEAREST}")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -149,7 +175,10 @@ class LocalExperts(nn.Module):
         """Answers the model's own call of an expert with ``rows: (..., D)``; (..., D)."""
         calls = _LOCAL.calls.get(id(self))
         if calls is None:
-            self.refuse("another module's forward than its parent's calls them")
+            self.refuse(
+                "another module's forward than its parent's calls them, or its parent's does so again in backward, by a "
+                "checkpoint of its own; layouts have recompute=full for that"
+            )
         if calls.outputs is None:
             if calls.autocast != _autocast():
                 self.refuse(
@@ -171,6 +200,12 @@ class LocalExperts(nn.Module):
         if id(self) in _LOCAL.calls:
             self.refuse("the code that calls them reads their weights, of which each rank has some")
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this rank's experts and all below, of any kind; refuses code that calls the experts, as above."""
+        if id(self) in _LOCAL.calls:
+            self.refuse("the code that calls them asks for their modules, of which each rank has some")
+        return super().named_modules(*args, **kwargs)
 
     def refuse_dependence(self) -> NoReturn:
         """Refuses a caller whose second run called other experts than its first."""
@@ -298,7 +333,8 @@ class ListDispatch:
         hidden = torch.cat([rows for _, rows in sent])
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Backward is an exchange too, so that rows have gradients on all ranks or on none.
-            hidden.requires_grad_(any(tensor.requires_grad for tensor in (*inputs, *self._own_parameters)))
+            sources = (*inputs, *self._own_parameters)
+            hidden.requires_grad_(self._experts.is_trained or any(tensor.requires_grad for tensor in sources))
         experts = [torch.full((len(rows), 1), expert, device=hidden.device) for expert, rows in sent]
         return self._experts(hidden, torch.cat(experts), hidden.new_ones(len(hidden), 1)), sizes
 

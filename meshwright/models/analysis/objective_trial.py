@@ -115,6 +115,11 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         if f"Target {IGNORED} is out of" in reason:
             reason = f"{IGNORED} is no target, and its loss takes it for a class; write ignore_index={IGNORED}"
+        if "deepcopy protocol" in reason:
+            reason = (
+                "an object in one of its attributes has a tensor with a gradient, which can't be copied; leave such "
+                "tensors in attributes of a module, or in lists, tuples and dicts there"
+            )
         raise ConfigError(
             f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {reason}"
         ) from error
