@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from meshwright.errors import PlanError
+from meshwright.parallel.backward_tie import tied
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.forward_state import ForwardState
@@ -27,7 +27,7 @@ from meshwright.parallel.keyed_random import DrawnStates
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.spec.experts import ExpertRows
 from meshwright.spec.placement import Span
-from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.torch_compat.tensors import tree_leaves
 
 NEAREST = "nearest that works: tp or shard without ep, or experts that are rows of one weight"
 
@@ -286,7 +286,7 @@ class ListDispatch:
         if calls.answered < len(calls.experts):
             self._experts.refuse_dependence()
         # Ranks that wait for this one in backward would do so for ever.
-        return result if sum(sizes) else _tied(result, returned)
+        return result if sum(sizes) else tied(result, returned)
 
     def _ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:
         """Runs the caller a first time and returns its calls; it leaves no trace."""
@@ -347,30 +347,6 @@ def _autocast() -> tuple[bool, bool]:
 def _tensors(tree: object) -> list[torch.Tensor]:
     """Returns the tensors of nested arguments, of any shape."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-class _Tie(torch.autograd.Function):
-    """Returns a tensor as it is; its backward runs that of another one too, whose gradient is zero."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, result: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(returned)
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (returned,) = ctx.saved_tensors
-        return upstream[0], torch.zeros_like(returned)
-
-
-def _tied(result: object, returned: torch.Tensor) -> object:
-    """Returns a nested result whose backward reaches ``returned: (N, D)``, though nothing was computed of it."""
-    leaves, structure = tree_flatten(result)
-    for index, leaf in enumerate(leaves):
-        # all of them: the loss may read some alone
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            leaves[index] = _Tie.apply(leaf, returned)
-    return tree_unflatten(leaves, structure)
 
 
 def spread(

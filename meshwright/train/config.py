@@ -240,6 +240,7 @@ class OuterConfig(Config):
         """The config with the usual values where the user gave none."""
         return dataclasses.replace(
             self,
+            kind=self.kind or "diloco",
             every=self.round_steps,
             fragments=self.fragment_count,
             delay=self.delay_steps,

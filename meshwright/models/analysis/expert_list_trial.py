@@ -141,9 +141,7 @@ def _spread_here(clone: Clone, moving: Sequence[str]) -> tuple[nn.Module, list[L
         if rows.children:
             caller = module.get_submodule(rows.caller)
             buffers = MovingBuffers([caller], moving, rows.caller)
-            lists.append(
-                spread(caller, rows, (0, rows.experts), buffers, lambda: None, clone.structure.width or 0)
-            )
+            lists.append(spread(caller, rows, (0, rows.experts), buffers, lambda: None, clone.structure.width or 0))
             lists[-1].refuse_direct_calls()
     return module, lists
 
