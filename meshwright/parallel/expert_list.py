@@ -176,8 +176,8 @@ class LocalExperts(nn.Module):
         calls = _LOCAL.calls.get(id(self))
         if calls is None:
             self.refuse(
-                "another module's forward than its parent's calls them, or its parent's does so again in backward, by a "
-                "checkpoint of its own; layouts have recompute=full for that"
+                "another module's forward than its parent's calls them, or its parent's does so again in backward, by "
+                "a checkpoint of its own; layouts have recompute=full for that"
             )
         if calls.outputs is None:
             if calls.autocast != _autocast():

@@ -125,10 +125,10 @@ class Masks(TorchFunctionMode):
         self._stack[-1][2] += 1
         base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()
         rows = self._rows if shape else 1
-        if shape and shape[0] % rows:
+        if math.prod(shape) % rows:
             raise PlanError(
-                f"random numbers of {path or 'the model'}: it draws a tensor {tuple(shape)}, whose first dim doesn't "
-                f"count the {rows} rows of the batch, as where a router chose them, so that no number has a place that "
+                f"random numbers of {path or 'the model'}: it draws a tensor {tuple(shape)}, which isn't of the "
+                f"{rows} rows of the batch, as where a router chose them, so that no number has a place that "
                 "all layouts share; nearest that works: draw in front of the router or behind it, for all tokens, or "
                 "verify in evaluation mode (--training false)"
             )
