@@ -101,15 +101,18 @@ def read_structure(module: nn.Module) -> ModelStructure:
 def _forward_arguments(module: nn.Module) -> list[str]:
     """Returns the names of forward's arguments, in order."""
     arguments = inspect.signature(module.forward).parameters
-    # forward(**kwargs) accepts any name, so it isn't listed
-    named = [key for key, item in arguments.items() if item.kind is not inspect.Parameter.VAR_KEYWORD]
-    # A wrapper of peft hands on what it doesn't name itself. Source: peft 0.21, peft_model.py, PeftModelForCausalLM.
+    # forward(*args, **kwargs) accepts any name, so these two aren't listed
+    named = [key for key, item in arguments.items() if item.kind not in _OF_ANY_NAME]
+    # A wrapper of peft hands on what it doesn't name itself: all of it around a model of one's own.
+    # Source: peft 0.21, peft_model.py, PeftModel and PeftModelForCausalLM.
     find_inner = getattr(module, "get_base_model", None)
     if len(named) < len(arguments) and callable(find_inner) and isinstance(inner := find_inner(), nn.Module):
-        named += [key for key in ("position_ids",) if key in inspect.signature(inner.forward).parameters]
+        handed = _forward_arguments(inner)
+        named += [key for key in handed if key == "position_ids"] if named else handed
     return named
 
 
+_OF_ANY_NAME = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _TOKENS = ("input_ids", "tokens", "idx", "x", "input", "inputs")
 _TARGETS = ("targets", "target", "labels", "label", "y")
 _CONTEXTS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context", "block_size")

@@ -10,6 +10,7 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.shared_memory import shared_memory_refusal
+from meshwright.torch_compat.tensors import tree_leaves
 
 SPARSE = (
     "its code makes a sparse tensor, and shards and the optimizer hold dense weights; nearest that works: a dense "
@@ -53,10 +54,18 @@ def _refusals(module: nn.Module) -> Iterator[str]:
                 "so that its logits, or its keys, aren't of the row's tokens; nearest that works: adapters of the "
                 "model's own layers, such as LoraConfig or IA3Config"
             )
+    # Source: peft 0.21, tuners/adalora/model.py and tuners/adamss/model.py.
+    if callable(getattr(getattr(module, "base_model", None), "update_and_allocate", None)):
+        kinds = [getattr(config.peft_type, "value", config.peft_type) for config in module.peft_config.values()]
+        yield (
+            f"peft's {kinds[0]} gives its ranks to the layers anew in update_and_allocate(step), which a loop calls "
+            "between backward and the next step, with whole gradients; train would leave all of them as they begin; "
+            "nearest that works: LoraConfig, with r or rank_pattern as AdaLoRA's target_r"
+        )
     for path, child in module.named_modules():
         prefix = f"{path}." if path else ""
         for key, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
+            if any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in tree_leaves(value)):
                 yield (
                     f"'{prefix}{key}' is computed from weights while the model is made, as torch.nn.utils.weight_norm "
                     "does, and a copy of the model would still have it from the first weights; nearest that works: "

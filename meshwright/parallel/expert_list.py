@@ -17,9 +17,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.autograd.function import FunctionCtx
 
 from meshwright.errors import PlanError
+from meshwright.parallel.backward_tie import tied
 from meshwright.parallel.dropout_rng import DropoutRng
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
 from meshwright.parallel.forward_state import ForwardState
@@ -27,7 +27,7 @@ from meshwright.parallel.keyed_random import DrawnStates
 from meshwright.parallel.moving_buffers import MovingBuffers
 from meshwright.spec.experts import LayerExperts
 from meshwright.spec.placement import Span
-from meshwright.torch_compat.tensors import tree_flatten, tree_leaves, tree_unflatten
+from meshwright.torch_compat.tensors import tree_leaves
 
 NEAREST = "nearest that works: tp or shard without ep, or experts that are rows of one weight"
 
@@ -73,9 +73,12 @@ class LocalExperts(nn.Module):
 
     def __init__(self, experts: Mapping[str, nn.Module], span: Span, path: str, is_mapping: bool) -> None:
         super().__init__()
-        self._names, self._path, self._is_mapping = tuple(experts), path, is_mapping
+        self._names, self.path, self._is_mapping = tuple(experts), path, is_mapping
         self.in_halves = False
         """Whether an expert gets its rows in two halves, which shows whether it mixes them."""
+        self.is_trained = any(item.requires_grad for expert in experts.values() for item in expert.parameters())
+        """Whether some expert has weights that are trained, be it on another rank."""
+        self._is_computing = False
         # by their own names, as checkpoints have them
         for name in self._names[slice(*span)]:
             self.add_module(name, experts[name])
@@ -105,16 +108,39 @@ class LocalExperts(nn.Module):
     def _compute(self, expert: nn.Module, rows: torch.Tensor) -> torch.Tensor:
         """Returns what an expert makes of ``rows: (n, D)``, of the same shape."""
         halves = rows.tensor_split(2) if self.in_halves and len(rows) > 1 else (rows,)
-        outputs = [expert(half) for half in halves]
+        self._is_computing = True
+        try:
+            outputs = [expert(half) for half in halves]
+        finally:
+            self._is_computing = False
         for output, half in zip(outputs, halves):
             if not isinstance(output, torch.Tensor) or output.shape != half.shape:
                 returned = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
                 self.refuse(f"an expert returns {returned} for rows {tuple(half.shape)}")
+            if output.dtype != half.dtype:
+                returned, given = (str(item.dtype).removeprefix("torch.") for item in (output, half))
+                self.refuse(
+                    f"an expert returns {returned} for rows of {given}, and ranks exchange one type; let it return "
+                    "y.to(x.dtype)"
+                )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def refuse_direct_calls(self) -> None:
+        """Makes this rank's experts refuse calls that don't come by `call`: of those on other ranks none would be."""
+
+        def refuse_call(*_: object) -> None:
+            if not self._is_computing:
+                self.refuse(
+                    "the code that calls them doesn't take them from the list by its index, its name or iteration, as "
+                    "where it kept them in another attribute, or asks for children()"
+                )
+
+        for expert in self.children():
+            expert.register_forward_pre_hook(refuse_call)
 
     def refuse(self, reason: str) -> NoReturn:
         """Raises PlanError for experts that can't be spread."""
-        raise PlanError(f"ep spreads the experts of '{self._path}' over ranks, but {reason}; {NEAREST}")
+        raise PlanError(f"ep spreads the experts of '{self.path}' over ranks, but {reason}; {NEAREST}")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -149,7 +175,10 @@ class LocalExperts(nn.Module):
         """Answers the model's own call of an expert with ``rows: (..., D)``; (..., D)."""
         calls = _LOCAL.calls.get(id(self))
         if calls is None:
-            self.refuse("another module's forward than its parent's calls them")
+            self.refuse(
+                "another module's forward than its parent's calls them, or its parent's does so again in backward, by "
+                "a checkpoint of its own; layouts have recompute=full for that"
+            )
         if calls.outputs is None:
             if calls.autocast != _autocast():
                 self.refuse(
@@ -171,6 +200,12 @@ class LocalExperts(nn.Module):
         if id(self) in _LOCAL.calls:
             self.refuse("the code that calls them reads their weights, of which each rank has some")
         return super().named_parameters(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """Yields this rank's experts and all below, of any kind; refuses code that calls the experts, as above."""
+        if id(self) in _LOCAL.calls:
+            self.refuse("the code that calls them asks for their modules, of which each rank has some")
+        return super().named_modules(*args, **kwargs)
 
     def refuse_dependence(self) -> NoReturn:
         """Refuses a caller whose second run called other experts than its first."""
@@ -251,7 +286,7 @@ class ListDispatch:
         if calls.answered < len(calls.experts):
             self._experts.refuse_dependence()
         # Ranks that wait for this one in backward would do so for ever.
-        return result if sum(sizes) else _tied(result, returned)
+        return result if sum(sizes) else tied(result, returned)
 
     def _ask(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Calls:
         """Runs the caller a first time and returns its calls; it leaves no trace."""
@@ -298,7 +333,8 @@ class ListDispatch:
         hidden = torch.cat([rows for _, rows in sent])
         if torch.is_grad_enabled() and not hidden.requires_grad:
             # Backward is an exchange too, so that rows have gradients on all ranks or on none.
-            hidden.requires_grad_(any(tensor.requires_grad for tensor in (*inputs, *self._own_parameters)))
+            sources = (*inputs, *self._own_parameters)
+            hidden.requires_grad_(self._experts.is_trained or any(tensor.requires_grad for tensor in sources))
         experts = [torch.full((len(rows), 1), expert, device=hidden.device) for expert, rows in sent]
         return self._experts(hidden, torch.cat(experts), hidden.new_ones(len(hidden), 1)), sizes
 
@@ -311,30 +347,6 @@ def _autocast() -> tuple[bool, bool]:
 def _tensors(tree: object) -> list[torch.Tensor]:
     """Returns the tensors of nested arguments, of any shape."""
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-class _Tie(torch.autograd.Function):
-    """Returns a tensor as it is; its backward runs that of another one too, whose gradient is zero."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, result: torch.Tensor, returned: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(returned)
-        return result.clone()
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, *upstream: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        (returned,) = ctx.saved_tensors
-        return upstream[0], torch.zeros_like(returned)
-
-
-def _tied(result: object, returned: torch.Tensor) -> object:
-    """Returns a nested result whose backward reaches ``returned: (N, D)``, though nothing was computed of it."""
-    leaves, structure = tree_flatten(result)
-    for index, leaf in enumerate(leaves):
-        # all of them: the loss may read some alone
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-            leaves[index] = _Tie.apply(leaf, returned)
-    return tree_unflatten(leaves, structure)
 
 
 def spread(

@@ -21,6 +21,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
+from meshwright.errors import PlanError
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs
 
 _LOW, _NONE = np.uint64(0xFFFFFFFF), np.uint64(0)
@@ -124,6 +125,13 @@ class Masks(TorchFunctionMode):
         self._stack[-1][2] += 1
         base = hashlib.blake2b(f"{self._name},{path}:{call},{number}".encode(), digest_size=8).digest()
         rows = self._rows if shape else 1
+        if math.prod(shape) % rows:
+            raise PlanError(
+                f"random numbers of {path or 'the model'}: it draws a tensor {tuple(shape)}, which isn't of the "
+                f"{rows} rows of the batch, as where a router chose them, so that no number has a place that "
+                "all layouts share; nearest that works: draw in front of the router or behind it, for all tokens, or "
+                "verify in evaluation mode (--training false)"
+            )
         size = math.prod(shape) // rows
         # A tensor (rows, x, y, w) has x y lines of w columns in each row; a tensor (rows,) has one of each.
         width = shape[-1] if len(shape) > 1 else 1

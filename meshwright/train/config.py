@@ -160,8 +160,9 @@ class OuterConfig(Config):
     Source: Douillard et al., DiLoCo (2023); Douillard et al., Streaming DiLoCo (2025); McMahan et al., FedAvg (2017).
     """
 
-    kind: Literal["diloco", "local_sgd"] = "diloco"
-    """``diloco``: Nesterov SGD on the mean of the islands' movements; ``local_sgd``: the mean of their weights."""
+    kind: Literal["diloco", "local_sgd"] | None = None
+    """``diloco``: Nesterov SGD on the mean of the islands' movements; ``local_sgd``: the mean of their weights; None
+    for ``diloco``."""
     every: int | None = None
     """Steps of a round, between two joins; None for 30. Like the three settings below that default to None, with
     ``allow = islands`` None leaves it to the planner."""
@@ -239,6 +240,7 @@ class OuterConfig(Config):
         """The config with the usual values where the user gave none."""
         return dataclasses.replace(
             self,
+            kind=self.kind or "diloco",
             every=self.round_steps,
             fragments=self.fragment_count,
             delay=self.delay_steps,

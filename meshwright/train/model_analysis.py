@@ -10,7 +10,7 @@ from torch import nn
 from meshwright.errors import PlanError
 from meshwright.models.analysis.clone import TOKENS
 from meshwright.models.analysis.context import Context, read_context, read_sequence
-from meshwright.models.analysis.expert_list_trial import check_expert_lists
+from meshwright.models.analysis.expert_list_trial import check_expert_lists, check_expert_reads
 from meshwright.models.analysis.experts import require_experts
 from meshwright.models.analysis.layer_graph import STAGE_TOKENS, read_layer_graph
 from meshwright.models.analysis.objective_trial import ForwardTrial, try_forward
@@ -20,7 +20,7 @@ from meshwright.models.analysis.table import overridden_table, sharding_table
 from meshwright.models.analysis.unweighted_products import find_unweighted_products
 from meshwright.models.build import BuiltModel
 from meshwright.models.random_draws import drawing_parts
-from meshwright.parallel import tensor_stages
+from meshwright.parallel import expert, tensor_stages
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.experts import LayerExperts
 from meshwright.spec.layer_graph import LayerGraph, divide
@@ -310,6 +310,7 @@ def analyse_model(
 
 def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[LayerExperts], trial: ForwardTrial) -> None:
     """Refuses lists that can't be spread, halves that would share what forward stores, and to keep no exchange."""
+    expert.check(experts, layout.degree(Mechanics.EXPERTS))
     if layout.ep_halves and not trial.objective.plain and (stored := find_stored_tensor(model, trial.objective)):
         raise PlanError(
             f"ep_halves=true runs two halves of a micro-batch in turns, and each would find in '{stored}' what the "
@@ -318,6 +319,7 @@ def _check_experts(model: BuiltModel, layout: Layout, experts: Sequence[LayerExp
     if layout.ep_keep:
         _check_kept_exchange(model, layout, experts)
     check_expert_lists(model, layout, [buffer.name for buffer in trial.moving], trial.objective)
+    check_expert_reads(model, layout, trial.objective, TOKENS)
 
 
 def _check_kept_exchange(model: BuiltModel, layout: Layout, experts: Sequence[LayerExperts]) -> None:

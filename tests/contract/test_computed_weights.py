@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,6 +42,17 @@ class Headless(Backbone):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.hidden(tokens) @ self.rows.T
+
+
+def computed_in_a_dict(model: nn.Module) -> None:
+    model.tables = {"twice": [model.head.weight * 2]}
+
+
+def ranks_anew(model: nn.Module) -> None:
+    """Makes it look like peft's AdaLoRA."""
+    model.base_model = nn.Identity()
+    model.base_model.update_and_allocate = lambda step: None
+    model.peft_config = {"default": SimpleNamespace(peft_type="ADALORA")}
 
 
 def old_weight_norm(model: nn.Module) -> None:
@@ -95,6 +107,7 @@ CHANGES: dict[str, Callable[[nn.Module], None]] = {
     function.__name__: function
     for function in (
         *(old_weight_norm, weight_norm_of_head, weight_norm_of_column, spectral_norm, old_spectral_norm),
+        *(computed_in_a_dict, ranks_anew),
         *(sparse, sparse_by_indices, complex_numbers, sparse_gradients, hooked, hooked_after_accumulation),
     )
 }
@@ -120,6 +133,8 @@ def build(change: str) -> BuiltModel:
     "change, reason",
     [
         ("old_weight_norm", r"'blocks.1.out.weight' is computed from weights.*nearest.*parametrizations.weight_norm"),
+        ("computed_in_a_dict", "'tables' is computed from weights while the model is made"),
+        ("ranks_anew", r"peft's ADALORA.*update_and_allocate\(step\).*nearest.*LoraConfig"),
         ("sparse", "makes a sparse tensor.*nearest.*a dense weight"),
         ("sparse_by_indices", "makes a sparse tensor.*nearest.*a dense weight"),
         ("complex_numbers", r"'blocks.1.factor' is complex.*nearest.*view_as_complex"),

@@ -159,6 +159,8 @@ def test_what_islands_cannot_do_is_refused_by_name() -> None:
     two, one = Layout.parse("islands=2"), Layout.parse("replicate=2")
     with pytest.raises(ConfigError, match="replicate=2 has one; write islands=2"):
         check_islands(RunConfig(outer=OuterConfig(every=5)), one)
+    with pytest.raises(ConfigError, match="replicate=2 has one; write islands=2"):
+        check_islands(RunConfig(outer=OuterConfig(kind="diloco")), one)
     check_islands(RunConfig(), one)
     config = RunConfig()
     with pytest.raises(ConfigError, match=r"outer.warmup = 1000 leaves none of train.steps = 1000"):

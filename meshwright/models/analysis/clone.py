@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -123,11 +124,38 @@ class Clone:
 
 def duplicate_module(module: nn.Module) -> nn.Module:
     """Copies a module; tensors that its forward stored for a later call are detached, since a graph can't be copied."""
+    seen: set[int] = set()
     for child in module.modules():
-        for key, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                setattr(child, key, value.detach())
+        for key, value in list(vars(child).items()):
+            if key not in _OF_MODULES and (detached := _detached(value, seen)) is not value:
+                setattr(child, key, detached)
     return copy_module(module)
+
+
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that torch gives every module."""
+
+
+def _detached(value: Any, seen: set[int]) -> Any:
+    """Returns a value whose tensors have no graph, of any shape; lists and dicts stay the ones that modules share.
+
+    Args:
+        value: an attribute, or an item of one.
+        seen: ids of the lists and dicts that are done.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.detach() if value.grad_fn is not None else value
+    if isinstance(value, tuple):
+        items = [_detached(item, seen) for item in value]
+        if all(item is old for item, old in zip(items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list | dict) and id(value) not in seen:
+        seen.add(id(value))
+        for key, item in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if (detached := _detached(item, seen)) is not item:
+                value[key] = detached
+    return value
 
 
 def realise_model(

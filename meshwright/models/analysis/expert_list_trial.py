@@ -9,13 +9,23 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.models.analysis.clone import Clone, duplicate_module, make_clone, with_objective
+from meshwright.models.analysis.clone import (
+    Clone,
+    duplicate_module,
+    make_clone,
+    train_frozen_layers,
+    with_objective,
+)
 from meshwright.models.analysis.experts import find_experts
 from meshwright.models.analysis.objective import Objective, nothing_dropped
+from meshwright.models.analysis.outside_reads import find_outside_reads
 from meshwright.models.build import BuiltModel
-from meshwright.parallel.expert_list import NEAREST, spread
+from meshwright.models.forward import model_output
+from meshwright.parallel.expert_list import NEAREST, LocalExperts, spread
 from meshwright.parallel.keyed_random import seed_all
 from meshwright.parallel.moving_buffers import MovingBuffers
+from meshwright.parallel.transform import DTYPES
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 
 ROWS, TOKENS = 4, 12
@@ -49,25 +59,56 @@ def check_expert_lists(built: BuiltModel, layout: Layout, moving: Sequence[str],
             f"{layout} shards the experts of a layer by themselves, over other ranks than its other weights, but "
             f"the list '{outside}' is in no layer; nearest that works: tp and ep without shard, or shard without ep"
         )
-    try_expert_lists(built, moving, objective)
+    try_expert_lists(built, moving, objective, layout.compute_precision)
 
 
-def try_expert_lists(built: BuiltModel, moving: Sequence[str], objective: Objective | None = None) -> None:
+def check_expert_reads(built: BuiltModel, layout: Layout, objective: Objective, tokens: int) -> None:
+    """Refuses code that reads weights of experts while these aren't called, of which each rank has some.
+
+    Args:
+        built: on meta; it stays unchanged.
+        layout: with ``ep``.
+        objective: the model's own loss.
+        tokens: of a row of the trial.
+
+    Raises:
+        PlanError: with the weight, and the nearest that works.
+    """
+    clone = with_objective(make_clone(built), objective)
+    modules = [
+        f"{rows.module}.{child}" if child else rows.module
+        for rows in find_experts(clone.module)
+        for child in rows.children or ("",)
+    ]
+    for read in find_outside_reads(clone, tokens, modules):
+        raise PlanError(
+            f"{layout} spreads the experts of mixture layers over ranks, but '{read.weight}' is read while "
+            f"'{read.layer}' isn't called, as by a penalty on weights, and each rank has those of some experts alone; "
+            f"nearest that works: tp={layout.degree(Mechanics.EXPERTS)} without ep, or weight decay"
+        )
+
+
+def try_expert_lists(
+    built: BuiltModel, moving: Sequence[str], objective: Objective | None = None, precision: str = "float64"
+) -> None:
     """Compares a clone's logits and gradients with those of a copy whose experts get their rows at once, in halves.
 
-    Both run in training, and to be evaluated: code for inference is often another loop.
+    Both run in training, and to be evaluated: code for inference is often another loop. All layers are trained there,
+    since the words of a trial may not reach the few weights that a model trains.
 
     Args:
         built: on meta; it stays unchanged.
         moving: names of the buffers that its forward changes.
         objective: the model's own loss.
+        precision: in which the run computes.
 
     Raises:
         PlanError: the code that calls the experts can't do so where they are on several ranks, or gives something else.
     """
     if not any(rows.children for rows in find_experts(built.module)):
         return
-    clone = make_clone(built)
+    clone = train_frozen_layers(make_clone(built))
+    _check_types(clone, moving, precision)
     for trial in (_ListTrial(with_objective(clone, objective), True), _ListTrial(clone, False)):
         _compare(trial, moving)
 
@@ -93,14 +134,40 @@ class _ListTrial:
         return {"": output.detach(), **found}
 
 
+def _spread_here(clone: Clone, moving: Sequence[str]) -> tuple[nn.Module, list[LocalExperts]]:
+    """Returns a copy of a clone whose lists have all their experts in this process, and these."""
+    module, lists = duplicate_module(clone.module), []
+    for rows in find_experts(module):
+        if rows.children:
+            caller = module.get_submodule(rows.caller)
+            buffers = MovingBuffers([caller], moving, rows.caller)
+            lists.append(spread(caller, rows, (0, rows.experts), buffers, lambda: None, clone.structure.width or 0))
+            lists[-1].refuse_direct_calls()
+    return module, lists
+
+
+def _check_types(clone: Clone, moving: Sequence[str], precision: str) -> None:
+    """Refuses experts that return another type than that of their rows where the model computes in ``precision``."""
+    if precision == "float64":
+        return  # whose operations make float64 of each type
+    module, _ = _spread_here(clone, moving)
+    module = module.to(DTYPES[precision])
+    tokens = torch.randint(clone.vocab, (ROWS, TOKENS), generator=torch.Generator().manual_seed(7))
+    try:
+        with torch.no_grad(), nothing_dropped():
+            seed_all(0)
+            # not by the clone's run(), in whose operations all is float64
+            model_output(module, clone.structure, tokens, tokens)
+    except PlanError:
+        raise
+    except Exception:  # its code is the author's, and a buffer of another type may be what this copy lacks
+        return
+
+
 def _compare(trial: _ListTrial, moving: Sequence[str]) -> None:
     """Refuses lists whose experts compute something else when they get their rows at once."""
-    module = duplicate_module(trial.clone.module)
-    lists = [rows for rows in find_experts(module) if rows.children]
-    for rows in lists:
-        caller = module.get_submodule(rows.caller)
-        buffers = MovingBuffers([caller], moving, rows.caller)
-        local = spread(caller, rows, (0, rows.experts), buffers, lambda: None, trial.clone.structure.width or 0)
+    module, lists = _spread_here(trial.clone, moving)
+    for local in lists:
         local.in_halves = True
     expected = trial.run(duplicate_module(trial.clone.module))
     manner = "gives them their rows all at once, in two parts" + (", to be evaluated" if not trial.is_training else "")
@@ -110,7 +177,7 @@ def _compare(trial: _ListTrial, moving: Sequence[str]) -> None:
         raise
     except Exception as error:  # its code is the author's, and runs where experts are all here
         raise PlanError(
-            f"ep spreads the experts of '{lists[0].module}' over ranks, but a small copy of the model that {manner}, "
+            f"ep spreads the experts of '{lists[0].path}' over ranks, but a small copy of the model that {manner}, "
             f"fails: {type(error).__name__}: {error}; {NEAREST}"
         ) from error
     for name, value in expected.items():
@@ -118,6 +185,6 @@ def _compare(trial: _ListTrial, moving: Sequence[str]) -> None:
         if other is None or not torch.allclose(value, other, rtol=BOUND, atol=BOUND * float(value.abs().max() + 1)):
             what = f"the gradient of '{name}' is" if name else "the output is"
             raise PlanError(
-                f"ep spreads the experts of '{lists[0].module}' over ranks, but when a small copy of the model "
+                f"ep spreads the experts of '{lists[0].path}' over ranks, but when a small copy of the model "
                 f"{manner}, {what} something else; {NEAREST}"
             )

@@ -194,6 +194,19 @@ def trial_output(
     return output.logits + extra_terms
 
 
+def clone_failure(error: Exception) -> str:
+    """Returns why a clone doesn't run, for people."""
+    reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+    if f"Target {IGNORED} is out of" in reason:
+        return f"{IGNORED} is no target, and its loss takes it for a class; write ignore_index={IGNORED}"
+    if "deepcopy protocol" in reason:
+        return (
+            "an object in one of its attributes has a tensor with a gradient, which can't be copied; leave such "
+            "tensors in attributes of a module, or in lists, tuples and dicts there"
+        )
+    return reason
+
+
 class _NoDropout(RandomSource):
     """Random numbers that drop nothing, so that a row has the same result in any batch."""
 

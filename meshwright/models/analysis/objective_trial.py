@@ -38,6 +38,7 @@ from meshwright.models.analysis.objective import (
     OFFSETS,
     LossTerm,
     Objective,
+    clone_failure,
     mean_cross_entropy,
     nothing_dropped,
     with_words,
@@ -112,9 +113,7 @@ def try_forward(built: BuiltModel, training: bool = True) -> ForwardTrial:
     except MeshwrightError:
         raise
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if f"Target {IGNORED} is out of" in reason:
-            reason = f"{IGNORED} is no target, and its loss takes it for a class; write ignore_index={IGNORED}"
+        reason = clone_failure(error)
         raise ConfigError(
             f"model '{built.config.name}': its loss can't be read, since a small clone doesn't run: {reason}"
         ) from error

@@ -37,7 +37,7 @@ class OutsideRead:
     """Whether its layer hasn't been called yet in this forward."""
 
 
-def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
+def find_outside_reads(clone: Clone, length: int, layers: Sequence[str] = ()) -> tuple[OutsideRead, ...]:
     """Returns the reads of a forward of a model as it is trained, in order, each weight once.
 
     Types, shapes and devices of weights may be asked for anywhere.
@@ -45,6 +45,7 @@ def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
     Args:
         clone: of the model; it stays unchanged.
         length: tokens of a row.
+        layers: names of other modules to take for layers.
     """
     module = duplicate_module(clone.module)
     found: dict[str, OutsideRead] = {}
@@ -55,7 +56,7 @@ def find_outside_reads(clone: Clone, length: int) -> tuple[OutsideRead, ...]:
 
     try:
         # By the address of its numbers, views of a weight are reads of it too.
-        with torch.enable_grad(), ReadWatch(module, clone.structure.layers, _storage, seen):
+        with torch.enable_grad(), ReadWatch(module, layers or clone.structure.layers, _storage, seen):
             clone.run(ROWS, module, tokens=length)
     except Exception:
         # The watched forward is the one of every other trial; what a watch itself breaks says nothing about reads.

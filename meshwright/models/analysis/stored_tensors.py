@@ -8,6 +8,7 @@ from meshwright.models.analysis.clone import make_clone, with_objective
 from meshwright.models.analysis.objective import Objective, nothing_dropped
 from meshwright.models.build import BuiltModel
 from meshwright.parallel.keyed_random import seed_all
+from meshwright.torch_compat.tensors import tree_leaves
 
 
 def find_stored_tensor(built: BuiltModel, objective: Objective) -> str:
@@ -23,8 +24,7 @@ def find_stored_tensor(built: BuiltModel, objective: Objective) -> str:
         clone.run(2, clone.module.train())
     for name, module in clone.module.named_modules():
         for key, value in vars(module).items():
-            items = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
             # its modules' own dicts hold parameters, which are leaves
-            if any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in items):
+            if any(isinstance(item, torch.Tensor) and item.grad_fn is not None for item in tree_leaves(value)):
                 return f"{name}.{key}" if name else key
     return ""
