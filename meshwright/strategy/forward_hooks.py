@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.call_trial import output_tensors
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
@@ -23,12 +25,20 @@ class ForwardHooks:
         seed: of dropout.
         reader: (index, count) of this rank among those that read other rows.
         local_batch_norm: let BatchNorm compute its statistics over this rank's rows.
+        first_call: tries the model at its first call that trains.
     """
 
-    def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
+    def __init__(
+        self,
+        sharded_model: ShardedModel,
+        seed: int,
+        reader: tuple[int, int],
+        local_batch_norm: bool,
+        first_call: FirstCall,
+    ) -> None:
         assert sharded_model.sync is not None and sharded_model.guard is not None
         self._sharded_model, self._sync, self._guard = sharded_model, sharded_model.sync, sharded_model.guard
-        self._seed, self._reader = seed, reader
+        self._seed, self._reader, self._first_call = seed, reader, first_call
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
@@ -55,7 +65,7 @@ class ForwardHooks:
         self._guard.end("forward")
 
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the inputs and starts the step's random numbers."""
         for shown in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]:
             refuse_uneven_tokens(self._sharded_model.layout, shown)
@@ -73,6 +83,7 @@ class ForwardHooks:
         is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
+            self._first_call.try_call(module, args, kwargs)
         # any of them: user code may train one submodule of a model that otherwise evaluates
         if program.dropout_rng is not None and any(item.training for item in module.modules()):
             if is_recomputation:
@@ -95,7 +106,7 @@ class ForwardHooks:
             # no backward will free the gathered weights
             self._sharded_model.release()
             return
-        outputs = list(_tensors(output))
+        outputs = list(output_tensors(output))
         if not outputs:
             raise ConfigError(
                 f"the model gave a {type(output).__name__} without tensors, so its backward can't be followed: return "
@@ -103,12 +114,3 @@ class ForwardHooks:
             )
         for item in (tensor for tensor in outputs if tensor.requires_grad):
             item.register_hook(self._sync.open_pass)
-
-
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a model's output, however they are nested."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from (tensor for tensor in tree_leaves(list(vars(leaf).values())) if isinstance(tensor, torch.Tensor))

@@ -70,6 +70,8 @@ class GradientSync:
         self.state = GradientState.NONE
         self.is_last_backward = True
         """Whether the next backward is the last before the step; not so within `accumulate`."""
+        self.after_sums: Callable[[], None] = lambda: None
+        """Called where all ranks have summed a step's gradients; it may raise, on every rank alike."""
         self._open = False
         self._earlier_gradients: dict[Weight, torch.Tensor] = {}
         self._arriving: set[str] = set()
@@ -236,6 +238,7 @@ class GradientSync:
         self._reached.note()
         for sync in program.stages[0].gradient_syncs:
             sync.finish()
+        self.after_sums()
         # The next sum over copies is rounded by other random numbers.
         program.rounding_key.step += 1
         self._reached.complete()

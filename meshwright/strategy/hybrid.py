@@ -32,6 +32,7 @@ from meshwright.strategy.custom_module import (
     shape_only_program,
     with_compute_precision,
 )
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.loss_weights import Loss
@@ -78,6 +79,7 @@ class HybridParallelStrategy:
             must be `loss`. Without it logits are whole.
         average: whether gradients are means over the readers, not sums.
         local_batch_norm: let BatchNorm compute its statistics over each rank's rows, as DistributedDataParallel does.
+        local_rows: let all that looks at several rows of a call (experts with a capacity, norms) see each call's alone.
 
     Raises:
         PlanError: for a layout that doesn't fit the ranks, or that a custom loop can't run.
@@ -99,6 +101,7 @@ class HybridParallelStrategy:
         split_vocabulary: bool = False,
         average: bool = True,
         local_batch_norm: bool = False,
+        local_rows: bool = False,
     ) -> None:
         dims = {
             "replicate": data_parallel_dim,
@@ -115,8 +118,9 @@ class HybridParallelStrategy:
         """Whether gradients are means over the readers, not sums."""
         self._mesh: Mesh | None = None
         self._sharded_model: ShardedModel | None = None
-        self._local_batch_norm = local_batch_norm
+        self._local_batch_norm, self._local_rows = local_batch_norm or local_rows, local_rows
         self._target_loss: TargetLoss | None = None
+        self._first_call: FirstCall | None = None
 
     @overload
     def shard(
@@ -206,7 +210,10 @@ class HybridParallelStrategy:
         module = sharded_model.program.module
         settle_module(module, sharded_model.program)
         self._target_loss = TargetLoss(sharded_model.program, self._sync().target_totals, self.reader[1], self.average)
-        ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm).attach(module)
+        first_call = self._first_call
+        assert first_call is not None
+        self._sync().after_sums = first_call.settle
+        ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm, first_call).attach(module)
         return module if optimizer is None else (module, sharded_model.optimizers.rebuild(optimizer, original.names))
 
     def _build_sharded_model(
@@ -231,6 +238,8 @@ class HybridParallelStrategy:
         if from_module:
             check_equal(built, mesh.world)
         analysis = broadcast_analysis(built, layout, example, self._split_vocabulary)
+        readers = self.reader[1]
+        self._first_call = FirstCall(built, layout, readers, readers, fill, self._local_rows)
         source = make_model_source(built, analysis, fill, no_compute)
         is_meta, clock = target.type == "meta", StepTimer(device_type)
         program = shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
@@ -260,7 +269,8 @@ class HybridParallelStrategy:
         if not self.average or self._split_vocabulary:
             raise ConfigError("average=False and split_vocabulary=True belong to a loop of one's own, not to step()")
         engine = self._engine = PipelineEngine(
-            model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device
+            model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device,
+            local_rows=self._local_rows,
         )
         stage = engine.modules[0]
         self._sharded_model, self._mesh, self.layout = engine.sharded_model, engine.mesh, engine.layout

@@ -21,6 +21,7 @@ from meshwright.parallel.training_modes import set_training_modes, training_mode
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.loss_weights import (
     Loss,
     LossBatch,
@@ -75,6 +76,7 @@ class PipelineEngine:
             first batch.
         clip: largest norm of the whole gradient; 0 for no clipping.
         device: where to compute; when None, this rank's GPU under nccl, else where the weights are.
+        local_rows: let what looks at several rows of a call see those of each reader's micro-batch alone.
 
     Raises:
         PlanError: the layout fits neither the ranks nor the model.
@@ -96,6 +98,7 @@ class PipelineEngine:
         example: torch.Tensor | None = None,
         clip: float = 0.0,
         device: torch.device | str | None = None,
+        local_rows: bool = False,
     ) -> None:
         if microbatches is not None and num_microbatches is not None:
             raise ConfigError("microbatches and num_microbatches are one number: give one of them")
@@ -103,7 +106,7 @@ class PipelineEngine:
         self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
         self._model = _single_module(model, model_stages)
         self._loss, self._optimizer_source, self._clip = scalar_loss(loss or mean_cross_entropy), optimizer, clip
-        self._weight_rule = known_rule(loss)
+        self._weight_rule, self._local_rows = known_rule(loss), local_rows
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
         self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None
         self.steps = 0
@@ -129,6 +132,8 @@ class PipelineEngine:
         check_equal(built, self._mesh.world)
         # the engine's loss reads full logits
         analysis = broadcast_analysis(built, plan, example, split_vocabulary=False)
+        readers = self.reader[1]
+        self._first_call = FirstCall(built, plan, plan.microbatches * readers, readers, None, self._local_rows)
         source = make_model_source(built, analysis, None, weighted_compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.state_meter = None
@@ -253,6 +258,8 @@ class PipelineEngine:
         count, chunks = self.layout.microbatches, counts.chunks(self.layout.microbatches)
         batches = [LossBatch(*chunk) for chunk in zip(inputs.chunk(count), targets.chunk(count))]
         totals = self._totals(counts)
+        self._first_call.try_call(self._program.stages[0].module, (inputs,), {})
+        self._first_call.settle()
         self.sharded_model.agreement.before_schedule()
         # after steps 1, 2, 4, 8 and so on, as what ranks must agree on
         is_due = not self.steps & (self.steps + 1)
