@@ -1,9 +1,9 @@
 """Refuses models whose rows or calls depend on each other, where readers or micro-batches divide the rows.
 
-On one device a call has all rows of a batch, and a step is one call. A reader or a micro-batch has some of the rows. What
-looks at several of them (experts with a capacity, a norm over the batch) computes something else then, and so does what
-an attribute carries from call to call. The first rank tries that at the first call that trains, on a copy of the model
-that was made before it was sharded; the others get its answer where all ranks meet next.
+On one device a call has all rows of a batch, and a step is one call; a reader or a micro-batch has some of the rows.
+What looks at several of them (experts with a capacity, a norm over the batch) computes something else then, and so does
+what an attribute carries from call to call. The first rank tries that at the first call that trains, on a copy of the
+model that was made before it was sharded; the others get its answer where all ranks meet next.
 """
 
 from __future__ import annotations
@@ -38,26 +38,27 @@ class FirstCall:
     Args:
         built: before it is sharded; it stays unchanged.
         layout: to be run.
-        calls: number of parts into which readers and micro-batches divide a step's rows.
         readers: number of ranks that read other rows.
         fill: values of a box of a buffer, by name, for a module on meta.
         accepts: whether the user wants each call to see its own rows alone.
+        microbatches: number of calls that a schedule makes of a step's rows of one reader; None where user code calls.
     """
 
     def __init__(
         self,
         built: BuiltModel,
         layout: Layout,
-        calls: int,
         readers: int,
         fill: Fill | None = None,
         accepts: bool = False,
+        microbatches: int | None = None,
     ) -> None:
-        self._layout, self._calls, self._readers, self._accepts = layout, calls, readers, accepts
+        self._layout, self._readers, self._accepts = layout, readers, accepts
+        self._calls, self._is_scheduled = readers * (microbatches or 1), microbatches is not None
         self._source: BuiltModel | None = None
         self._fill = fill
         self._facts: CallFacts | None = None
-        self._is_open = calls > 1 and dist.get_backend() != "fake"
+        self._is_open = (self._calls > 1 or (self._is_scheduled and layout.world > 1)) and dist.get_backend() != "fake"
         if not self._is_open or dist.get_rank():
             return
         weights = {name for name, _ in built.module.named_parameters(remove_duplicate=False)}
@@ -131,43 +132,37 @@ class FirstCall:
 
     def refusal(self, facts: CallFacts) -> str:
         """Returns why the layout would train another model than one device; "" where it wouldn't."""
-        by_step = self._calls > self._readers
         where = (
             f"step() computes a batch in {self._calls} calls"
-            if by_step
+            if self._is_scheduled
             else f"each of the {self._readers} readers of {self._layout} calls the model on rows of its own"
         )
-        cure = "one reader and microbatches=1" if by_step else f"one reader, where ranks split the model ({self._split})"
+        cure = f"one reader, where ranks split the model (tp={self._layout.world})"
+        cure += ", and microbatches=1" if self._is_scheduled else ""
         accept = (
-            "or, to train each call's rows by themselves as DistributedDataParallel does, local_rows=True where the "
-            "layout is given"
+            "or local_rows=True where the layout is given, to train each call's rows by themselves as "
+            "DistributedDataParallel does"
         )
-        if facts.mixes_rows and not self._accepts:
+        if facts.mixes_rows and self._calls > 1 and not self._accepts:
             return (
                 "what the model computes for a row depends on the other rows of the call (experts with a capacity that "
                 f"rows share, a norm over the batch), and {where}; nearest that works: {cure}, code that looks at each "
                 f"row by itself, {accept}"
             )
-        if not facts.remembers:
-            return ""
-        name = facts.remembers[0]
-        if by_step:
+        if facts.remembers and self._is_scheduled:
             return (
-                f"forward changes the attribute '{name}' and reads it in later calls, and {where}, not in one; nearest "
-                "that works: one reader and microbatches=1, what follows from the arguments alone, or a loop that calls "
-                "the model and backward itself, under replicate, shard or tp"
+                f"forward changes the attribute '{facts.remembers[0]}' and reads it in later calls, and step() "
+                "calls it for each micro-batch, and again to try things out, not once a step; nearest that works: an "
+                "attribute that follows from the arguments alone, or a loop that calls the model and backward itself, "
+                "under replicate, shard or tp"
             )
-        if facts.mixes_remembered_rows and not self._accepts:
+        if facts.remembers and facts.mixes_remembered_rows and not self._accepts:
             return (
-                f"forward changes the attribute '{name}' by the rows that it sees and reads it in later calls, and "
-                f"{where}; nearest that works: {cure}, an attribute that doesn't depend on the rows, {accept}"
+                f"forward changes the attribute '{facts.remembers[0]}' by the rows that it sees and reads it in later "
+                f"calls, and {where}; nearest that works: {cure}, an attribute that doesn't depend on the rows, "
+                f"{accept}"
             )
         return ""
-
-    @property
-    def _split(self) -> str:
-        """Returns a layout of as many ranks with one reader."""
-        return f"tp={self._layout.world}"
 
 
 def _elements(module: nn.Module) -> int:

@@ -9,7 +9,6 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.call_trial import output_tensors
-from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
@@ -25,20 +24,12 @@ class ForwardHooks:
         seed: of dropout.
         reader: (index, count) of this rank among those that read other rows.
         local_batch_norm: let BatchNorm compute its statistics over this rank's rows.
-        first_call: tries the model at its first call that trains.
     """
 
-    def __init__(
-        self,
-        sharded_model: ShardedModel,
-        seed: int,
-        reader: tuple[int, int],
-        local_batch_norm: bool,
-        first_call: FirstCall,
-    ) -> None:
+    def __init__(self, sharded_model: ShardedModel, seed: int, reader: tuple[int, int], local_batch_norm: bool) -> None:
         assert sharded_model.sync is not None and sharded_model.guard is not None
         self._sharded_model, self._sync, self._guard = sharded_model, sharded_model.sync, sharded_model.guard
-        self._seed, self._reader, self._first_call = seed, reader, first_call
+        self._seed, self._reader = seed, reader
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
@@ -83,7 +74,7 @@ class ForwardHooks:
         is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
-            self._first_call.try_call(module, args, kwargs)
+            self._sharded_model.first_call.try_call(module, args, kwargs)
         # any of them: user code may train one submodule of a model that otherwise evaluates
         if program.dropout_rng is not None and any(item.training for item in module.modules()):
             if is_recomputation:

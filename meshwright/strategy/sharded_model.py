@@ -15,6 +15,7 @@ from meshwright.parallel.weights import Weight
 from meshwright.spec.layout import Layout
 from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.comm_hooks import offer_comm_hook
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.split_parameter import SplitWeightGuard
@@ -31,6 +32,7 @@ class ShardedModel:
         layout: it was built for.
         rank: this rank.
         ties: groups of names that are one weight.
+        first_call: tries the model at its first call.
         custom: (readers, whether gradients are means over them) of a loop that calls backward itself; None where a
             schedule does, and sums.
     """
@@ -41,6 +43,7 @@ class ShardedModel:
         layout: Layout,
         rank: int,
         ties: Iterable[Iterable[str]],
+        first_call: FirstCall,
         custom: tuple[int, bool] | None = None,
     ) -> None:
         if layout.rows:
@@ -54,7 +57,7 @@ class ShardedModel:
         self.reader = layout.reader(rank)
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
         self._local_parameters = local_shards(program.weights)
-        self.agreement = AgreementCheck(program, layout)
+        self.agreement, self.first_call = AgreementCheck(program, layout), first_call
         self.guard = None if custom is None else SplitWeightGuard(program)
         """Guards weights that ``tp`` or ``ep`` split, in a custom loop; None with a schedule."""
         self.sync = None
@@ -72,6 +75,7 @@ class ShardedModel:
         """Counts the sums over copies of a custom loop, for the rounding of compressed ones."""
         if self.sync is not None:
             program.rounding_key.step = self.rounding_step
+            self.sync.after_sums = first_call.settle
             offer_comm_hook(program, layout)
 
     def _publish(self) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 Place = tuple[str, str]
 """Dotted name of a module, and the key of an attribute of it."""
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 _UNCHANGING = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type)
 MISSING = object()
@@ -73,7 +73,7 @@ class AttributeState:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yields the plain attributes of one module."""
-    yield from [(key, value) for key, value in vars(module).items() if key not in _OF_MODULES]
+    yield from [(key, value) for key, value in vars(module).items() if key not in OF_MODULES]
 
 
 def are_equal(value: object, other: object, compared: set[tuple[int, int]] | None = None) -> bool:

@@ -161,10 +161,10 @@ class CallTrial:
                     cut = fewer[index] if fewer is not None and len(fewer) == len(wanted) else None
                     if output.shape != expected.shape or not _has_rows(expected, cut, dim, size):
                         continue
-                    rows = [
+                    kept = [
                         item.unflatten(dim, (size, -1)).narrow(dim, start, stop - start) for item in (output, expected)
                     ]
-                    if not _is_near(*rows, float(expected.abs().nan_to_num().max())):
+                    if not _is_near(kept[0], kept[1], float(expected.abs().nan_to_num().max())):
                         return True
         return False
 
@@ -221,8 +221,14 @@ def as_trial_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
 
     leaves, spec = tree_flatten((args, kwargs))
     call: Call = tree_unflatten([copied(leaf) for leaf in leaves], spec)
-    # one row alone: copies of it, of which the others are changed
-    return _map(call, lambda leaf: leaf.repeat(3, *[1] * (leaf.dim() - 1)) if leaf.dim() and len(leaf) == 1 else leaf)
+    main = _main_tensor(call)
+    # few rows: copies of them, of which the others are changed
+    if main is None or len(main) >= ROWS - 1:
+        return call
+    count, times = len(main), -(-ROWS // len(main))
+    return _map(
+        call, lambda leaf: leaf.repeat(times, *[1] * (leaf.dim() - 1)) if leaf.dim() and len(leaf) == count else leaf
+    )
 
 
 def limit_tokens(call: Call, vocab: int) -> Call:
@@ -239,7 +245,7 @@ def _map(call: Call, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
 
 def _is_of_tokens(leaf: torch.Tensor) -> bool:
     """Returns whether a tensor looks like one of tokens, (B, S): whole numbers, or true and false."""
-    return leaf.dim() == 2 and not leaf.is_floating_point() or leaf.dim() == 0
+    return (leaf.dim() == 2 and not leaf.is_floating_point()) or leaf.dim() == 0
 
 
 def _main_tensor(call: Call) -> torch.Tensor | None:
@@ -250,7 +256,7 @@ def _main_tensor(call: Call) -> torch.Tensor | None:
     tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.numel()]
     whole = [leaf for leaf in tensors if leaf.dtype in (torch.int64, torch.int32) and int(leaf.max()) > 1]
     main = next(iter(whole), next((leaf for leaf in tensors if leaf.is_floating_point()), None))
-    if main is None or len(main) < 2:
+    if main is None:
         return None
     if main.dim() == 1 and any(leaf.dim() == 1 and not leaf[0] and leaf[-1] == len(main) for leaf in whole):
         return None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.attribute_state import OF_MODULES
 from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.analysis.small_config import limit_windows, narrow_config, shrink_config
 from meshwright.models.build import BuiltModel, build_meta, use_float64
@@ -21,6 +22,7 @@ from meshwright.models.sizes import layer_count
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
 from meshwright.parallel.stage import copy_module
+from meshwright.torch_compat.tensors import tree_leaves, tree_map_only
 
 SMALL = 1 << 24
 """Parameters up to which a model is its own clone."""
@@ -124,9 +126,10 @@ class Clone:
 def duplicate_module(module: nn.Module) -> nn.Module:
     """Copies a module; tensors that its forward stored for a later call are detached, since a graph can't be copied."""
     for child in module.modules():
-        for key, value in vars(child).items():
-            if isinstance(value, torch.Tensor) and value.grad_fn is not None:
-                setattr(child, key, value.detach())
+        for key, value in [(key, value) for key, value in vars(child).items() if key not in OF_MODULES]:
+            is_of_graph = [isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None for leaf in tree_leaves(value)]
+            if any(is_of_graph):
+                setattr(child, key, tree_map_only(torch.Tensor, torch.Tensor.detach, value))
     return copy_module(module)
 
 
