@@ -9,11 +9,13 @@ from torch import nn
 
 from meshwright.errors import ConfigError
 from meshwright.models.analysis.call_trial import output_tensors
+from meshwright.spec.layout import Layout
 from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.torch_compat.tensors import in_backward, tree_leaves
+from meshwright.train.model_analysis import has_layer_units
 
 
 class ForwardHooks:
@@ -33,6 +35,8 @@ class ForwardHooks:
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
+        self._gathers = has_layer_units(sharded_model.layout)
+
     def attach(self, module: nn.Module) -> None:
         """Registers the hooks on a module."""
         layer_ids = {id(layer) for stage in self._sharded_model.program.stages for layer in stage.layers}
@@ -49,6 +53,7 @@ class ForwardHooks:
         """Shows the forward plain parts of weights; a step that failed has ended."""
         self._guard.end("step")
         self._guard.begin("forward")
+        self._sharded_model.adopt_replaced_data()
 
     @torch.compiler.disable
     def _show_split_weights(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -65,6 +70,8 @@ class ForwardHooks:
             return
         program = self._sharded_model.program
         self._sync.discard_failed_pass()
+        if self._gathers:
+            _refuse_substituted_weights(module, self._sharded_model.layout)
         if any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
@@ -105,3 +112,15 @@ class ForwardHooks:
             )
         for item in (tensor for tensor in outputs if tensor.requires_grad):
             item.register_hook(self._sync.open_pass)
+
+
+def _refuse_substituted_weights(module: nn.Module, layout: Layout) -> None:
+    """Refuses tensors in the places of parameters, where FSDP2 puts the gathered weights there in the call."""
+    for name, child in module.named_modules():
+        for key, item in child._parameters.items():
+            if item is not None and not isinstance(item, nn.Parameter):
+                raise ConfigError(
+                    f"the call has another tensor in the place of '{'.'.join(filter(None, (name, key)))}', as by "
+                    f"torch.func.functional_call, and {layout} puts the gathered weight there: change the weights in "
+                    "place around the call (under torch.no_grad()), or use replicate in float32"
+                )

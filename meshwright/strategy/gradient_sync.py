@@ -106,6 +106,13 @@ class GradientSync:
         """Opens a pass; called within a backward, by each of its first hooks."""
         if self._open:
             return
+        # create_graph=True: a second backward would read weights that FSDP2 has freed by then
+        is_gathered = any(isinstance(weight.parameter, DTensor) for weight in self._program.weights[:1])
+        if is_gathered and torch.is_grad_enabled():
+            raise ConfigError(
+                "a backward with create_graph=True, as of a gradient penalty, goes through weights that ZeRO gathers "
+                "and frees, which a second backward would read; nearest that works: replicate or tp in place of shard"
+            )
         self._open = True
         self._guard.begin("backward")
         self._check_parameters()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.errors import PlanError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.parallel.dcp_shards import LocalBoxes
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
@@ -90,9 +90,23 @@ class ShardedModel:
     def _after_step(self) -> None:
         """Frees gathered weights, which the step made stale, and compares copies."""
         self.release()
-        self.agreement.after_step()
+        self.agreement.after_step(self.optimizers.outside_parameters())
         if self.guard is not None:
             self.guard.end("step")
+
+    def adopt_replaced_data(self) -> None:
+        """Copies what user code set as a weight's `data` into the memory that ranks gather and optimizers step on."""
+        for weight, local_parameter in zip(self.program.weights, self._local_parameters):
+            if weight.address == local_parameter.data_ptr():
+                continue
+            with torch.no_grad(), without_tensor_subclasses():
+                if weight.local.shape != local_parameter.shape:
+                    raise ConfigError(
+                        f"the data of '{weight.name}' was replaced by a tensor of another shape, or of the whole "
+                        "weight: write parameter.copy_(values), or shard the model once it has its shapes"
+                    )
+                local_parameter.copy_(weight.local)
+                weight.parameter.data = weight.as_dtensor(local_parameter.detach())
 
     @property
     def bytes(self) -> int:

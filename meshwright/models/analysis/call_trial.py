@@ -30,7 +30,7 @@ TOLERANCE = 1e-9
 """Largest difference of equal outputs in float64, relative to the largest."""
 WORK = 1 << 36
 """Weights x positions of a call, beyond which no trial is run: some seconds of a forward."""
-_VARIANTS = 5
+_VARIANTS = 4
 """Contents that other rows are given."""
 _CARRIERS = 48
 """Attributes that are tried one by one."""
@@ -63,8 +63,7 @@ class CallTrial:
     def __init__(self, module: nn.Module, call: Call) -> None:
         self._module = module
         self._state, self._buffers = AttributeState(module), copy_buffers(module)
-        self._call = self._fitting(call)
-        self._base = self._run([self._call])
+        self._call, self._base = self._fitting(call)
 
     def facts(self) -> CallFacts:
         """Returns what the calls show; nothing where the model can't be called, or calls can't be repeated."""
@@ -72,20 +71,21 @@ class CallTrial:
             return CallFacts()
         remembers = tuple(dict.fromkeys(self._remembered()))
         return CallFacts(
-            mixes_rows=self._mixes(lambda other: [other]),
+            mixes_rows=self._mixes(self._base, lambda other: [other]),
             remembers=remembers,
-            mixes_remembered_rows=bool(remembers) and self._mixes(lambda other: [other, self._call]),
+            mixes_remembered_rows=bool(remembers)
+            and self._mixes(self._run([self._call, self._call]), lambda other: [other, self._call]),
         )
 
-    def _fitting(self, call: Call) -> Call:
-        """Returns the call cut to some rows of some tokens as far as the model takes that."""
+    def _fitting(self, call: Call) -> tuple[Call, list[torch.Tensor] | None]:
+        """Returns the call cut to some rows of some tokens as far as the model takes that, and its output."""
         tensors = [leaf for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
         few_rows = _cut(call, 0, ROWS)
         candidates = [_cut(few_rows, 1, TOKENS)] if all(map(_is_of_tokens, tensors)) else []
         for candidate in (*candidates, few_rows):
-            if self._run([candidate]) is not None:
-                return candidate
-        return call
+            if (output := self._run([candidate])) is not None:
+                return candidate, output
+        return call, self._run([call])
 
     def _is_small(self, call: Call) -> bool:
         """Returns whether a forward takes seconds at most."""
@@ -122,16 +122,16 @@ class CallTrial:
             return False
         return all(_is_near(output, other) for output, other in zip(outputs, others))
 
-    def _mixes(self, calls_of: Callable[[Call], Sequence[Call]]) -> bool:
+    def _mixes(self, wanted: list[torch.Tensor] | None, calls_of: Callable[[Call], Sequence[Call]]) -> bool:
         """Returns whether a row's output depends on other rows of a call.
 
         Args:
+            wanted: the output with the rows as they are.
             calls_of: a call whose other rows are changed to the calls of which the last one's output is looked at.
         """
         main = _main_tensor(self._call)
         if main is None:
             return False
-        wanted = self._run(calls_of(self._call))
         if not self._rows_change(calls_of, wanted, main, 0):
             return False
         # torch's own layers of tokens (S, B, ...) have their rows in the second dim
