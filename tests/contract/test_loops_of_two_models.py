@@ -169,3 +169,24 @@ def test_loops_equal_one_device_or_are_refused(text: str) -> None:
             else:
                 wanted = [float(loss) for loss in loop(OneDevice())]
                 assert found == pytest.approx(wanted, rel=1e-9), loop.__name__
+
+
+def data_replaced(strategy: Any) -> Losses:
+    module = strategy.shard(model())
+    optimizer, losses = strategy.optimizer(torch.optim.SGD, lr=0.1), []
+    for x, y in shares(strategy):
+        losses.append(updated(mean_loss(module(x), y), optimizer))
+        for item in module.parameters():
+            item.data = item.data * 0.99
+    return losses
+
+
+def replacing(_rank: int) -> list[float]:
+    strategy = HybridParallelStrategy("replicate=2")
+    return [strategy.mean(loss) for loss in data_replaced(strategy)]
+
+
+def test_data_that_a_loop_replaces_is_what_the_optimizer_steps_on() -> None:
+    wanted = [float(loss) for loss in data_replaced(OneDevice())]
+    for losses in run_ranks(2, replacing):
+        assert losses == pytest.approx(wanted, rel=1e-9)
