@@ -67,8 +67,11 @@ class AgreementCheck:
             self._buffers_before = {name: checksum(buffer) for name, buffer in self._buffers()}
 
     @torch.no_grad()
-    def after_step(self) -> None:
+    def after_step(self, outside: Sequence[torch.Tensor] = ()) -> None:
         """Compares copies of weights over ranks, and buffers.
+
+        Args:
+            outside: parameters, of any shape, that this rank's optimizers step on beside the model's.
 
         Raises:
             ConfigError: on every rank of a group whose copies differ, or whose forward changes buffers.
@@ -77,6 +80,7 @@ class AgreementCheck:
         if not _power_of_two(self._steps):
             return
         self._check_buffers()
+        self._check_outside(outside)
         for axis_group, weights in self._copies:
             if not weights:
                 continue
@@ -89,6 +93,25 @@ class AgreementCheck:
                     "has a copy: something changed it by what one rank alone knows, such as torch.autograd.grad, a "
                     "random draw, or load_state_dict on one rank; change weights alike on all ranks, by whole gradients"
                 )
+
+    def _check_outside(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Refuses parameters beside the model's that ranks train apart; every rank calls it together."""
+        if self._world.size == 1 or self._runs_schedule:
+            return
+        # ranks that have other numbers of them train something of their own
+        device = self._program.weights_device
+        counts = torch.tensor([len(parameters), -len(parameters)], dtype=torch.float64, device=device)
+        self._world.all_reduce_max(counts).wait()
+        if not parameters or bool(counts.sum()):
+            return
+        if _differing_indices([checksum(item).to(device) for item in parameters], self._world, device):  # type: ignore[union-attr]
+            shape = tuple(parameters[0].shape)
+            raise ConfigError(
+                f"after {self._steps} steps ranks hold other values of a parameter that an optimizer has beside the "
+                f"sharded model's, the first of shape {shape}: each rank trains it by its own rows, since nobody sums "
+                "its gradient; nearest that works: make it a part of the model before shard(), or shard the module "
+                "that has it by a strategy of its own"
+            )
 
     def _check_buffers(self) -> None:
         """Refuses buffers that forward changes in another way than on one device; every rank calls it together."""

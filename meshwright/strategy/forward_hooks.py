@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.analysis.call_trial import output_tensors
+from meshwright.spec.layout import Layout
 from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.torch_compat.tensors import in_backward, tree_leaves
+from meshwright.train.model_analysis import has_layer_units
 
 
 class ForwardHooks:
@@ -32,6 +35,8 @@ class ForwardHooks:
         uses_local_statistics = reader[1] == 1 or local_batch_norm
         self._statistics = [] if uses_local_statistics else batch_norms(sharded_model.program.module)
 
+        self._gathers = has_layer_units(sharded_model.layout)
+
     def attach(self, module: nn.Module) -> None:
         """Registers the hooks on a module."""
         layer_ids = {id(layer) for stage in self._sharded_model.program.stages for layer in stage.layers}
@@ -48,6 +53,7 @@ class ForwardHooks:
         """Shows the forward plain parts of weights; a step that failed has ended."""
         self._guard.end("step")
         self._guard.begin("forward")
+        self._sharded_model.adopt_replaced_data()
 
     @torch.compiler.disable
     def _show_split_weights(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -55,7 +61,7 @@ class ForwardHooks:
         self._guard.end("forward")
 
     @torch.compiler.disable
-    def _before_forward(self, module: nn.Module, args: object, kwargs: object) -> None:
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Checks the inputs and starts the step's random numbers."""
         for shown in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)][:1]:
             refuse_uneven_tokens(self._sharded_model.layout, shown)
@@ -64,6 +70,8 @@ class ForwardHooks:
             return
         program = self._sharded_model.program
         self._sync.discard_failed_pass()
+        if self._gathers:
+            _refuse_substituted_weights(module, self._sharded_model.layout)
         if any(item.training for item in self._statistics):
             raise ConfigError(
                 "the model has BatchNorm, whose statistics would be of this rank's rows alone: use GroupNorm, or call "
@@ -73,6 +81,7 @@ class ForwardHooks:
         is_recomputation = in_backward()
         if not is_recomputation:
             self._sharded_model.agreement.before_forward((args, kwargs))
+            self._sharded_model.first_call.try_call(module, args, kwargs)
         # any of them: user code may train one submodule of a model that otherwise evaluates
         if program.dropout_rng is not None and any(item.training for item in module.modules()):
             if is_recomputation:
@@ -95,7 +104,7 @@ class ForwardHooks:
             # no backward will free the gathered weights
             self._sharded_model.release()
             return
-        outputs = list(_tensors(output))
+        outputs = list(output_tensors(output))
         if not outputs:
             raise ConfigError(
                 f"the model gave a {type(output).__name__} without tensors, so its backward can't be followed: return "
@@ -105,10 +114,13 @@ class ForwardHooks:
             item.register_hook(self._sync.open_pass)
 
 
-def _tensors(output: object) -> Iterator[torch.Tensor]:
-    """Yields the tensors of a model's output, however they are nested."""
-    for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__"):
-            yield from (tensor for tensor in tree_leaves(list(vars(leaf).values())) if isinstance(tensor, torch.Tensor))
+def _refuse_substituted_weights(module: nn.Module, layout: Layout) -> None:
+    """Refuses tensors in the places of parameters, where FSDP2 puts the gathered weights there in the call."""
+    for name, child in module.named_modules():
+        for key, item in child._parameters.items():
+            if item is not None and not isinstance(item, nn.Parameter):
+                raise ConfigError(
+                    f"the call has another tensor in the place of '{'.'.join(filter(None, (name, key)))}', as by "
+                    f"torch.func.functional_call, and {layout} puts the gathered weight there: change the weights in "
+                    "place around the call (under torch.no_grad()), or use replicate in float32"
+                )

@@ -70,6 +70,8 @@ class GradientSync:
         self.state = GradientState.NONE
         self.is_last_backward = True
         """Whether the next backward is the last before the step; not so within `accumulate`."""
+        self.after_sums: Callable[[], None] = lambda: None
+        """Called where all ranks have summed a step's gradients; it may raise, on every rank alike."""
         self._open = False
         self._earlier_gradients: dict[Weight, torch.Tensor] = {}
         self._arriving: set[str] = set()
@@ -104,6 +106,13 @@ class GradientSync:
         """Opens a pass; called within a backward, by each of its first hooks."""
         if self._open:
             return
+        # create_graph=True: a second backward would read weights that FSDP2 has freed by then
+        is_gathered = any(isinstance(weight.parameter, DTensor) for weight in self._program.weights[:1])
+        if is_gathered and torch.is_grad_enabled():
+            raise ConfigError(
+                "a backward with create_graph=True, as of a gradient penalty, goes through weights that ZeRO gathers "
+                "and frees, which a second backward would read; nearest that works: replicate or tp in place of shard"
+            )
         self._open = True
         self._guard.begin("backward")
         self._check_parameters()
@@ -236,6 +245,7 @@ class GradientSync:
         self._reached.note()
         for sync in program.stages[0].gradient_syncs:
             sync.finish()
+        self.after_sums()
         # The next sum over copies is rounded by other random numbers.
         program.rounding_key.step += 1
         self._reached.complete()

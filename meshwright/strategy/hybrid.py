@@ -12,34 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from meshwright.errors import ConfigError
-from meshwright.parallel.axis_group import TrafficLog
-from meshwright.parallel.build import build, check
-from meshwright.parallel.forward_stack import ForwardLayer, wrap_forward
-from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.model_source import Fill
-from meshwright.parallel.step_timer import StepTimer
-from meshwright.parallel.training_modes import set_training_modes, training_modes
 from meshwright.parallel.weights import Weight
 from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
-from meshwright.strategy.custom_module import (
-    Model,
-    check_equal,
-    make_model_source,
-    no_compute,
-    read_model,
-    refuse_unrecorded,
-    shape_only_program,
-    with_compute_precision,
-)
+from meshwright.strategy.custom_module import Model
 from meshwright.strategy.forward_hooks import ForwardHooks
 from meshwright.strategy.gradient_sync import GradientSync
+from meshwright.strategy.loop_build import LoopUses, build_for_loop
 from meshwright.strategy.loss_weights import Loss
-from meshwright.strategy.mesh import Dim, as_layout, choose_layout, compute_device, merge_dim, refuse_unsupported
+from meshwright.strategy.mesh import Dim, as_layout, choose_layout, merge_dim, refuse_unsupported
 from meshwright.strategy.module_state import original_parameters, refuse_uses_of, send_weights, settle_module
 from meshwright.strategy.pipeline import PipelineEngine
 from meshwright.strategy.sharded_model import ShardedModel
-from meshwright.strategy.shared_analysis import broadcast_analysis
 from meshwright.strategy.target_loss import TargetLoss
 
 
@@ -78,6 +63,7 @@ class HybridParallelStrategy:
             must be `loss`. Without it logits are whole.
         average: whether gradients are means over the readers, not sums.
         local_batch_norm: let BatchNorm compute its statistics over each rank's rows, as DistributedDataParallel does.
+        local_rows: let all that looks at several rows of a call (experts with a capacity, norms) see each call's alone.
 
     Raises:
         PlanError: for a layout that doesn't fit the ranks, or that a custom loop can't run.
@@ -99,6 +85,7 @@ class HybridParallelStrategy:
         split_vocabulary: bool = False,
         average: bool = True,
         local_batch_norm: bool = False,
+        local_rows: bool = False,
     ) -> None:
         dims = {
             "replicate": data_parallel_dim,
@@ -113,9 +100,8 @@ class HybridParallelStrategy:
         self._split_vocabulary = split_vocabulary
         self.average = average
         """Whether gradients are means over the readers, not sums."""
-        self._mesh: Mesh | None = None
         self._sharded_model: ShardedModel | None = None
-        self._local_batch_norm = local_batch_norm
+        self._local_batch_norm, self._local_rows = local_batch_norm or local_rows, local_rows
         self._target_loss: TargetLoss | None = None
 
     @overload
@@ -201,47 +187,15 @@ class HybridParallelStrategy:
             raise ConfigError("microbatches and clip are of step(): give a loss too, or do both in your own loop")
         # before sharding replaces the parameters that the optimizer has
         original = original_parameters(model, optimizer)
-        sharded_model = self._sharded_model = self._build_sharded_model(model, example, device, fill, seed)
+        uses = LoopUses(self._split_vocabulary, self.average, self._local_rows)
+        sharded_model = self._sharded_model = build_for_loop(model, self.layout, example, device, fill, seed, uses)
+        self.layout = sharded_model.layout
         refuse_uses_of(original, sharded_model.optimizers)
         module = sharded_model.program.module
         settle_module(module, sharded_model.program)
         self._target_loss = TargetLoss(sharded_model.program, self._sync().target_totals, self.reader[1], self.average)
         ForwardHooks(sharded_model, seed, self.reader, self._local_batch_norm).attach(module)
         return module if optimizer is None else (module, sharded_model.optimizers.rebuild(optimizer, original.names))
-
-    def _build_sharded_model(
-        self,
-        model: Model,
-        example: torch.Tensor | None,
-        device: torch.device | str | None,
-        fill: Fill | None,
-        seed: int,
-    ) -> ShardedModel:
-        """Builds this rank's program."""
-        target = compute_device(model if isinstance(model, nn.Module) else None, device)
-        built = read_model(model, seed)
-        modes = training_modes(built.module)
-        layout = self.layout = with_compute_precision(self.layout, built)
-        device_type = "cpu" if target.type == "meta" else target.type
-        check(layout, device_type, len(built.structure.layers))
-        from_module = target.type != "meta" and fill is None
-        if from_module:
-            refuse_unrecorded(built)
-        mesh = self._mesh = Mesh(layout, device_type, TrafficLog())
-        if from_module:
-            check_equal(built, mesh.world)
-        analysis = broadcast_analysis(built, layout, example, self._split_vocabulary)
-        source = make_model_source(built, analysis, fill, no_compute)
-        is_meta, clock = target.type == "meta", StepTimer(device_type)
-        program = shape_only_program(source, layout, mesh) if is_meta else build(source, layout, mesh, target, clock)
-        program.state_meter = None
-        module = program.module
-        set_training_modes(module, modes)
-        if layout.precision == "float64" or not layout.zero:
-            # Dynamo traces neither weights with hooks nor what keeps float64 exact: torch.compile runs such a model as
-            # it is, and compile=true in the layout compiles its layers.
-            wrap_forward(module, ForwardLayer.COMPILE, "excluded from torch.compile", torch.compiler.disable)
-        return ShardedModel(program, layout, mesh.rank, built.structure.ties, (self.reader[1], self.average))
 
     def _run_by_engine(
         self,
@@ -260,10 +214,18 @@ class HybridParallelStrategy:
         if not self.average or self._split_vocabulary:
             raise ConfigError("average=False and split_vocabulary=True belong to a loop of one's own, not to step()")
         engine = self._engine = PipelineEngine(
-            model, self.layout, loss, optimizer, microbatches, example=example, clip=clip, device=device
+            model,
+            self.layout,
+            loss,
+            optimizer,
+            microbatches,
+            example=example,
+            clip=clip,
+            device=device,
+            local_rows=self._local_rows,
         )
         stage = engine.modules[0]
-        self._sharded_model, self._mesh, self.layout = engine.sharded_model, engine.mesh, engine.layout
+        self._sharded_model, self.layout = engine.sharded_model, engine.layout
         return stage if optimizer is None else (stage, optimizer)
 
     def step(self, batch: Any) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,6 +50,8 @@ class OptimizerBinding:
         after_step: Callable[[], None],
     ) -> None:
         self._program, self._sync = program, sync
+        self.number = next(_NUMBERS)
+        """Counts the bindings of this process."""
         self._call_before_step, self._call_after_step = before_step, after_step
         self._local_parameters = dict(zip(program.weights, local_parameters))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
@@ -64,6 +67,8 @@ class OptimizerBinding:
         self._dealt_out = mesh is not None and any(mesh.layout.degree(axis) > 1 for axis in dealt)
         """Whether ranks hold other weights than each other."""
         self._trials: dict[str, OptimizerTrial] = {}
+        self._local_ids = {id(item) for item in local_parameters}
+        self._outside: dict[int, weakref.ref[nn.Parameter]] = {}
         self._tried_groups: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         _observe_optimizers(self)
 
@@ -161,7 +166,10 @@ class OptimizerBinding:
             if stale is not None and stale() is item:
                 raise ConfigError(STALE)
             is_bound = is_bound or id(item) in self._by_id
-        if not is_bound or self.starts.is_creating:
+        if self.starts.is_creating:
+            return
+        self._note_outside(optimizer)
+        if not is_bound:
             return
         self._refuse_unsupported(optimizer, any(item is not None for item in (*args[1:], *kwargs.values())))
         if self._sync is not None:
@@ -179,6 +187,24 @@ class OptimizerBinding:
                 local_parameter.grad = None if gradient is None else plain_gradient(gradient)
         self._call_before_step()
         self.starts.before_step(optimizer)
+
+    def _note_outside(self, optimizer: torch.optim.Optimizer) -> None:
+        """Notes trained parameters of an optimizer that belong to no sharded model: nobody sums their gradients."""
+        for item in (item for group in optimizer.param_groups for item in group["params"]):
+            is_trained = item.grad is not None and type(item) is nn.Parameter
+            noted = self._outside.get(id(item))
+            is_new = noted is None or noted() is not item
+            if is_trained and is_new and not any(binding.has(item) for binding in _bindings):
+                self._outside[id(item)] = weakref.ref(item)
+
+    def has(self, parameter: nn.Parameter) -> bool:
+        """Returns whether a parameter, of any shape, is one of the program's, or this rank's shard of one."""
+        return id(parameter) in self._by_id or id(parameter) in self._local_ids
+
+    def outside_parameters(self) -> list[nn.Parameter]:
+        """Returns the parameters that optimizers stepped on and that belong to no sharded model, in their order."""
+        alive = [item for reference in self._outside.values() if (item := reference()) is not None]
+        return [item for item in alive if not item.is_complex()]
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         """Clears the shards' gradients and wraps the weights' again after a step."""
@@ -257,6 +283,7 @@ class OptimizerBinding:
         return self._local_parameters.get(weight, weight.parameter)
 
 
+_NUMBERS = itertools.count()
 _bindings: weakref.WeakSet[OptimizerBinding] = weakref.WeakSet()
 """Those in use: torch's hooks of every optimizer see also one that nobody announced."""
 
@@ -278,15 +305,20 @@ def _install_hooks() -> None:
     register_optimizer_step_post_hook(_after_every_step)
 
 
+def _bindings_in_order() -> list[OptimizerBinding]:
+    """Returns the bindings in use as they were made: ranks compare copies in each, so all must come in one order."""
+    return sorted(_bindings, key=lambda binding: binding.number)
+
+
 def _before_every_step(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Calls every binding before an optimizer's step."""
-    for binding in list(_bindings):
+    for binding in _bindings_in_order():
         binding._before_step(optimizer, args, kwargs)
 
 
 def _after_every_step(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Calls every binding after an optimizer's step."""
-    for binding in list(_bindings):
+    for binding in _bindings_in_order():
         binding._after_optimizer_step(optimizer, args, kwargs)
 
 

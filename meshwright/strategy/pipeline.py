@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshwright.errors import ConfigError, DataError, PlanError
-from meshwright.models.structure import read_structure
+from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.axis_group import TrafficLog
 from meshwright.parallel.build import build, check
 from meshwright.parallel.mesh import Mesh
 from meshwright.parallel.program import Program
 from meshwright.parallel.step_timer import StepTimer
 from meshwright.parallel.training_modes import set_training_modes, training_modes
-from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.strategy.custom_module import Model, check_equal, make_model_source, read_model, with_compute_precision
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.loss_weights import (
     Loss,
     LossBatch,
@@ -36,6 +35,13 @@ from meshwright.strategy.loss_weights import (
 )
 from meshwright.strategy.mesh import as_layout, compute_device, refuse_uneven_tokens
 from meshwright.strategy.module_state import original_parameters, refuse_uses_of
+from meshwright.strategy.pipeline_arguments import (
+    inputs_and_targets,
+    layout_or_mesh,
+    single_module,
+    takes_tokens,
+    with_microbatches,
+)
 from meshwright.strategy.reached_weights import ReachedWeights
 from meshwright.strategy.sharded_model import ShardedModel
 from meshwright.strategy.shared_analysis import broadcast_analysis
@@ -75,6 +81,7 @@ class PipelineEngine:
             first batch.
         clip: largest norm of the whole gradient; 0 for no clipping.
         device: where to compute; when None, this rank's GPU under nccl, else where the weights are.
+        local_rows: let what looks at several rows of a call see those of each reader's micro-batch alone.
 
     Raises:
         PlanError: the layout fits neither the ranks nor the model.
@@ -96,14 +103,15 @@ class PipelineEngine:
         example: torch.Tensor | None = None,
         clip: float = 0.0,
         device: torch.device | str | None = None,
+        local_rows: bool = False,
     ) -> None:
         if microbatches is not None and num_microbatches is not None:
             raise ConfigError("microbatches and num_microbatches are one number: give one of them")
-        plan = as_layout(_layout_or_mesh(layout, device_mesh))
-        self.layout = _with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
-        self._model = _single_module(model, model_stages)
+        plan = as_layout(layout_or_mesh(layout, device_mesh))
+        self.layout = with_microbatches(plan, num_microbatches if microbatches is None else microbatches)
+        self._model = single_module(model, model_stages)
         self._loss, self._optimizer_source, self._clip = scalar_loss(loss or mean_cross_entropy), optimizer, clip
-        self._weight_rule = known_rule(loss)
+        self._weight_rule, self._local_rows = known_rule(loss), local_rows
         self._device = compute_device(self._model if isinstance(self._model, nn.Module) else None, device)
         self._built: tuple[Program, ShardedModel, torch.optim.Optimizer] | None = None
         self.steps = 0
@@ -129,6 +137,7 @@ class PipelineEngine:
         check_equal(built, self._mesh.world)
         # the engine's loss reads full logits
         analysis = broadcast_analysis(built, plan, example, split_vocabulary=False)
+        first_call = FirstCall(built, plan, self.reader[1], None, self._local_rows, plan.microbatches)
         source = make_model_source(built, analysis, None, weighted_compute(built.structure, self._loss))
         program = build(source, plan, self._mesh, self._device, StepTimer(self._device.type))
         program.state_meter = None
@@ -136,7 +145,7 @@ class PipelineEngine:
         if modes[""]:
             for stage in program.stages:
                 set_training_modes(stage.module, modes)
-        sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties)
+        sharded_model = ShardedModel(program, plan, self._mesh.rank, built.structure.ties, first_call)
         refuse_uses_of(original, sharded_model.optimizers)
         optimizer = self._optimizer_source or torch.optim.AdamW
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -253,6 +262,8 @@ class PipelineEngine:
         count, chunks = self.layout.microbatches, counts.chunks(self.layout.microbatches)
         batches = [LossBatch(*chunk) for chunk in zip(inputs.chunk(count), targets.chunk(count))]
         totals = self._totals(counts)
+        self.sharded_model.first_call.try_call(self._program.stages[0].module, (inputs,), {})
+        self.sharded_model.first_call.settle()
         self.sharded_model.agreement.before_schedule()
         # after steps 1, 2, 4, 8 and so on, as what ranks must agree on
         is_due = not self.steps & (self.steps + 1)
@@ -329,72 +340,3 @@ class PipelineEngine:
         total = torch.stack(sums)
         self._mesh.world.all_reduce(total).wait()
         return mean_of_sums(total)
-
-
-def inputs_and_targets(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns (inputs, targets) of a batch: a pair, or the ``input_ids`` and ``labels`` of a language model.
-
-    Labels are shifted here, as transformers' models do: the target of a token is the label of the next.
-
-    Raises:
-        DataError: for anything else.
-    """
-    if isinstance(batch, Mapping):
-        tokens, labels = batch.get("input_ids"), batch.get("labels")
-        mask = batch.get("attention_mask")
-        if tokens is not None and labels is not None:
-            if mask is not None and not bool(mask.all()):
-                raise DataError("the batch is padded (attention_mask has zeros): pack rows to one length instead")
-            # the last token of a row has no next token
-            return tokens, torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-    elif isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise DataError("a batch is a pair (inputs, targets), or a mapping with input_ids and labels")
-
-
-def takes_tokens(model: nn.Module) -> bool:
-    """Returns whether a model has a token embedding, so that trials can run it on tokens."""
-    return read_structure(model).embedding is not None
-
-
-def _layout_or_mesh(layout: Layout | str | DeviceMesh | None, mesh: DeviceMesh | None) -> Layout | str | DeviceMesh:
-    """Returns the one of two names that was given; a mesh of one dim without a name is the pipeline."""
-    if (layout is None) == (mesh is None):
-        raise ConfigError("give one of layout, as 'pp=4', and device_mesh")
-    layout_or_mesh = mesh if layout is None else layout
-    if isinstance(layout_or_mesh, DeviceMesh) and layout_or_mesh.ndim == 1 and layout_or_mesh.mesh_dim_names is None:
-        return f"pp={layout_or_mesh.size()}"
-    assert layout_or_mesh is not None
-    return layout_or_mesh
-
-
-def _single_module(model: Model | None, stages: Sequence[nn.Module] | None) -> Model:
-    """Returns the model, or its stages as one `nn.Sequential`."""
-    if (model is None) == (stages is None):
-        raise ConfigError("give one of model and model_stages, a list of modules that run one after another")
-    if stages is None:
-        assert model is not None
-        return model
-    for index, stage in enumerate(stages):
-        if not isinstance(stage, nn.Module):
-            raise ConfigError(f"model_stages[{index}] is a {type(stage).__name__}: give modules")
-    return nn.Sequential(*stages)
-
-
-def _with_microbatches(layout: Layout, microbatches: int | None) -> Layout:
-    """Returns the layout with a number of micro-batches; refuses two different numbers, and unsupported choices."""
-    # 1 is the layout's default, so it isn't a second answer
-    if microbatches is not None and layout.microbatches not in (1, microbatches):
-        raise PlanError(
-            f"microbatches={microbatches}, but the layout says microbatches={layout.microbatches}; give one of them"
-        )
-    if layout.degree(Mechanics.TOKENS) > 1:
-        raise PlanError(
-            f"{layout.format_degree(Mechanics.TOKENS)}: "
-            "the engine's loss reads whole rows; use tp, or `meshwright train`"
-        )
-    if layout.precision == "fp16":
-        raise PlanError("precision=fp16 needs a loss scale that the engine lacks: write precision=bf16")
-    if layout.offload == "optimizer":
-        raise PlanError("offload=optimizer belongs to the trainer's own AdamW: write offload=parameters")
-    return dataclasses.replace(layout, microbatches=microbatches or layout.microbatches)

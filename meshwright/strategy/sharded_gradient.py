@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from meshwright.errors import ConfigError
 from meshwright.parallel.weights import Weight, as_dtensor_like
+from meshwright.strategy.operator_tags import is_random
 from meshwright.strategy.weight_reductions import NORMS, norm_order
 from meshwright.torch_compat.tensors import (
     TorchArgs,
@@ -212,6 +213,13 @@ def _call_on_one(func: TorchFunction, name: str, args: TorchArgs, kwargs: TorchK
         raise ConfigError(
             f"an index of the gradient of {sharded[0].weight.name}, of which this rank has a part, would be one of the "
             "part: write grad[index] = value, or grad.mul_(mask) with a mask of the whole weight's shape"
+        )
+    is_part = any(item.weight.data_shards > 1 or not item.weight.shard.is_unsharded for item in sharded)
+    if is_part and is_random(name, func):
+        raise ConfigError(
+            f"{name} of the gradient of {sharded[0].weight.name}, of which this rank has a part, would draw the part's "
+            f"numbers alone: draw those of the whole weight, torch.randn{tuple(sharded[0].weight.shape)}, of which "
+            "adding and multiplying take this rank's part"
         )
     args = tuple(_cut_like(item, sharded[0]) for item in args)
     with without_tensor_subclasses():

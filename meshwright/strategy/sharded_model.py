@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from meshwright.errors import PlanError
+from meshwright.errors import ConfigError, PlanError
 from meshwright.parallel.dcp_shards import LocalBoxes
 from meshwright.parallel.program import Program
 from meshwright.parallel.weights import Weight
 from meshwright.spec.layout import Layout
 from meshwright.strategy.agreement import AgreementCheck
 from meshwright.strategy.comm_hooks import offer_comm_hook
+from meshwright.strategy.first_call import FirstCall
 from meshwright.strategy.gradient_sync import GradientSync
 from meshwright.strategy.optimizer_binding import OptimizerBinding, local_shards
 from meshwright.strategy.split_parameter import SplitWeightGuard
@@ -31,6 +32,7 @@ class ShardedModel:
         layout: it was built for.
         rank: this rank.
         ties: groups of names that are one weight.
+        first_call: tries the model at its first call.
         custom: (readers, whether gradients are means over them) of a loop that calls backward itself; None where a
             schedule does, and sums.
     """
@@ -41,6 +43,7 @@ class ShardedModel:
         layout: Layout,
         rank: int,
         ties: Iterable[Iterable[str]],
+        first_call: FirstCall,
         custom: tuple[int, bool] | None = None,
     ) -> None:
         if layout.rows:
@@ -54,7 +57,7 @@ class ShardedModel:
         self.reader = layout.reader(rank)
         self._ties = {names[0]: names[1:] for names in map(tuple, ties)}
         self._local_parameters = local_shards(program.weights)
-        self.agreement = AgreementCheck(program, layout)
+        self.agreement, self.first_call = AgreementCheck(program, layout), first_call
         self.guard = None if custom is None else SplitWeightGuard(program)
         """Guards weights that ``tp`` or ``ep`` split, in a custom loop; None with a schedule."""
         self.sync = None
@@ -72,6 +75,7 @@ class ShardedModel:
         """Counts the sums over copies of a custom loop, for the rounding of compressed ones."""
         if self.sync is not None:
             program.rounding_key.step = self.rounding_step
+            self.sync.after_sums = first_call.settle
             offer_comm_hook(program, layout)
 
     def _publish(self) -> None:
@@ -86,9 +90,23 @@ class ShardedModel:
     def _after_step(self) -> None:
         """Frees gathered weights, which the step made stale, and compares copies."""
         self.release()
-        self.agreement.after_step()
+        self.agreement.after_step(self.optimizers.outside_parameters())
         if self.guard is not None:
             self.guard.end("step")
+
+    def adopt_replaced_data(self) -> None:
+        """Copies what user code set as a weight's `data` into the memory that ranks gather and optimizers step on."""
+        for weight, local_parameter in zip(self.program.weights, self._local_parameters):
+            if weight.address == local_parameter.data_ptr():
+                continue
+            with torch.no_grad(), without_tensor_subclasses():
+                if weight.local.shape != local_parameter.shape:
+                    raise ConfigError(
+                        f"the data of '{weight.name}' was replaced by a tensor of another shape, or of the whole "
+                        "weight: write parameter.copy_(values), or shard the model once it has its shapes"
+                    )
+                local_parameter.copy_(weight.local)
+                weight.parameter.data = weight.as_dtensor(local_parameter.detach())
 
     @property
     def bytes(self) -> int:

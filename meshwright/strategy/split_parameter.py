@@ -11,7 +11,6 @@ computes from such a parameter, as a penalty, is the same on each of them, so it
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Collection, Iterator, Sequence
 from types import FrameType
@@ -26,6 +25,7 @@ from meshwright.parallel.partial_grads import PartialGradReducer, partial_grad_v
 from meshwright.parallel.program import Program
 from meshwright.parallel.tensor import PartialGrad
 from meshwright.parallel.weights import Weight
+from meshwright.strategy.operator_tags import has_tag, is_random
 from meshwright.strategy.weight_reductions import NORMS, OVER_ALL, WeightReductions, norm_order
 from meshwright.torch_compat.tensors import (
     TorchArgs,
@@ -55,11 +55,6 @@ _ELEMENTWISE = (
     *("floor_divide", "true_divide", "clip", "masked_fill_"),
 )
 """Operations without torch's tag that treat each element by itself."""
-_OPERATORS = {
-    **{"truediv": "div", "floordiv": "floor_divide", "mod": "remainder", "pos": "positive", "invert": "bitwise_not"},
-    **{"and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor", "idiv": "div"},
-}
-"""Operators of Python by torch's names, where these are others."""
 
 
 class _Guarded:
@@ -255,8 +250,8 @@ def _call_of_user(func: TorchFunction, name: str, args: TorchArgs, kwargs: Torch
     is_of_shape |= getattr(func, "__name__", "") == "__get__" and name not in (*_ELEMENTWISE, *_TRANSPOSES)
     if is_of_shape:
         return func(*args, **kwargs)
-    is_elementwise = name in _ELEMENTWISE or _has_tag(name, torch.Tag.pointwise)
-    if not is_elementwise or _is_random(name, func):
+    is_elementwise = name in _ELEMENTWISE or has_tag(name, torch.Tag.pointwise)
+    if not is_elementwise or is_random(name, func):
         guard.refuse(name, weight)
     result = func(*(_cut_operand(item, part) for item in args), **kwargs)
     if result is part or not isinstance(result, torch.Tensor):
@@ -351,23 +346,6 @@ def _name_of(func: TorchFunction) -> str:
     if name in ("__get__", "__set__", "__delete__"):
         return f"{'' if name == '__get__' else name}{getattr(getattr(func, '__self__', None), '__name__', name)}"
     return name
-
-
-@functools.cache
-def _has_tag(name: str, tag: torch.Tag) -> bool:
-    """Returns whether torch's operator behind a function's name, as ``__radd__`` or ``mul_``, has a tag."""
-    base = name.strip("_").removeprefix("foreach_")
-    if name.startswith("__"):
-        base = _OPERATORS.get(base, base)
-        if not hasattr(torch.ops.aten, base):
-            base = _OPERATORS.get(base[1:], base[1:])  # reflected or in place
-    packet = getattr(torch.ops.aten, base, None) or getattr(torch.ops.aten, f"{base}_", None)
-    return packet is not None and any(tag in getattr(packet, item).tags for item in packet.overloads())
-
-
-def _is_random(name: str, func: TorchFunction) -> bool:
-    """Returns whether a function draws random numbers, which a part would draw alone."""
-    return getattr(func, "__module__", "") == "torch.nn.init" or _has_tag(name, torch.Tag.nondeterministic_seeded)
 
 
 def _flatten(values: Sequence[object]) -> Iterator[Any]:

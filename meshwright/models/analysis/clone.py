@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.models.analysis.attribute_state import OF_MODULES
 from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.analysis.small_config import limit_windows, narrow_config, shrink_config
 from meshwright.models.build import BuiltModel, build_meta, use_float64
@@ -127,13 +128,9 @@ def duplicate_module(module: nn.Module) -> nn.Module:
     seen: set[int] = set()
     for child in module.modules():
         for key, value in list(vars(child).items()):
-            if key not in _OF_MODULES and (detached := _detached(value, seen)) is not value:
+            if key not in OF_MODULES and (detached := _detached(value, seen)) is not value:
                 setattr(child, key, detached)
     return copy_module(module)
-
-
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
 
 
 def _detached(value: Any, seen: set[int]) -> Any:
