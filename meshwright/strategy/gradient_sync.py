@@ -111,7 +111,7 @@ class GradientSync:
         if is_gathered and torch.is_grad_enabled():
             raise ConfigError(
                 "a backward with create_graph=True, as of a gradient penalty, goes through weights that ZeRO gathers "
-                "and frees, which a second backward would read; nearest that works: replicate or tp in place of shard"
+                "and frees, which a second backward would read; nearest that works: replicate in place of shard"
             )
         self._open = True
         self._guard.begin("backward")
