@@ -53,7 +53,16 @@ def build_for_loop(
     seed: int,
     uses: LoopUses,
 ) -> ShardedModel:
-    """Returns this rank's shards; the arguments are those of `HybridParallelStrategy.shard`, with its layout.
+    """Returns this rank's shards.
+
+    Args:
+        model: as `HybridParallelStrategy.shard` takes it.
+        layout: to be run.
+        example: (B, S) int64 tokens of a call, or what else the model takes; None for tokens.
+        device: of the shards; that of the rank when None.
+        fill: values of a box of a weight, by name; None for the module's own.
+        seed: of weights that are drawn.
+        uses: what the loop does.
 
     Raises:
         PlanError: the model doesn't allow the layout.

@@ -50,8 +50,6 @@ class OptimizerBinding:
         after_step: Callable[[], None],
     ) -> None:
         self._program, self._sync = program, sync
-        self.number = next(_NUMBERS)
-        """Counts the bindings of this process."""
         self._call_before_step, self._call_after_step = before_step, after_step
         self._local_parameters = dict(zip(program.weights, local_parameters))
         self._by_id = {id(weight.parameter): weight for weight in (*program.weights, *program.frozen)}
@@ -194,7 +192,7 @@ class OptimizerBinding:
             is_trained = item.grad is not None and type(item) is nn.Parameter
             noted = self._outside.get(id(item))
             is_new = noted is None or noted() is not item
-            if is_trained and is_new and not any(binding.has(item) for binding in _bindings):
+            if is_trained and is_new and not any(binding.has(item) for binding in _bindings_in_order()):
                 self._outside[id(item)] = weakref.ref(item)
 
     def has(self, parameter: nn.Parameter) -> bool:
@@ -202,7 +200,7 @@ class OptimizerBinding:
         return id(parameter) in self._by_id or id(parameter) in self._local_ids
 
     def outside_parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that optimizers stepped on and that belong to no sharded model, in their order."""
+        """Returns the parameters, of any shape, of no sharded model that optimizers stepped on, in their order."""
         alive = [item for reference in self._outside.values() if (item := reference()) is not None]
         return [item for item in alive if not item.is_complex()]
 
@@ -284,8 +282,9 @@ class OptimizerBinding:
 
 
 _NUMBERS = itertools.count()
-_bindings: weakref.WeakSet[OptimizerBinding] = weakref.WeakSet()
-"""Those in use: torch's hooks of every optimizer see also one that nobody announced."""
+_bindings: weakref.WeakValueDictionary[int, OptimizerBinding] = weakref.WeakValueDictionary()
+"""Those in use, by the order in which they were made; torch's hooks of every optimizer see also one that nobody
+announced."""
 
 
 def _observe_optimizers(binding: OptimizerBinding) -> None:
@@ -295,7 +294,7 @@ def _observe_optimizers(binding: OptimizerBinding) -> None:
     torch iterates over its hooks, which is an error in a step that has nothing to do with it.
     """
     _install_hooks()
-    _bindings.add(binding)
+    _bindings[next(_NUMBERS)] = binding
 
 
 @functools.cache
@@ -307,7 +306,7 @@ def _install_hooks() -> None:
 
 def _bindings_in_order() -> list[OptimizerBinding]:
     """Returns the bindings in use as they were made: ranks compare copies in each, so all must come in one order."""
-    return sorted(_bindings, key=lambda binding: binding.number)
+    return [binding for _, binding in sorted(_bindings.items(), key=lambda item: item[0])]
 
 
 def _before_every_step(optimizer: torch.optim.Optimizer, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
