@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.analysis.call_trial import CallFacts, CallTrial, as_trial_call
 from meshwright.strategy import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
-from tests.contract.careless_loops import shares, trained
+from tests.contract.careless_loops.habit import shares, trained
 from tests.own_models import VOCAB, gpt2, mean_loss, mixtral, rows
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks

@@ -12,7 +12,7 @@ from torch import nn
 from meshwright.errors import ConfigError
 from meshwright.strategy import HybridParallelStrategy
 from meshwright.strategy.one_device import OneDevice
-from tests.contract.careless_loops import Losses, model, shares
+from tests.contract.careless_loops.habit import Losses, model, shares
 from tests.own_models import VOCAB, mean_loss
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks

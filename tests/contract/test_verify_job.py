@@ -110,9 +110,9 @@ def _rate_a_step_late(patch: pytest.MonkeyPatch) -> None:
 def _targets_of_another_row(patch: pytest.MonkeyPatch) -> None:
     plain = TokenFeed._split
 
-    def shifted(self: TokenFeed, batch):  # type: ignore[no-untyped-def]
+    def shifted(self: TokenFeed, batch, count):  # type: ignore[no-untyped-def]
         batch.targets[:] = batch.targets[::-1]
-        return plain(self, batch)
+        return plain(self, batch, count)
 
     patch.setattr(TokenFeed, "_split", shifted)
 
