@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.packing import LearnedTokens, LeftOut, PackedRows, learned_tokens
+from meshwright.data.packing import LearnedTokens, PackedRows, learned_tokens
 from meshwright.data.shuffle import derive_key, mix, permute
 from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
@@ -121,11 +121,6 @@ class Loader:
         # Windows that fit behind the largest shift, so that every epoch has the same number of rows.
         self.epoch_rows = (length - self._shifts) // sequence
         self._shift_key = np.uint64(derive_key("shift", split.fingerprint, seed))
-
-    @property
-    def left_out(self) -> LeftOut | None:
-        """What no row has, where they are packed."""
-        return None if self._packed is None else self._packed.left_out
 
     def epoch(self, step: int) -> float:
         """Returns the number of passes over the rows before a step."""
