@@ -69,7 +69,15 @@ def test_what_is_left_out_is_run_before() -> None:
     rules = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert '-m "$(OWN) and not extended" $(TWO)\n' in rules and '-m "$(OWN) and extended" $(TWO)\n' in rules
     commands = (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines()
-    assert commands[-2:] == ["make --no-print-directory extended", "exec make --no-print-directory test"]
+    assert commands[-1] == "exec make --no-print-directory test"
+    # By the clock alone, and not without a word.
+    assert commands[-6:-1] == [
+        'if [ "$spent" -lt 1230 ]; then',
+        "  make --no-print-directory extended",
+        "else",
+        '  echo "left out, since the stages before it took $spent s of 1230: make extended"',
+        "fi",
+    ]
 
 
 def test_nobody_else_leaves_it_out() -> None:
