@@ -21,7 +21,7 @@ class ForwardState:
     def __init__(self, caller: nn.Module, experts: nn.Module, arguments: object) -> None:
         inside = set(experts.modules())
         self._saved = [
-            (module, {key: value for key, value in vars(module).items() if key not in _OF_MODULES})
+            (module, {key: value for key, value in vars(module).items() if key not in OF_MODULES})
             for module in caller.modules()
             if module not in inside
         ]
@@ -37,7 +37,7 @@ class ForwardState:
     def put_back(self) -> str:
         """Sets them again; returns the name of a tensor that was written into, "" for none."""
         for module, attributes in self._saved:
-            for key in [key for key in vars(module) if key not in _OF_MODULES and key not in attributes]:
+            for key in [key for key in vars(module) if key not in OF_MODULES and key not in attributes]:
                 del module.__dict__[key]
             module.__dict__.update(attributes)
         for value, content in self._contents:
@@ -46,7 +46,7 @@ class ForwardState:
         return next((key for key, tensor, version in self._versions if tensor._version != version), "")
 
 
-_OF_MODULES = frozenset(vars(nn.Module()))
+OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes that torch gives every module."""
 
 

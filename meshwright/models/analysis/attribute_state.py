@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshwright.parallel.forward_state import OF_MODULES
+
 Place = tuple[str, str]
 """Dotted name of a module, and the key of an attribute of it."""
-OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that torch gives every module."""
 _UNCHANGING = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size, type)
 MISSING = object()
 """Stands for an attribute that a module doesn't have."""

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from meshwright.errors import PlanError
-from meshwright.models.analysis.attribute_state import OF_MODULES
 from meshwright.models.analysis.objective import Objective, nothing_dropped, trial_output
 from meshwright.models.analysis.small_config import limit_windows, narrow_config, shrink_config
 from meshwright.models.build import BuiltModel, build_meta, use_float64
@@ -22,6 +21,7 @@ from meshwright.models.forward import model_output
 from meshwright.models.sizes import layer_count
 from meshwright.models.structure import ModelStructure
 from meshwright.parallel.float64_ops import Float64Ops
+from meshwright.parallel.forward_state import OF_MODULES
 from meshwright.parallel.stage import copy_module
 
 SMALL = 1 << 24
