@@ -36,7 +36,7 @@ PAGES = RUN_PAGES | {
             ("--model.layers N", "blocks; --model.width and --model.heads set the other sizes"),
             ("--data PATH ...", "txt, jsonl, parquet, .gz, .zst; directories and globs"),
             ("--data.sequence N", "tokens of a row"),
-            ("--train.steps N", "optimizer steps"),
+            ("--train.steps N", "optimizer steps; --train.epochs X for passes over the text"),
             ("--train.batch N", "rows of a global batch"),
             ("--optimizer.lr X", "peak learning rate"),
             ("--layout LAYOUT", "shard=2,zero=3 and so on; the planner's choice when not given"),

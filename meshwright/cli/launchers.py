@@ -112,7 +112,7 @@ def train_by_kubernetes(
         return None, None
     place = pod_place()
     if place is not None and not dry_run:
-        if place.nodes > 1 and kubernetes.is_finished(config):
+        if place.nodes > 1 and kubernetes.is_finished(config, say):
             say(f"{config.run} has reached its last step")
             return 0, None
         return None, kubernetes.join_run(config, place, say)

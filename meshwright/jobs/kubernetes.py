@@ -13,9 +13,11 @@ from pathlib import Path, PurePosixPath
 
 from meshwright.config import read_toml
 from meshwright.errors import ConfigError, LaunchError
+from meshwright.jobs.epochs import with_counted_steps
 from meshwright.jobs.hosts import command_arguments, count_ranks
 from meshwright.jobs.launch_record import LaunchRecord, write_record
 from meshwright.jobs.nodes import NodeOptions
+from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.progress import Say
 from meshwright.jobs.run_directory import LAUNCH, claim_directory
 from meshwright.launch.kubernetes import KubernetesLauncher, PodPlace
@@ -172,9 +174,17 @@ def join_run(config: RunConfig, place: PodPlace, say: Say) -> NodeOptions | None
     return NodeOptions(nodes=place.nodes, node=place.node, meet=place.address, key_file=key_file)
 
 
-def is_finished(config: RunConfig) -> bool:
-    """Whether the run has reached its last step, so that a pod in a lost one's stead has nothing to do."""
-    return read_run(Path(config.run)).has_done(config.train.steps)
+def is_finished(config: RunConfig, say: Say) -> bool:
+    """Whether the run has reached its last step, so that a pod in a lost one's stead has nothing to do.
+
+    Args:
+        config: settings of the command.
+        say: takes a line for people where the text is looked at, for the steps of epochs.
+    """
+    run_data = read_run(Path(config.run))
+    if config.train.epochs and run_data.state == "finished":
+        config = with_counted_steps(config, prepare(text_config(config.model, config.data), say=say))
+    return not config.train.epochs and run_data.has_done(config.train.steps)
 
 
 def _copy_key(secret: str) -> Path:

@@ -34,7 +34,7 @@ sequence = 256                    # tokens of a row
 validation_share = 0.05           # share of the documents that is held out
 
 [train]
-steps = 1000
+steps = 1000                      # or epochs = 3, passes over the text, in its place
 batch = 16                        # rows of a global batch: {tokens} tokens a step
 seed = 0
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from meshwright.config import check_config
 from meshwright.data.prepare import prepared_path
 from meshwright.errors import ConfigError
+from meshwright.jobs.epochs import with_counted_steps
 from meshwright.jobs.export import export
 from meshwright.jobs.model_reading import read_model
 from meshwright.jobs.nodes import NodeOptions
@@ -98,6 +99,7 @@ def run_recipe(
     folder = prepared_path(text, CACHE)
     was_prepared = folder.is_dir()
     token_set = prepare(text, say=say)
+    config = with_counted_steps(config, token_set)
     sizes = [format_count(len(split.tokens)) for split in (token_set.train, token_set.validation)]
     summary = f"{sizes[0]} + {sizes[1]} held out tokens, vocabulary {token_set.vocab_size}"
     prepared = RecipeStage(name="prepare", was_done=was_prepared, summary=summary, path=str(folder))

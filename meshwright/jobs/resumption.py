@@ -14,7 +14,8 @@ FREE_TO_CHANGE = {
     *("checkpoint", "evaluation", "recovery", "train.prove", "train.prove_s", "train.sample", "train.sample_tokens"),
     *("outer.meet", "outer.key_file", "outer.wait_s", "outer.quorum", "outer.grace_s"),
 }
-"""Settings that a resumed run may change, since the loss curve doesn't depend on them; ``train.steps`` too."""
+"""Settings that a resumed run may change, since the loss curve doesn't depend on them; ``train.steps`` and what
+is counted as those, ``train.epochs``, too."""
 
 
 def differences(old: RunConfig, new: RunConfig) -> list[str]:
@@ -33,7 +34,11 @@ def _with_resolved_defaults(old: RunConfig, new: RunConfig) -> tuple[dict[str, A
 
     So a run may be resumed by naming the value that it had by default.
     """
-    configs = [old, new]
+    # Epochs count as the steps that the run had.
+    configs = [
+        replace(each, train=replace(each.train, steps=old.train.steps)) if each.train.epochs else each
+        for each in (old, new)
+    ]
     if (old.schedule.warmup is None) != (new.schedule.warmup is None):
         schedules = [
             replace(config.schedule, warmup=config.schedule.warmup_steps(config.train.steps)) for config in configs
@@ -49,7 +54,7 @@ def _differing_settings(old: JsonObject, new: JsonObject, section: str = "") -> 
     for key in sorted(old.keys() | new.keys()):
         path = f"{section}.{key}" if section else key
         # A prefix frees its whole section, since recursion stops here.
-        if path in FREE_TO_CHANGE or path == "train.steps":
+        if path in FREE_TO_CHANGE or path in ("train.steps", "train.epochs"):
             continue
         old_value, new_value = old.get(key), new.get(key)
         if isinstance(old_value, dict) and isinstance(new_value, dict):

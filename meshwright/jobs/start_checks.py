@@ -101,7 +101,7 @@ def check_targets(config: RunConfig, token_set: TokenSet, say: Say | None) -> No
 
 def _packed_line(packed: PackedRows, config: RunConfig) -> str:
     """Returns what packed rows hold, how many steps an epoch has, and what is left out."""
-    left_out, steps = packed.left_out, -(-packed.count // config.train.batch)
+    left_out, steps = packed.left_out, -(-packed.count // (config.train.batch * config.outer.sites))
     line = (
         f"rows: {packed.count} of {config.data.sequence} tokens, {packed.filled:.0%} filled with whole documents; an "
         f"epoch is {steps} steps"

@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError, RankError
 from meshwright.jobs.attention_checks import attention_header_row, choose_attention
 from meshwright.jobs.conclusion import conclude, follower_result
 from meshwright.jobs.early_model import read_early
+from meshwright.jobs.epochs import with_counted_steps
 from meshwright.jobs.health import DrainPolicy, sampling_health
 from meshwright.jobs.layouts import (
     analyse_layout,
@@ -136,26 +137,31 @@ def trials(config: RunConfig, count: int = 3, *, say: Say = to_stderr) -> list[T
     launcher = choose_launcher(config.devices, config=config.launch)
     if not isinstance(launcher, ForkLauncher):
         raise ConfigError("trials start ranks of their own, which under torchrun are there already; call them without")
-    token_set, model = _text_and_model(config, say)
+    config, token_set, model = _text_and_model(config, say)
     offers = make_plans(config, model, _find_machines(config, launcher), count, say)
     with tempfile.TemporaryDirectory() as folder:
         job = _make_job(dataclasses.replace(config, run=folder), model, token_set, offers[0], ())
         return run_trials(job, offers, say)
 
 
-def _text_and_model(config: RunConfig, say: Say | None) -> tuple[TokenSet, ReadModel]:
-    """Prepares the text and builds the model for its vocabulary; refuses a prompt or masks that they don't support."""
+def _text_and_model(config: RunConfig, say: Say | None) -> tuple[RunConfig, TokenSet, ReadModel]:
+    """Prepares the text, counts the steps of epochs and builds the model for the vocabulary.
+
+    Raises:
+        ConfigError, DataError: for text, a prompt or masks that they don't support.
+    """
     text = text_config(config.model, config.data)
     early_model = read_early(config, text)
     token_set = prepare(text, say=say)
     check_targets(config, token_set, say)
+    config = with_counted_steps(config, token_set, say)
     if config.train.sample and config.train.sample_tokens:
         check_prompt(token_set.tokenizer(), config.train.sample)
     vocab, sequence = token_set.vocab_size, config.data.sequence
     model = early_model if early_model and vocab == text.vocab_size else read_model(config, vocab, sequence)
     if config.data.mask_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
-    return token_set, model
+    return config, token_set, model
 
 
 def _make_job(
@@ -189,7 +195,7 @@ def _train(config: RunConfig, launcher: Starter, hooks: tuple[Hook, ...], say: S
     # A layout for another number of ranks is refused before text is prepared.
     if config.layout != "auto":
         Layout.parse(config.layout).check_ranks(launcher.ranks)
-    token_set, model = _text_and_model(config, say if leads else None)
+    config, token_set, model = _text_and_model(config, say if leads else None)
     run_dir = Path(config.run)
     trial_count = config.trials if not (run_dir / PLAN).exists() else 0
     machines = _find_machines(config, launcher)

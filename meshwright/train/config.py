@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -111,6 +112,9 @@ class TrainConfig(Config):
 
     steps: int = 1000
     """Optimizer steps of the whole run."""
+    epochs: float = 0.0
+    """Passes over the training text, in place of ``steps``: the run counts those that read its rows so often, the last
+    one whole, and keeps the number as its ``train.steps``. 0 leaves it to ``steps``."""
     batch: int = 16
     """Rows of the global batch; every layout trains on the same rows in the same steps."""
     seed: int = 0
@@ -139,6 +143,8 @@ class TrainConfig(Config):
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"train.{name} = {getattr(self, name)}: it must be at least 1")
+        if not 0 <= self.epochs < math.inf:
+            raise ConfigError(f"train.epochs = {self.epochs}: give passes over the text, as 3 or 0.5, or 0 for steps")
         between = {"noise_scale": "measurements", "rebalance": "decisions", "replan": "questions"}
         for name, what in between.items():
             if getattr(self, name) < 0:

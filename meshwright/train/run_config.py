@@ -112,7 +112,9 @@ class RunConfig(Config):
         """Refuses combinations without effect."""
         for setting in self.idle_settings():
             raise ConfigError(setting.message)
-        if (self.schedule.warmup or 0) >= self.train.steps and self.schedule.shape != "constant":
+        # Epochs are checked as the steps that they come to.
+        decays = self.schedule.shape != "constant"
+        if not self.train.epochs and (self.schedule.warmup or 0) >= self.train.steps and decays:
             raise ConfigError(
                 f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
@@ -147,6 +149,11 @@ class RunConfig(Config):
         if not optimizer.follows_noise:
             return
         named = f"optimizer.lr_rule = {optimizer.lr_rule}"
+        if train.epochs:
+            raise ConfigError(
+                f"{named} ends a run by the gain of its steps, not by the rows that they read; give train.steps, in "
+                f"steps of optimizer.lr_batch rows, in place of train.epochs = {train.epochs:g}"
+            )
         if not train.noise_scale:
             raise ConfigError(f"{named} needs train.noise_scale, as --train.noise-scale 10, which measures the noise")
         if train.batch < optimizer.lr_batch:
@@ -203,6 +210,12 @@ _NEEDS = (
         lambda config: config.optimizer.weight_decay > 0,
         "optimizer.weight_decay is above 0",
         "--optimizer.weight-decay 0.1",
+    ),
+    _Need(
+        "train.steps",
+        lambda config: not config.train.epochs,
+        "train.epochs is 0, which counts them else",
+        "--train.epochs 0",
     ),
     _Need(
         "train.sample",

@@ -207,8 +207,9 @@ def test_a_run_ends_early_and_goes_on_to_the_bit(tmp_path: Path) -> None:
     )
     status, (row,) = run_status(tmp_path / "whole"), list_runs(tmp_path / "whole")
     assert (status.step, status.steps) == (row.step, row.steps) == (len(lines), len(lines))
-    assert is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=STEPS)))
-    assert not is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=2 * STEPS)))
+    said: list[str] = []
+    assert is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=STEPS)), said.append)
+    assert not is_finished(RunConfig(run=str(tmp_path / "whole"), train=TrainConfig(steps=2 * STEPS)), said.append)
     assert events(tmp_path / "killed", "restored") and curve(tmp_path / "killed") == curve(tmp_path / "whole")
     rates = {line["step"]: line["lr"] for line in rows(tmp_path / "killed")}
     assert rates == {line["step"]: line["lr"] for line in lines}
