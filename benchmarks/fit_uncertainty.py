@@ -167,8 +167,8 @@ def _fit_fits(rows: Sequence[HeldOut]) -> tuple[float, Shape, float]:
     return float(best[0]), best[1], float(best[2])
 
 
-def fit_memory(rows: Sequence[HeldOut]) -> MemorySpread:
-    """Returns the scales of the error of memory.
+def fit_memory(rows: Sequence[HeldOut], own_runs: Weighted) -> MemorySpread:
+    """Returns the scales of the error of memory, that of our own runs by their errors (`own_errors`).
 
     Of a known framework by what ran out of memory, which is what the chance is of. Frameworks differ by their middles:
     those of which enough ran out give theirs by that, with all that lies outside the allocator; others by what rows
@@ -190,7 +190,7 @@ def fit_memory(rows: Sequence[HeldOut]) -> MemorySpread:
         missing=float(np.median(middles)),
         job=job,
         job_missing=job_missing,
-        own=own_errors().scale(shape),
+        own=own_runs.scale(shape),
         counted=Weighted.of(counted, [""] * len(counted)).scale(shape),
         shape=shape,
     )
@@ -374,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = [case for path in chosen.errors for case in read_cases(path)[0]]
         write(ERRORS, compute(cases))
     rows = read(ERRORS)
-    time, memory = fit_time(rows), fit_memory(rows)
+    time, memory = fit_time(rows), fit_memory(rows, own_errors())
     write_file(FILE, time, memory, {row.device for row in rows})
     table = "\n".join(report(rows, time, memory))
     text = PAGE.read_text(encoding="utf-8")

@@ -35,6 +35,7 @@ def test_the_file_has_what_modules_take(name: str) -> None:
         assert [layer.count for layer in stated.layers] == [layer.count for layer in counted.layers]
 
 
+@pytest.mark.extended("test_the_file_has_what_modules_take")
 def test_bytes_between_two_lengths_of_rows_lie_on_a_line() -> None:
     """Attention with sinks has no fused kernel: its scores grow with the row."""
     preset = presets()["gpt-oss-20b"]

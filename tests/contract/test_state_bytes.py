@@ -130,7 +130,7 @@ def test_bytes_held_are_bytes_planned(name: str, world: int) -> None:
             assert fullest[part] == pytest.approx(size, rel=WITHIN), (text, part, planned, found)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", further([2, 4]))
 def test_buffers_of_rounded_numbers_are_planned(world: int) -> None:
     texts = [text for text in ROUNDED if Layout.parse(text).world == world]
     for text, parts, found in measured("llama", texts):

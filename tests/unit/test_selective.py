@@ -26,6 +26,7 @@ from meshwright.parallel.recompute import apply, recomputing
 from meshwright.spec.layout_choices import RECOMPUTES
 from meshwright.torch_compat.tensors import GROUPED_PRODUCT, TorchDispatchMode
 from tests.ranks.group import run_contexts
+from tests.tiers import further
 
 
 class Experts(nn.Module):
@@ -305,7 +306,7 @@ def noting(saved: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
-@pytest.mark.parametrize("go_on", [added, with_a_break])
+@pytest.mark.parametrize("go_on", further([added, with_a_break]))
 def test_compiled_layers_may_write_into_what_is_kept(go_on: Callable[[torch.Tensor], torch.Tensor]) -> None:
     def work(_context: RankContext) -> list[tuple[tuple[torch.Tensor, ...], int]]:
         found, eagerly = [], recomputing("selective", None, False, 8)
@@ -346,7 +347,7 @@ class Fading(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method.:DeprecationWarning")
-@pytest.mark.parametrize("wrap", [partial(compiled, mode, 8) for mode in RECOMPUTES], ids=RECOMPUTES)
+@pytest.mark.parametrize("wrap", further([partial(compiled, mode, 8) for mode in RECOMPUTES], (2,)), ids=RECOMPUTES)
 def test_compiled_layers_may_change_what_backward_computes_again(wrap: Callable[[Forward], Forward]) -> None:
     def work(_context: RankContext) -> list[list[torch.Tensor]]:
         found = []

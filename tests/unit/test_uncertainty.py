@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.fit_uncertainty import ERRORS, fit_memory, fit_time, regrets
+from benchmarks.fit_uncertainty import ERRORS, Weighted, fit_memory, fit_time, regrets
 from benchmarks.published.held_out import HeldOut
 from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ConfigError
@@ -94,9 +94,11 @@ def test_the_scale_of_memory_is_found_again_from_what_ran_out() -> None:
     rows += [held_out(framework="f0.0", memory_error=2.0, room=2.0, fits=True)] * 300
     counted = draw.normal(0, 0.01, 99)
     rows += [held_out(population="model", framework="SimuMax", memory_error=float(one)) for one in counted]
-    found = fit_memory(rows)
+    own = draw.normal(0, 0.03, 400)
+    found = fit_memory(rows, Weighted.of(own, [""] * len(own)))
     assert found.job == pytest.approx(0.1, rel=0.25) and found.counted == pytest.approx(0.01, rel=0.3)
     assert found.missing == pytest.approx(0.06, abs=0.01) and abs(found.job_missing) < 0.02
+    assert found.own == pytest.approx(0.03, rel=0.15)
     assert found.framework == pytest.approx(np.std(middles, ddof=1), abs=0.01)
 
 
