@@ -20,8 +20,8 @@ another framework it asks nothing: each key becomes a setting, or a comment that
   --data PATH ...    files, directories and globs of text (the Python source of the interpreter)
   --devices N        ranks (all GPUs, else all cores)
   --to FILE          file to make (recipe.toml)
-  --from FILE        DeepSpeed's .json, accelerate's .yaml, torchtitan's .toml, or a script with flags of torchtitan
-                     or Megatron-LM, which is read and never run; --devices where it doesn't say how many
+  --from FILE        DeepSpeed's .json, accelerate's or TRL's .yaml, torchtitan's .toml, or a script with flags of
+                     torchtitan, Megatron-LM or TRL, which is read and never run; --devices where it doesn't say how many
 
   meshwright new --model gpt2 --data my-text.txt --to mine.toml
   meshwright new --from ds_config.json --model gpt2 --devices 8 --to mine.toml

@@ -41,7 +41,8 @@ def _with_resolved_defaults(old: RunConfig, new: RunConfig) -> tuple[dict[str, A
     ]
     if (old.schedule.warmup is None) != (new.schedule.warmup is None):
         schedules = [
-            replace(config.schedule, warmup=config.schedule.warmup_steps(config.train.steps)) for config in configs
+            replace(each.schedule, warmup=each.schedule.warmup_steps(each.train.steps), warmup_share=0.0)
+            for each in configs
         ]
         configs = [replace(config, schedule=schedule) for config, schedule in zip(configs, schedules)]
     if (old.data.tokenizer == "auto") != (new.data.tokenizer == "auto"):

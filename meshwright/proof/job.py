@@ -122,7 +122,7 @@ def scaled_config(config: RunConfig, steps: int = STEPS, rows: int | None = None
         trials=0,
         train=train,
         optimizer=optimizer,
-        schedule=dataclasses.replace(config.schedule, warmup=warmup),
+        schedule=dataclasses.replace(config.schedule, warmup=warmup, warmup_share=0.0),
         evaluation=dataclasses.replace(config.evaluation, every=half, rows=evaluation_rows(rows)),
         checkpoint=dataclasses.replace(config.checkpoint, every=0, mirror=""),
         recovery=dataclasses.replace(config.recovery, enabled=False, faults="", on_sick="skip", spike=0.0),

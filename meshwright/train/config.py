@@ -7,6 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal, Self
 
 from meshwright.config import Config
@@ -88,6 +89,8 @@ class ScheduleConfig(Config):
     """``cosine``; ``linear``; ``wsd``: stable, then linear decay in the last ``decay_share``; ``constant``."""
     warmup: int | None = None
     """Steps of linear warm-up from 0; None for 100, or a quarter of the steps where that is less."""
+    warmup_share: float = 0.0
+    """Share of the steps that warm up, rounded up, in place of ``warmup``; 0 leaves it to that."""
     floor: float = 0.1
     """Last learning rate as a share of the peak."""
     decay_share: float = 0.2
@@ -95,6 +98,8 @@ class ScheduleConfig(Config):
 
     def warmup_steps(self, steps: int) -> int:
         """Returns the warm-up steps of a run of ``steps`` steps."""
+        if self.warmup_share:
+            return math.ceil(Fraction(str(self.warmup_share)) * steps)
         return min(USUAL_WARMUP, steps // 4) if self.warmup is None else self.warmup
 
     def check(self) -> None:
@@ -102,6 +107,13 @@ class ScheduleConfig(Config):
         for name in ("floor", "decay_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"schedule.{name} = {getattr(self, name)}: it is a share, from 0 to 1")
+        if not 0 <= self.warmup_share < 1:
+            raise ConfigError(f"schedule.warmup_share = {self.warmup_share}: it is a share, from 0 to below 1")
+        if self.warmup_share and self.warmup is not None:
+            raise ConfigError(
+                f"schedule.warmup = {self.warmup} and schedule.warmup_share = {self.warmup_share} both say how long "
+                "the rate warms up; leave one of them out"
+            )
         if self.warmup is not None and self.warmup < 0:
             raise ConfigError(f"schedule.warmup = {self.warmup}: it can't be negative")
 

@@ -114,9 +114,10 @@ class RunConfig(Config):
             raise ConfigError(setting.message)
         # Epochs are checked as the steps that they come to.
         decays = self.schedule.shape != "constant"
-        if not self.train.epochs and (self.schedule.warmup or 0) >= self.train.steps and decays:
+        warmup = self.schedule.warmup_steps(self.train.steps)
+        if not self.train.epochs and warmup >= self.train.steps and decays:
             raise ConfigError(
-                f"schedule.warmup = {self.schedule.warmup} leaves none of train.steps = {self.train.steps} for the "
+                f"schedule.warmup = {warmup} leaves none of train.steps = {self.train.steps} for the "
                 f"{self.schedule.shape} decay; take fewer warm-up steps"
             )
         if self.model.context is not None and self.data.sequence > self.model.context:

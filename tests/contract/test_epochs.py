@@ -14,7 +14,7 @@ from meshwright.cli.arguments import read_config
 from meshwright.errors import ConfigError
 from meshwright.jobs.kubernetes import is_finished
 from meshwright.jobs.recipe import run_recipe
-from meshwright.train.config import OptimizerConfig, TrainConfig
+from meshwright.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from meshwright.train.run_config import RunConfig
 from tests.chats import conversations, write_jsonl, write_tokenizer
 from tests.runs import call, curve, events, rows, words, write_corpus
@@ -123,6 +123,10 @@ def test_what_epochs_cant_be_is_refused(tmp_path: Path) -> None:
             TrainConfig(epochs=epochs).check()
     with pytest.raises(ConfigError, match=r"train\.steps = 7 has no effect unless train\.epochs is 0"):
         RunConfig(train=TrainConfig(steps=7, epochs=1.0)).check_all()
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_share = 0\.1 both say how long"):
+        RunConfig(schedule=ScheduleConfig(warmup=3, warmup_share=0.1)).check_all()
+    with pytest.raises(ConfigError, match=r"leaves none of train\.steps = 2"):
+        RunConfig(train=TrainConfig(steps=2), schedule=ScheduleConfig(warmup_share=0.9)).check_all()
     noise = OptimizerConfig(lr_batch=4, lr_rule="adascale")
     with pytest.raises(ConfigError, match=r"not by the rows that they read; give train\.steps"):
         RunConfig(train=TrainConfig(epochs=1.0, noise_scale=3), optimizer=noise).check_all()

@@ -247,6 +247,7 @@ def test_no_key_is_lost(framework: str, tmp_path: Path) -> None:
         "accelerate": {"num_processes": 4},
         "torchtitan": {"parallelism.data_parallel_shard_degree": 4},
         "megatron": {"micro-batch-size": 1, "tensor-model-parallel-size": 1},
+        "trl": {"per_device_train_batch_size": 1},
     }[framework]
     named = 0
     for key in [*keys_of(foreign), "nobody.knows.this"]:
@@ -263,7 +264,10 @@ def test_no_key_is_lost(framework: str, tmp_path: Path) -> None:
                     for part in outer:
                         level = level.setdefault(part, {})
                     level[last] = item
-                text, suffix = json.dumps(nested), {"deepspeed": ".json", "accelerate": ".yaml"}[framework]
+                text, suffix = (
+                    json.dumps(nested),
+                    {"deepspeed": ".json", "accelerate": ".yaml", "trl": ".yml"}[framework],
+                )
             try:
                 recipe = migrated(tmp_path, suffix, text, 4)
             except ConfigError:

@@ -91,6 +91,8 @@ def test_every_shape_rises_then_falls_to_its_floor(shape: str) -> None:
 def test_warmup_is_a_quarter_of_a_short_run_where_none_is_named(steps: int, warmup: int) -> None:
     usual = ScheduleConfig()
     assert usual.warmup_steps(steps) == warmup and ScheduleConfig(warmup=7).warmup_steps(steps) == 7
+    by_share = ScheduleConfig(warmup_share=0.03)
+    assert by_share.warmup_steps(steps) == -(-3 * steps // 100)
     found = [learning_rate(step, steps, 2.0, usual) for step in range(steps)]
     assert found[:warmup] == [2.0 * (step + 1) / (warmup + 1) for step in range(warmup)]
     assert max(found) == found[warmup] == pytest.approx(2.0)

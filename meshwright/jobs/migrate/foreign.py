@@ -280,13 +280,13 @@ def _number_if_one(value: object) -> object:
 def _answers(name: str, foreign: Foreign) -> tuple[str, str]:
     """Returns the sentences of a framework's tables about a key, needless and missing; empty where one has none.
 
-    A name that a table has outranks the globs of both.
+    A name that a table has outranks the globs of both; a section that is named without keys is answered as they are.
     """
     exact = foreign.needless.get(name, ""), foreign.missing.get(name, "")
     if any(exact):
         return exact
     needless, missing = (
-        next((why for glob, why in table.items() if fnmatchcase(name, glob)), "")
+        next((why for glob, why in table.items() if fnmatchcase(name, glob) or glob == f"{name}.*"), "")
         for table in (foreign.needless, foreign.missing)
     )
     return needless, missing

@@ -24,9 +24,11 @@ from meshwright.jobs.migrate.deepspeed import DEEPSPEED, read_deepspeed
 from meshwright.jobs.migrate.foreign import Foreign, Migration, flatten, printable
 from meshwright.jobs.migrate.megatron import read_megatron
 from meshwright.jobs.migrate.megatron_flags import MEGATRON
-from meshwright.jobs.migrate.shell import read_script
+from meshwright.jobs.migrate.shell import ScriptFlags, read_script
 from meshwright.jobs.migrate.torchtitan import TORCHTITAN, read_torchtitan
 from meshwright.jobs.migrate.torchtitan_saved import is_saved_torchtitan, saved_values
+from meshwright.jobs.migrate.trl import check_program, is_trl, read_trl
+from meshwright.jobs.migrate.trl_keys import TRL
 from meshwright.spec.groups import reader
 from meshwright.spec.layout import Layout
 from meshwright.train.run_config import RunConfig
@@ -56,6 +58,7 @@ READERS: Mapping[str, tuple[Foreign, Callable[[Migration, str], None]]] = Mappin
         "accelerate": (ACCELERATE, read_accelerate),
         "torchtitan": (TORCHTITAN, read_torchtitan),
         "megatron": (MEGATRON, read_megatron),
+        "trl": (TRL, read_trl),
     }
 )
 """Each framework's tables, and who reads what they don't answer."""
@@ -88,7 +91,7 @@ def migrate(
     data: Sequence[str] = (),
     name: str = "recipe.toml",
 ) -> MigratedRecipe:
-    """Turns a file of DeepSpeed, accelerate, torchtitan or Megatron-LM into a recipe.
+    """Turns a file of DeepSpeed, accelerate, torchtitan, Megatron-LM or TRL into a recipe.
 
     Args:
         path: ``.json``, ``.yaml``, ``.toml``, or a shell script or list of flags.
@@ -167,6 +170,8 @@ def _read(path: Path) -> tuple[str, dict[str, object], int | None, list[str]]:
         return "torchtitan", saved_values(tree), None, []
     framework = {".json": "deepspeed", ".toml": "torchtitan"}.get(path.suffix, "accelerate")
     values = flatten(tree)
+    if path.suffix != ".toml" and is_trl(values):
+        return "trl", values, None, []
     if not any(_is_known(key, READERS[framework][0]) for key in values):
         raise ConfigError(f"it has none of the keys of a configuration of {framework}; docs/migrating.md has them")
     return framework, values, None, []
@@ -219,29 +224,46 @@ def _without_repeats(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 def _read_flags(text: str) -> tuple[str, dict[str, object], int | None, list[str]]:
     script = read_script(text)
-    is_torchtitan = any("." in name for name in script.flags) or {"module", "config"} <= script.flags.keys()
-    values: dict[str, object] = {}
-    for flag, words in script.flags.items():
-        name = flag.replace("-", "_") if "." in flag else flag if is_torchtitan else flag.replace("_", "-")
-        values[name] = _scalar(words)
+    framework = _framework_of(script)
+    values = {_key(flag, framework): _scalar(words) for flag, words in script.flags.items()}
     launcher = {name.replace("_", "-"): words for name, words in script.launcher.items()}
-    per_node, nodes = (_scalar(launcher.get(key, ["?"])[:1]) for key in ("nproc-per-node", "nnodes"))
-    nodes = 1 if "nnodes" not in launcher else nodes
+    # torchrun counts processes of a node, accelerate all of them.
+    names = ("nproc-per-node", "nnodes") if "num-processes" not in launcher else ("num-processes", "")
+    per_node, nodes = (_scalar(launcher.get(key, ["?"])[:1]) for key in names)
+    nodes = 1 if names[1] not in launcher else nodes
     said = per_node * nodes if isinstance(per_node, int) and isinstance(nodes, int) else None
     notes = []
+    if file := launcher.get("config-file"):
+        notes.append(f"--config_file {' '.join(file)}: its layout isn't read; meshwright new --from that file says it")
     decided = {f"--{name} {' '.join(words)}".rstrip() for name, words in script.flags.items()}
     for text in _grouped(script.undecided):
         if text not in decided:
             notes.append(f"{text}: under a condition of the script, which isn't run")
-    if script.program and not re.search("gpt|torchtitan|train$|train.py", script.program):
+    if script.program and not re.search("gpt|torchtitan|train$|train.py|sft|run_clm", script.program):
         notes.append(f"{script.program}: models are causal language models, and code of its own isn't brought along")
-    framework = "torchtitan" if is_torchtitan else "megatron"
-    if not is_torchtitan:
+    if framework == "megatron":
         _refuse_other_program(values)
     for name, value in values.items():
         if "$" in str(value) and _is_number_of(name, READERS[framework][0]):
             raise ConfigError(f"--{name} {value}: only a run of the script knows it; write the value out")
     return framework, values, said, notes
+
+
+def _framework_of(script: ScriptFlags) -> str:
+    """Returns whose flags a command has; refuses one of TRL's other trainers."""
+    # One of its keys is many a script's own.
+    if script.program.startswith("trl ") or is_trl([flag.replace("-", "_") for flag in script.flags], least=2):
+        check_program(script.program)
+        return "trl"
+    is_torchtitan = any("." in name for name in script.flags) or {"module", "config"} <= script.flags.keys()
+    return "torchtitan" if is_torchtitan else "megatron"
+
+
+def _key(flag: str, framework: str) -> str:
+    """Returns a flag as its framework's table writes it."""
+    if framework == "megatron":
+        return flag.replace("_", "-")
+    return flag.replace("-", "_") if framework == "trl" or "." in flag else flag
 
 
 def _grouped(words: list[str]) -> list[str]:

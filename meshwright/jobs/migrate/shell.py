@@ -247,7 +247,7 @@ def _chosen(script: _Script) -> ScriptFlags:
     parsed = [_parse(words) for words in script.commands]
     trained = [item for item in parsed if len(item.flags) > 1 or "job.config_file" in item.flags]
     if not trained:
-        raise ConfigError("no command with flags of Megatron-LM or torchtitan is in it; give the command itself")
+        raise ConfigError("no command with flags of Megatron-LM, torchtitan or TRL is in it; give the command itself")
     first = trained[0]
     if any(item.flags != first.flags for item in trained):
         raise ConfigError(
@@ -268,6 +268,8 @@ def _parse(words: list[str]) -> ScriptFlags:
     trains = [index for index in programs if re.search("gpt|torchtitan|train", words[index])]
     start = ((trains or programs)[:1] or modules[-1:] or [-1])[0] + 1
     program = words[start - 1] if start else ""
+    if words[1:] and Path(words[0]).name == "trl":
+        start, program = 2, f"trl {words[1]}"
     first = next((index for index in range(start, len(words)) if words[index].startswith("--")), len(words))
     return ScriptFlags(
         flags=_flags(words[start:]),
