@@ -21,9 +21,14 @@ class AnswerMarks:
     document never is, since nothing is there to predict it from.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Begins without a token; ``directory`` is the working directory."""
-        self._directory = directory
+    def __init__(self, directory: Path, begin_count: int = 0) -> None:
+        """Begins without a token.
+
+        Args:
+            directory: the working directory.
+            begin_count: tokens that go before a document that needs them.
+        """
+        self._directory, self._begin_count = directory, begin_count
         self._shard = -1
         self._document_starts: frozenset[int] = frozenset()
         self._answers = NO_RUNS
@@ -42,15 +47,18 @@ class AnswerMarks:
         first = int(np.searchsorted(self._answers[:, 1], span.start, side="right"))
         after = int(np.searchsorted(self._answers[:, 0], span.stop, side="left"))
         starts, stops = _characters(text, self._answers[first:after] - span.start).T
+        # An answer without a character, which is at the end of its text: its end token alone is learned.
+        ends_empty = after < len(self._answers) and bool((self._answers[after] == span.stop).all())
         # The first range that ends behind the token's start is the only one that it may touch.
         nearest = np.searchsorted(stops, offsets[:, 0], side="right")
         may_touch = np.flatnonzero(nearest < len(starts))
         is_answer = np.zeros(len(offsets), dtype=bool)
         is_answer[may_touch] = starts[nearest[may_touch]] < offsets[may_touch, 1]
-        if len(is_answer) and span.start in self._document_starts:
+        begins = self._begin_count if span.needs_begin else 0
+        if len(is_answer) and not begins and span.start in self._document_starts:
             is_answer[0] = False
-        self._marks.append(is_answer)
-        self._answers_at_end = len(stops) > 0 and int(stops[-1]) >= len(text.rstrip())
+        self._marks += [np.zeros(begins, dtype=bool), is_answer]
+        self._answers_at_end = ends_empty or (len(stops) > 0 and int(stops[-1]) >= len(text.rstrip()))
 
     def add_end(self) -> None:
         """Marks the end token behind the last span, which is learned where that ends with an answer."""

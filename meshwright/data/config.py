@@ -50,10 +50,10 @@ class DataConfig(Config):
     targets: Literal["all", "answers"] = "all"
     """``all``: every token is learned; ``answers``: of conversations those that the assistant says, of a prompt and its
     completion those of the completion, with the end token behind it."""
-    packing: Literal["auto", "stream", "whole"] = "auto"
+    packing: Literal["auto", "stream", "whole", "single"] = "auto"
     """``stream``: rows are cut from all documents, one after the other; ``whole``: a row holds documents from their
-    start, as many as fit, and is filled up with targets that nobody learns. ``auto`` is ``whole`` where targets =
-    answers."""
+    start, as many as fit, and is filled up with targets that nobody learns; ``single``: one document a row, for models
+    that can't keep several apart. ``auto`` is ``whole`` where targets = answers."""
     chat_template: str = ""
     """File of Jinja that writes conversations, instead of the tokenizer's own."""
     validation_share: float = 0.05
@@ -89,9 +89,16 @@ class DataConfig(Config):
         return dataclasses.replace(self, tokenizer=directory or "bpe")
 
     @property
-    def packs_whole(self) -> bool:
-        """Whether rows hold documents from their start."""
-        return self.packing == "whole" or (self.packing == "auto" and self.targets == "answers")
+    def resolved_packing(self) -> Literal["stream", "whole", "single"]:
+        """How documents are put into rows, with what ``auto`` stands for."""
+        if self.packing != "auto":
+            return self.packing
+        return "whole" if self.targets == "answers" else "stream"
+
+    @property
+    def separates_documents(self) -> bool:
+        """Whether the model must keep documents of a row apart."""
+        return self.mask_documents and self.resolved_packing != "single"
 
     def prepared_settings(self) -> dict[str, Any]:
         """Returns the settings that change the prepared files; those that came later only where they are asked for."""
@@ -116,15 +123,20 @@ class DataConfig(Config):
             raise ConfigError(f"data.validation_share = {self.validation_share} must be at least 0 and below 1")
         if self.split == "tail" and self.validation_share == 0.0:
             raise ConfigError("data.split = 'tail' has no effect with data.validation_share = 0; leave it out")
+        if self.split == "tail" and self.targets == "answers":
+            raise ConfigError(
+                "data.split = 'tail' cuts one document, and data.targets = 'answers' keeps conversations whole; leave "
+                "split out: some conversations are held out (data.validation_share)"
+            )
         if self.targets == "answers" and self.filters.changing:
             raise ConfigError(
                 f"data.filters.{self.filters.changing} changes texts, and data.targets = 'answers' knows answers by "
                 "their places in them; filter the set first, or leave one of both out"
             )
-        if self.packs_whole and not self.mask_documents:
+        if self.resolved_packing == "whole" and not self.mask_documents:
             raise ConfigError(
                 "data.mask_documents = false lets the documents of a row see each other, and data.packing = 'whole' "
-                "keeps them apart; leave one of both out (data.packing = 'stream' with data.mask_documents = false)"
+                "keeps them apart; leave one of both out, or write data.packing = 'single', which puts one in a row"
             )
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(f"data.limit_bytes = {self.limit_bytes} must be 1 or more; leave it out for no limit")

@@ -12,10 +12,10 @@ from typing import Any, BinaryIO
 
 import zstandard
 
+from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.conversations import (
     FIELDS,
     MESSAGE_FIELDS,
-    ChatTemplate,
     Document,
     conversation_document,
     holds_conversation,
@@ -45,6 +45,8 @@ class Reading:
     """Whether only answers are targets, so that a text without any is refused."""
     chat: ChatTemplate | None = None
     """Of the tokenizer; None where it has none."""
+    end_token: str = ""
+    """Text that the tokenizer reads as its end token; empty where no text is."""
 
     def normal(self, text: str) -> str:
         """Returns a text in the normal form, without a byte order mark in front."""
@@ -185,7 +187,14 @@ def _document_of(record: object, reading: Reading, place: str) -> Document:
     text = fields.get(reading.text_field)
     if holds_conversation(fields, reading.text_field) and (reading.answers or not isinstance(text, str)):
         try:
-            document = conversation_document(fields, reading.text_field, reading.chat, reading.normal)
+            document = conversation_document(
+                fields,
+                reading.text_field,
+                reading.chat,
+                reading.normal,
+                answers=reading.answers,
+                end_token=reading.end_token,
+            )
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
     elif isinstance(text, str):
@@ -234,9 +243,16 @@ def _read_parquet(source: CorpusFile, reading: Reading) -> Iterator[Document]:
                 for row in batch.to_pylist():
                     row_number += 1
                     if columns != [reading.text_field] or row[reading.text_field] is not None:
-                        yield _document_of(row, reading, f"{source.path} row {row_number}")
+                        yield _document_of(_without_missing(row), reading, f"{source.path} row {row_number}")
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{source.path} cannot be read as parquet: {error}; fetch or write it again") from error
+
+
+def _without_missing(value: Any) -> Any:
+    """Returns a row without fields of None: a column gives each of its objects the fields of all others."""
+    if isinstance(value, dict):
+        return {name: _without_missing(item) for name, item in value.items() if item is not None}
+    return [_without_missing(item) for item in value] if isinstance(value, list) else value
 
 
 def _read_python(source: CorpusFile) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 from collections import Counter
@@ -110,7 +111,7 @@ class DocumentFilters:
             if filtered.text == original.text:
                 yield original
             elif filtered.text:  # a rule may have removed every line
-                yield Document(text=filtered.text, needs_end=original.needs_end)
+                yield dataclasses.replace(original, text=filtered.text)
 
     def dropped(self) -> dict[str, int]:
         """Returns how many documents each rule has dropped so far, by datatrove's names."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.packing import LearnedTokens, PackedRows, learned_tokens
+from meshwright.data.packing import LearnedTokens, PackedRows, Packing, learned_tokens
 from meshwright.data.shuffle import derive_key, mix, permute
 from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
@@ -73,7 +73,7 @@ class Loader:
         count: int = 1,
         row_range: tuple[int, int] | None = None,
         mask_documents: bool = True,
-        packs_whole: bool = False,
+        packing: Packing = "stream",
     ) -> None:
         """Binds a token stream and this reader's rows of each batch.
 
@@ -86,7 +86,8 @@ class Loader:
             count: number of readers.
             row_range: (start, stop) of an uneven share, instead of index and count.
             mask_documents: ignore targets across a document's end and restart positions there.
-            packs_whole: fill rows with whole documents; then they are kept apart too.
+            packing: ``stream`` cuts rows from all documents; ``whole`` fills rows with whole documents, which are kept
+                apart too; ``single`` puts one in each.
 
         Raises:
             DataError: when the batch doesn't divide, or the split is shorter than a row, or has nothing to learn.
@@ -103,7 +104,7 @@ class Loader:
         self._split = split
         # Keys derive from the contents, so that the order is the same on any machine and with any number of readers.
         self._order_key = np.uint64(derive_key("order", split.fingerprint, seed))
-        self._packed = PackedRows(split, sequence) if packs_whole else None
+        self._packed = PackedRows(split, sequence, single=packing == "single") if packing != "stream" else None
         if self._packed is not None:
             self.epoch_rows = self._packed.count
             return

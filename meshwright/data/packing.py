@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.data.tokens import TokenStream
 from meshwright.errors import DataError
+
+Packing: TypeAlias = Literal["stream", "whole", "single"]
+"""Rows are cut from all documents, or hold as many as fit from their start, or one each."""
 
 
 class LearnedTokens:
@@ -59,7 +63,9 @@ class LeftOut:
     cut: int
     """Documents that are longer than a row, of which only the beginning is in one."""
     unlearned: int
-    """Documents without a target within a row, which are in none."""
+    """Documents without a target within a row but with one behind it, which are in none."""
+    without: int
+    """Documents without any target, which are in none."""
     targets: int
     """Targets that are in no row, because of both."""
     all_targets: int
@@ -71,11 +77,16 @@ class PackedRows:
 
     A document of L tokens takes L - 1 places, since nothing follows its last token; one of more than S + 1 is cut. Each
     goes to the fullest row with room for it, the longest first (best fit decreasing: Johnson 1974, "Fast algorithms for
-    bin packing"), so that rows depend on the text and S alone.
+    bin packing"), of equally full ones the last that one went to, so that rows depend on the text and S alone.
     """
 
-    def __init__(self, split: TokenStream, sequence: int) -> None:
+    def __init__(self, split: TokenStream, sequence: int, single: bool = False) -> None:
         """Packs a split; an error where no document has a target.
+
+        Args:
+            split: the documents.
+            sequence: tokens a row (S).
+            single: put one document into each row.
 
         Raises:
             DataError: when a row can't hold any target.
@@ -93,7 +104,8 @@ class PackedRows:
         kept = np.flatnonzero(targets > 0)
         self.left_out = LeftOut(
             cut=int(np.count_nonzero(stops - starts - 1 > sequence)),
-            unlearned=len(starts) - len(kept),
+            unlearned=int(np.count_nonzero((targets == 0) & (all_targets > 0))),
+            without=int(np.count_nonzero(all_targets == 0)),
             targets=int(all_targets.sum() - targets.sum()),
             all_targets=int(all_targets.sum()),
         )
@@ -102,7 +114,7 @@ class PackedRows:
                 f"no document of the {split.name} split has a target in its first {sequence + 1} tokens; give longer "
                 "rows (data.sequence), or other text"
             )
-        row = _best_fit(places[kept], sequence)
+        row = np.arange(len(kept)) if single else _best_fit(places[kept], sequence)
         order = np.argsort(row, kind="stable")
         self.count = int(row.max()) + 1
         self.targets = np.bincount(row, weights=targets[kept], minlength=self.count).astype(np.int64)

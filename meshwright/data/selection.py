@@ -4,26 +4,41 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import mmap
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-DOCUMENT = np.dtype([("split", "<u8"), ("order", "<u8"), ("bytes", "<i8"), ("needs_end", "?")])
-"""A document in the index of a shard: the two halves of its hash, its UTF-8 bytes, whether the end token follows."""
+DOCUMENT = np.dtype([("split", "<u8"), ("order", "<u8"), ("bytes", "<i8"), ("needs_end", "?"), ("needs_begin", "?")])
+"""A document in the index of a shard: the two halves of its hash, its UTF-8 bytes, whether the end token follows, and
+whether the tokens go before it that begin every text."""
 
 _LONE_NEWLINE = re.compile(rb"[!-~]\n(?=[!-~])")
 _SEARCH_BYTES = 1 << 16
 
 
-def document_row(data: bytes, needs_end: bool = True) -> tuple[int, int, int, bool]:
-    """Returns a document's `DOCUMENT` row; one half of its hash decides on the split, the other on the order."""
+def document_row(
+    data: bytes, needs_end: bool = True, needs_begin: bool = False, answers: Sequence[tuple[int, int]] = ()
+) -> tuple[int, int, int, bool, bool]:
+    """Returns a document's `DOCUMENT` row; one half of its hash decides on the split, the other on the order.
+
+    Args:
+        data: its text.
+        needs_end: whether the end token follows.
+        needs_begin: whether the tokens that begin every text go before it.
+        answers: ranges of its bytes that are learned. Equal texts with other answers are other documents, and go to the
+            same split.
+    """
     digest = hashlib.blake2b(data, digest_size=16).digest()
     # Two independent 64-bit values out of one 128-bit hash.
-    return int.from_bytes(digest[:8], "little"), int.from_bytes(digest[8:], "little"), len(data), needs_end
+    split, order = digest[:8], digest[8:]
+    if answers:
+        order = hashlib.blake2b(digest + json.dumps(answers).encode(), digest_size=8).digest()
+    return int.from_bytes(split, "little"), int.from_bytes(order, "little"), len(data), needs_end, needs_begin
 
 
 def mark_first_copies(documents: NDArray[np.void]) -> NDArray[np.bool_]:
@@ -103,6 +118,8 @@ class TextSpan:
     """Whether the document ends with this span."""
     needs_end: bool = True
     """Whether the end token follows the document."""
+    needs_begin: bool = False
+    """Whether the tokens that begin every text go before it; of a document's first span alone."""
 
 
 def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iterator[TextSpan]:
@@ -127,5 +144,6 @@ def split_document(text: mmap.mmap, document: TextSpan, span_bytes: int) -> Iter
         if boundary is None:
             break
         yield dataclasses.replace(document, start=start, stop=boundary.end(), ends_document=False)
+        document = dataclasses.replace(document, needs_begin=False)
         start = boundary.end()
     yield dataclasses.replace(document, start=start)

@@ -31,7 +31,7 @@ def shard_text(directory: Path, shard: int) -> Path:
 
 def shard_index(directory: Path, shard: int) -> Path:
     """Returns the path of a shard's `DOCUMENT` rows; the file is written last and marks a complete shard."""
-    return directory / f"read-{shard:05d}.index"
+    return directory / f"read-{shard:05d}.documents"
 
 
 def shard_characters(directory: Path, shard: int) -> Path:

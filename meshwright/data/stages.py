@@ -25,9 +25,11 @@ from meshwright.data.sources import CorpusFile
 from meshwright.data.tasks import EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
     CHAT_TEMPLATE,
+    begin_ids,
     character_tokenizer,
     chat_template,
     end_id,
+    end_text,
     given_tokenizer,
     read_chat_template,
     splits_at_newlines,
@@ -189,10 +191,13 @@ def _read_sources(job: PrepareJob) -> int:
 
 def _reading(config: DataConfig) -> Reading:
     """Returns how records become documents; the tokenizer, where one is given, says how it writes conversations."""
-    trained = config.tokenizer in TRAINED_TOKENIZERS
-    chat = chat_template(None if trained else given_tokenizer(config.tokenizer), config.chat_template)
+    files = None if config.tokenizer in TRAINED_TOKENIZERS else given_tokenizer(config.tokenizer)
     return Reading(
-        text_field=config.text_field, normalise=config.normalise, answers=config.targets == "answers", chat=chat
+        text_field=config.text_field,
+        normalise=config.normalise,
+        answers=config.targets == "answers",
+        chat=chat_template(files, config.chat_template),
+        end_token=end_text(files) if files is not None else "",
     )
 
 
@@ -254,18 +259,26 @@ def _document_spans(job: PrepareJob, documents: NDArray[np.void]) -> list[TextSp
     spans: list[TextSpan] = []
     shard = start = 0
     documents_left = len(shard_documents(job.beside, 0))
-    for size, needs_end in zip(documents["bytes"].tolist(), documents["needs_end"].tolist()):
+    columns = (documents[name].tolist() for name in ("bytes", "needs_end", "needs_begin"))
+    for size, ends, begins in zip(*columns):
         # A shard may hold no document: all of its files were empty.
         while documents_left == 0:
             shard, start = shard + 1, 0
             documents_left = len(shard_documents(job.beside, shard))
-        spans.append(TextSpan(shard=shard, start=start, stop=start + size, ends_document=True, needs_end=needs_end))
-        start, documents_left = start + size, documents_left - 1
+        stop = start + size
+        span = TextSpan(shard=shard, start=start, stop=stop, ends_document=True, needs_end=ends, needs_begin=begins)
+        spans.append(span)
+        start, documents_left = stop, documents_left - 1
     return spans
 
 
 def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextSpan]]:
     """Splits the end off the only document, at int(characters x (1 - share)) as nanoGPT does."""
+    if job.config.targets == "answers":
+        raise DataError(
+            "the corpus has one conversation, and a part of it can't be held out from the rest; give more of them, or "
+            "data.validation_share = 0"
+        )
     text = read_span(job.beside, document)
     # Characters, not bytes, for the same split as nanoGPT's.
     split_at = int(len(text) * (1.0 - job.config.validation_share))
@@ -277,7 +290,7 @@ def _split_off_tail(job: PrepareJob, document: TextSpan) -> dict[str, list[TextS
     split_byte = document.start + len(text[:split_at].encode("utf-8"))
     return {
         "train": [dataclasses.replace(document, stop=split_byte)],
-        "validation": [dataclasses.replace(document, start=split_byte)],
+        "validation": [dataclasses.replace(document, start=split_byte, needs_begin=False)],
     }
 
 
@@ -327,6 +340,7 @@ def _encode_units(
     """Encodes all units; returns the number of units of each split, which are numbered training first."""
     tokenizer_text = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
     # Splitting a document must not change its tokens: true of characters, and of BPE at some newlines.
+    begins = begin_ids(Tokenizer.from_str(tokenizer_text))
     may_split = job.config.tokenizer == "chars" or splits_at_newlines(tokenizer_text)
     total_bytes = sum(text_bytes.values())
     unit_bytes = min(max(total_bytes // 256, UNIT_BYTES[0]), UNIT_BYTES[1])
@@ -346,6 +360,7 @@ def _encode_units(
                     characters=job.config.tokenizer == "chars",
                     literal=job.config.tokenizer == "bpe",
                     answers=job.config.targets == "answers",
+                    begin_ids=begins,
                 )
                 number += 1
             # Counted while tasks are drawn, so the count is known once the stage has run.

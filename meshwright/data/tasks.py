@@ -20,7 +20,8 @@ from tokenizers import Tokenizer
 
 from meshwright.data import tokenizer as tokenizers_
 from meshwright.data.answers import NO_RUNS, AnswerMarks
-from meshwright.data.conversations import ChatTemplate, Document
+from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.conversations import Document
 from meshwright.data.documents import Reading, read_documents
 from meshwright.data.files import whole_file
 from meshwright.data.filters import DocumentFilters, FilterConfig
@@ -85,9 +86,9 @@ class ReadTask:
         with whole_file(shard_text(self.directory, self.shard)) as file:
             for document in filters.apply(documents):
                 data = document.text.encode("utf-8")
-                document_rows.append(document_row(data, document.needs_end))
-                if self.reading.answers:
-                    answers += [(start + begin, start + end) for begin, end in _byte_ranges(document)]
+                places = list(_byte_ranges(document)) if self.reading.answers else []
+                document_rows.append(document_row(data, document.needs_end, document.needs_begin, places))
+                answers += [(start + begin, start + end) for begin, end in places]
                 file.write(data)
                 start += len(data)
                 if self.characters:
@@ -153,6 +154,8 @@ class EncodeTask:
     """Whether an end token written in a text is text."""
     answers: bool = False
     """Whether the tokens of answers are marked."""
+    begin_ids: tuple[int, ...] = ()
+    """Tokens that begin a text where a document needs them."""
 
     @property
     def bytes(self) -> int:
@@ -169,15 +172,17 @@ class EncodeTask:
         document_ends, token_count = [], 0
         # An array of one or no token, so that a tokenizer without an end token needs no branch.
         end_token = np.array([] if self.eos_id is None else [self.eos_id], dtype=self.dtype)
-        marks = AnswerMarks(self.directory) if self.answers else None
+        begin_tokens = np.array(self.begin_ids, dtype=self.dtype)
+        marks = AnswerMarks(self.directory, len(self.begin_ids)) if self.answers else None
         encode = self._encode_characters(marks) if self.characters else self._encode_subwords(batched, marks)
         for span, tokens in zip(self.spans, encode, strict=True):
-            token_arrays.append(tokens)
+            begins = begin_tokens if span.needs_begin else begin_tokens[:0]
+            token_arrays += [begins, tokens]
             ends = end_token if span.ends_document and span.needs_end else end_token[:0]
             token_arrays.append(ends)
             if marks is not None and len(ends):
                 marks.add_end()
-            token_count += len(tokens) + len(ends)
+            token_count += len(begins) + len(tokens) + len(ends)
             if span.ends_document:
                 document_ends.append(token_count)
         runs = marks.runs() if marks is not None else NO_RUNS

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from meshwright.data.chat_template import ChatTemplate
 from meshwright.data.config import TRAINED_TOKENIZERS
-from meshwright.data.conversations import ChatTemplate
 from meshwright.errors import ConfigError, DataError
 from meshwright.records import parse_json
 
@@ -24,7 +25,11 @@ TOKENIZER = "tokenizer.json"
 SETTINGS = "tokenizer_config.json"
 CHAT_TEMPLATE = "chat_template.jinja"
 """File of a tokenizer's chat template. Source: ``save_pretrained`` of transformers' tokenizers."""
-COMPANIONS = (CHAT_TEMPLATE, "chat_template.json", "special_tokens_map.json")
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder of a tokenizer's further chat templates. Source: as `CHAT_TEMPLATE`."""
+SPECIAL_TOKENS = "special_tokens_map.json"
+"""File of special tokens, of earlier tokenizers. Source: as `CHAT_TEMPLATE`."""
+COMPANIONS = (CHAT_TEMPLATE, "chat_template.json", SPECIAL_TOKENS)
 """Text files that go with a tokenizer and change no token. Source: ``save_pretrained`` of transformers' tokenizers."""
 SOURCES = (TOKENIZER, "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 """Files any of which makes a directory hold a tokenizer."""
@@ -108,7 +113,23 @@ def _read_tokenizer_json(path: Path) -> TokenizerFiles:
     settings = parse_json(settings_path.read_text(encoding="utf-8")) if settings_path.is_file() else {}
     companions = {name: path.with_name(name) for name in COMPANIONS}
     texts = {name: file.read_text(encoding="utf-8") for name, file in companions.items() if file.is_file()}
+    if SPECIAL_TOKENS in texts:
+        # Where older tokenizers have their special tokens.
+        special_tokens = parse_json(texts[SPECIAL_TOKENS])
+        settings = {**special_tokens, **settings} if isinstance(special_tokens, dict) else settings
+    if named := _named_templates(path.parent):
+        # Several templates are a list in the settings; the file of one would take their place.
+        default = texts.pop(CHAT_TEMPLATE, "")
+        settings["chat_template"] = [
+            {"name": name, "template": text} for name, text in ({"default": default} | named).items()
+        ]
     return _without_padding(Tokenizer.from_file(str(path)), settings, texts)
+
+
+def _named_templates(folder: Path) -> dict[str, str]:
+    """Returns the chat templates beside the default one, by name."""
+    files = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
+    return {file.stem: file.read_text(encoding="utf-8") for file in files}
 
 
 def _convert_with_transformers(name: str) -> TokenizerFiles:
@@ -184,6 +205,7 @@ def tokenizer_digest(name: str) -> str:
     # Only files that change tokens or go with the tokenizer; weights beside them don't count.
     names = dict.fromkeys((*own_name, *SOURCES, "merges.txt", SETTINGS, *COMPANIONS))
     files = [folder / name for name in names if (folder / name).is_file()]
+    files += sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     file_digests = [(file.name, hashlib.sha256(file.read_bytes()).hexdigest()) for file in files]
     return hashlib.sha256(json.dumps(file_digests).encode()).hexdigest()
 
@@ -219,6 +241,13 @@ def end_id(tokenizer: Tokenizer, settings: dict[str, Any]) -> int | None:
     return None if token is None else tokenizer.token_to_id(token)
 
 
+def begin_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Returns the tokens that a tokenizer puts before every text, as a prompt is read; often one, or none."""
+    plain, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
+    starts = (start for start in range(len(whole)) if whole[start : start + len(plain)] == plain)
+    return tuple(whole[: next(starts, 0)]) if plain else ()
+
+
 def chat_template(files: TokenizerFiles | None, path: str) -> ChatTemplate | None:
     """Returns how conversations are written; None where neither a tokenizer nor the user says so.
 
@@ -229,16 +258,29 @@ def chat_template(files: TokenizerFiles | None, path: str) -> ChatTemplate | Non
     Raises:
         ConfigError: when there is no such file.
     """
+    tool_text = ""
     if path:
         text = read_chat_template(path)
-    elif files is None or not (text := _own_chat_template(files)):
+    elif files is None:
         return None
+    else:
+        templates = _own_chat_templates(files)
+        text, tool_text = templates.get("default", ""), templates.get("tool_use", "")
+        if not text:
+            return None
     if files is None:
+        if names := sorted(set(re.findall(r"\b(?:bos|eos)_token\b", text))):
+            raise ConfigError(
+                f"data.chat_template = {path!r} writes {' and '.join(names)}, and a tokenizer that is trained on the "
+                "text has no text for them; write marks of your own instead (the end token follows each conversation "
+                "by itself), or give data.tokenizer one that has them"
+            )
         return ChatTemplate(text=text, special_tokens={}, end_token="")
     special_tokens = {
         name: token for name in files.settings if name.endswith("_token") and (token := _token(files, name))
     }
-    return ChatTemplate(text=text, special_tokens=special_tokens, end_token=special_tokens.get("eos_token", ""))
+    end_token = special_tokens.get("eos_token", "")
+    return ChatTemplate(text=text, special_tokens=special_tokens, end_token=end_token, tool_text=tool_text)
 
 
 def read_chat_template(path: str) -> str:
@@ -256,18 +298,18 @@ def read_chat_template(path: str) -> str:
         ) from None
 
 
-def _own_chat_template(files: TokenizerFiles) -> str:
-    """Returns the template that comes with a tokenizer, of several the one named ``default``; "" for none."""
+def _own_chat_templates(files: TokenizerFiles) -> dict[str, str]:
+    """Returns the templates that come with a tokenizer, by name: ``default``, and ``tool_use`` for tools."""
     if CHAT_TEMPLATE in files.companions:
-        return files.companions[CHAT_TEMPLATE]
+        return {"default": files.companions[CHAT_TEMPLATE]}
     text: object = files.settings.get("chat_template")
     if "chat_template.json" in files.companions:
         text = parse_json(files.companions["chat_template.json"])
         text = text.get("chat_template") if isinstance(text, dict) else None
     if isinstance(text, list):
         named = {entry.get("name"): entry.get("template") for entry in text if isinstance(entry, dict)}
-        text = named.get("default")
-    return text if isinstance(text, str) else ""
+        return {str(name): template for name, template in named.items() if isinstance(template, str)}
+    return {"default": text} if isinstance(text, str) else {}
 
 
 def _token(files: TokenizerFiles, name: str) -> str:
@@ -275,6 +317,11 @@ def _token(files: TokenizerFiles, name: str) -> str:
     token = files.settings.get(name)
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else ""
+
+
+def end_text(files: TokenizerFiles) -> str:
+    """Returns the text of the end token; "" where there is none."""
+    return _token(files, "eos_token")
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:

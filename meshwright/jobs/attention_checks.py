@@ -87,7 +87,7 @@ def choose_attention(
     """
     built, precision = model.built, plan.layout.compute_precision
     check_attention(built, precision, analysis, devices)
-    has_documents = data.mask_documents and len(token_set.train.ends) > 1
+    has_documents = data.separates_documents and len(token_set.train.ends) > 1
     if devices.kind != "cuda" or not needs_mask(built, data.sequence, has_documents):
         return model
     if refusal := _kernel_refusal(built, precision) or _varlen_refusal(built):

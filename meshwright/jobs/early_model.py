@@ -35,7 +35,7 @@ def read_early(config: RunConfig, text: DataConfig) -> ReadModel | None:
     except ConfigError:
         # The vocabulary of the text may be one that the function takes.
         return None
-    if config.data.mask_documents and _has_documents(text):
+    if config.data.separates_documents and _has_documents(text):
         check_positions(model.built)
     return model
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.data.chat_template import Conversation
 from meshwright.data.tokenizer import chat_template, given_tokenizer
 from meshwright.errors import ConfigError
 from meshwright.jobs.progress import Say, to_stderr
@@ -55,21 +56,28 @@ def generate(
         CheckpointError: when a run has no checkpoint yet.
     """
     model = open_trained(Path(source), trust, say)
+    written, answer_end = _written_as_chat(Path(source), prompt) if chat else (prompt, "")
     text = model.complete(
-        _written_as_chat(Path(source), prompt) if chat else prompt,
+        written,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,
         seed=seed,
         # A template writes all of them itself.
         add_special_tokens=not chat,
+        end=answer_end,
     )
     return GenerateResult(prompt=prompt, text=text)
 
 
-def _written_as_chat(source: Path, prompt: str) -> str:
-    """Returns what a user says as the tokenizer's chat template writes it, with what an answer begins with."""
+def _written_as_chat(source: Path, prompt: str) -> tuple[str, str]:
+    """Writes what a user says by the tokenizer's chat template.
+
+    Returns:
+        the text, with what an answer begins with; what the template writes behind an answer.
+    """
     template = chat_template(given_tokenizer(str(tokenizer_folder(source))), "")
     if template is None:
         raise ConfigError(f"chat: the tokenizer of {source} has no chat template; leave it out, and prompt with text")
-    return template.render([{"role": "user", "content": prompt}], None, prompt=True)[0]
+    said = Conversation(messages=[{"role": "user", "content": prompt}])
+    return template.render(said, prompt=True)[0], template.answer_end(prompt)

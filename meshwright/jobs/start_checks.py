@@ -70,7 +70,7 @@ def check_before_start(
         sequence=data.sequence,
         seed=config.train.seed,
         row_range=layout.span(0, rows),
-        packs_whole=data.packs_whole,
+        packing=data.resolved_packing,
     )
 
 
@@ -94,8 +94,10 @@ def check_targets(config: RunConfig, token_set: TokenSet, say: Say | None) -> No
                 f"the {split.name} split has no answer to learn or to measure; give more conversations, or "
                 "data.validation_share = 0 where it is the held-out part"
             )
-        packed = PackedRows(split, data.sequence) if data.packs_whole else None
-        if packed is not None and say is not None and split is token_set.train:
+        if data.resolved_packing == "stream":
+            continue
+        packed = PackedRows(split, data.sequence, single=data.resolved_packing == "single")
+        if say is not None and split is token_set.train:
             say(_packed_line(packed, config))
 
 
@@ -103,9 +105,12 @@ def _packed_line(packed: PackedRows, config: RunConfig) -> str:
     """Returns what packed rows hold, how many steps an epoch has, and what is left out."""
     left_out, steps = packed.left_out, -(-packed.count // (config.train.batch * config.outer.sites))
     line = (
-        f"rows: {packed.count} of {config.data.sequence} tokens, {packed.filled:.0%} filled with whole documents; an "
+        f"rows: {packed.count} of {config.data.sequence} tokens, {packed.filled:.0%} filled with "
+        f"{'one document each' if config.data.packing == 'single' else 'whole documents'}; an "
         f"epoch is {steps} steps"
     )
+    if left_out.without:
+        line += f"; {left_out.without} documents have nothing to learn and are left out"
     if not left_out.targets:
         return line
     return (

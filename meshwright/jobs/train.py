@@ -159,7 +159,7 @@ def _text_and_model(config: RunConfig, say: Say | None) -> tuple[RunConfig, Toke
         check_prompt(token_set.tokenizer(), config.train.sample)
     vocab, sequence = token_set.vocab_size, config.data.sequence
     model = early_model if early_model and vocab == text.vocab_size else read_model(config, vocab, sequence)
-    if config.data.mask_documents and len(token_set.train.ends) > 1:
+    if config.data.separates_documents and len(token_set.train.ends) > 1:
         check_documents(model.built)
     return config, token_set, model
 

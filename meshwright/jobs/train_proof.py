@@ -47,7 +47,7 @@ def prove_before(job: TrainJob, token_set: TokenSet, forks: bool, nodes: bool = 
         return
     # The other nodes wait for this one no longer than group_s.
     limit_s = min(config.train.prove_s, config.launch.group_s / 2) if nodes else config.train.prove_s
-    documents = config.data.mask_documents and len(token_set.train.ends) > 1
+    documents = config.data.separates_documents and len(token_set.train.ends) > 1
     subject = {
         "layout": str(layout),
         "model": job.fingerprint,

@@ -21,6 +21,7 @@ from meshwright.models.build import BuiltModel, build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.deferred import retie
 from meshwright.models.generate import generate_tokens
+from meshwright.records import parse_json
 from meshwright.train.state import BUFFERS, WEIGHTS
 
 
@@ -30,8 +31,8 @@ class TrainedModel:
 
     built: BuiltModel
     tokenizer: Tokenizer
-    eos: int | None
-    """Token that ends a text."""
+    ends: frozenset[int]
+    """Tokens that end a text."""
     vocab: int | None = None
     """Entries of the tokenizer."""
     trained_context: int | None = None
@@ -46,8 +47,19 @@ class TrainedModel:
         top_k: int = 50,
         seed: int = 0,
         add_special_tokens: bool = True,
+        end: str = "",
     ) -> str:
-        """Returns a sampled continuation of ``prompt``; ``add_special_tokens`` as for the tokenizer."""
+        """Returns a sampled continuation.
+
+        Args:
+            prompt: text to go on from.
+            max_tokens: tokens to add.
+            temperature: divides the logits; 0 takes the likeliest token.
+            top_k: draw from the k likeliest tokens.
+            seed: of the draws.
+            add_special_tokens: as for the tokenizer.
+            end: text that ends the continuation too, and isn't in it; empty for none.
+        """
         check_prompt(self.tokenizer, prompt)
         ids = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens).ids
         new_ids = generate_tokens(
@@ -58,12 +70,19 @@ class TrainedModel:
             temperature=temperature,
             top_k=top_k,
             seed=seed,
-            stop=self.eos,
+            stop=self.ends | _first_special(self.tokenizer, end),
             vocab=self.vocab,
             trained_context=self.trained_context,
         )
         # Decoded together, since a token's text may depend on the one before it; then the prompt is cut off.
-        return str(self.tokenizer.decode(ids + new_ids))[len(self.tokenizer.decode(ids)) :]
+        text = str(self.tokenizer.decode(ids + new_ids))[len(self.tokenizer.decode(ids)) :]
+        return text.partition(end.strip())[0] if end.strip() else text
+
+
+def _first_special(tokenizer: Tokenizer, text: str) -> frozenset[int]:
+    """Returns the first token of a text where it is one that no other text has; nothing otherwise."""
+    first = tokenizer.encode(text.lstrip(), add_special_tokens=False).ids[:1]
+    return frozenset(first) & tokenizer.get_added_tokens_decoder().keys()
 
 
 def check_prompt(tokenizer: Tokenizer, prompt: str) -> None:
@@ -140,7 +159,7 @@ def open_run(run_dir: Path, trust: bool = False, say: Say = to_stderr) -> Traine
     return TrainedModel(
         built=built,
         tokenizer=text.tokenizer(),
-        eos=text.eos_id,
+        ends=frozenset() if text.eos_id is None else frozenset({text.eos_id}),
         vocab=text.vocab_size,
         trained_context=run_config(run_dir).data.sequence,
     )
@@ -158,11 +177,25 @@ def open_directory(folder: Path) -> TrainedModel:
         raise DataError(f"{folder} has no tokenizer.json, which a prompt needs; export a run, or add the tokenizer")
     built = build_meta(ModelConfig(name=str(folder)))
     _materialise(built, {name: built.tensor(name) for name, _ in built.module.named_parameters()})
-    config: Any = built.hf_config
-    eos = getattr(config, "eos_token_id", None)
     tokenizer = load_tokenizer(path)
-    eos_id, vocab = eos if isinstance(eos, int) else None, vocabulary_size(tokenizer)
-    return TrainedModel(built=built, tokenizer=tokenizer, eos=eos_id, vocab=vocab)
+    ends = _end_tokens(folder, getattr(built.hf_config, "eos_token_id", None))
+    return TrainedModel(built=built, tokenizer=tokenizer, ends=ends, vocab=vocabulary_size(tokenizer))
+
+
+def _end_tokens(folder: Path, configured: Any) -> frozenset[int]:
+    """Returns the tokens that end a text: of its settings of generation, or of the model.
+
+    Args:
+        folder: in Hugging Face format.
+        configured: the model's ``eos_token_id``: a number, several, or None.
+    """
+    settings = folder / "generation_config.json"
+    if settings.is_file():
+        given = parse_json(settings.read_text(encoding="utf-8"))
+        named = given.get("eos_token_id") if isinstance(given, dict) else None
+        configured = configured if named is None else named
+    ends = configured if isinstance(configured, list) else [configured]
+    return frozenset(token for token in ends if isinstance(token, int))
 
 
 def open_trained(path: Path, trust: bool = False, say: Say = to_stderr) -> TrainedModel:

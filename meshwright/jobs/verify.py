@@ -197,7 +197,7 @@ def _make_batches(
             sequence=length,
             seed=0,
             mask_documents=data.mask_documents,
-            packs_whole=data.packs_whole,
+            packing=data.resolved_packing,
         )
         for length in _row_lengths(config)
     ]

@@ -125,7 +125,7 @@ def case_of(
     if not full and model.kind != "function":
         model, omissions = _small_clone(model, layouts), ["a small clone of the model"]
     build_unshrunk = partial(build_meta, config.model, vocab=token_set.vocab_size, context=config.data.sequence)
-    has_documents = config.data.mask_documents and len(token_set.train.ends) > 1
+    has_documents = config.data.separates_documents and len(token_set.train.ends) > 1
     precisions = {layout.precision for layout in layouts}
     model = attention_to_prove(build_unshrunk, model, precisions, config.data.sequence, has_documents)
     row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))

@@ -312,4 +312,7 @@ def _read_output(result: Any, tokens: torch.Tensor, token_parts: int, vocab: int
 
 def _no_documents(reason: str) -> str:
     """Words the refusal of document masks."""
-    return f"the model can't keep documents of a row apart: {reason}; set data.mask_documents = false"
+    return (
+        f"the model can't keep documents of a row apart: {reason}; set data.mask_documents = false, or data.packing = "
+        "single"
+    )

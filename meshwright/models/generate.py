@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ def generate_tokens(
     temperature: float = 0.8,
     top_k: int | None = 50,
     seed: int = 0,
-    stop: int | None = None,
+    stop: Collection[int] = (),
     vocab: int | None = None,
     trained_context: int | None = None,
 ) -> list[int]:
@@ -45,7 +45,7 @@ def generate_tokens(
         temperature: divides the logits; 0 picks the likeliest token.
         top_k: draw from the k likeliest only; None from all.
         seed: of the draws.
-        stop: token that ends the text; it is not returned.
+        stop: tokens that end the text; they are not returned.
         vocab: entries of the tokenizer, where the model has more: ids from there on are no text and never drawn.
         trained_context: tokens of the rows that it was trained on, its context where it states none: a model of other
             code may have learned no more positions.
@@ -74,7 +74,7 @@ def generate_tokens(
                 window = torch.tensor([tokens[-limit:] if limit else tokens], device=device)
                 logits = model_forward(module, structure, window)
             token = _pick(logits[0, -1, :vocab], temperature, top_k, generator)
-            if token == stop:
+            if token in stop:
                 break
             tokens.append(token)
     return tokens[len(prompt) :]

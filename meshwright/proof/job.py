@@ -263,6 +263,7 @@ def _plain_job(case: JobCase) -> PlainJob:
             sequence=config.data.sequence,
             seed=config.train.seed,
             documents=config.data.mask_documents,
+            packing=config.data.resolved_packing,
         ),
         schedule=PlainSchedule(
             peak=optimizer.peak(config.train.batch),

@@ -1,141 +1,21 @@
-"""A whole training job as anyone would write it for one device: rows, schedule, clipping, AdamW, evaluation.
+"""A whole training job as anyone would write it for one device: schedule, clipping, AdamW, evaluation.
 
-The other side of `proof.job`. It shares no code with data/, train/ or parallel/: the order of rows and the learning
-rate are written down here a second time, from their documentation, one row and one number at a time.
+The other side of `proof.job`. It shares no code with data/, train/ or parallel/: the learning rate is written down here
+a second time, from its documentation, and so are the rows, in `plain_rows`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
 
-IGNORED = -100
-_WORD = 2**64
-_ROUNDS = 6
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlainBatch:
-    """Rows of text."""
-
-    tokens: torch.Tensor
-    """(B, S) int64."""
-    targets: torch.Tensor
-    """(B, S) int64, the token after each; -100 where nothing is predicted."""
-    positions: torch.Tensor | None
-    """(B, S) int64, from 0 at each document's begin; None where every row counts from 0 without a break."""
-
-
-class PlainRows:
-    """The rows of a prepared set in the order of training, found one at a time.
-
-    The text is cut into windows of S tokens after a shift of the epoch; a keyed permutation (a Feistel network that is
-    walked until it lands inside) puts the windows of an epoch in order. Keys: first 8 bytes of SHA-256 over what names
-    them; mixing: SplitMix64 (Steele, Lea, Flood 2014).
-
-    Args:
-        folder: the prepared set.
-        rows: of a global batch.
-        sequence: S, tokens a row.
-        seed: of the run.
-        documents: whether attention and targets end with each document.
-    """
-
-    def __init__(self, folder: Path, *, rows: int, sequence: int, seed: int, documents: bool) -> None:
-        manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
-        self._tokens = np.fromfile(folder / "train.bin", dtype=manifest["dtype"])
-        self._held_out = np.fromfile(folder / "validation.bin", dtype=manifest["dtype"])
-        self._document_ends = np.fromfile(folder / "train.idx", dtype="<u8").tolist()
-        self._rows, self._sequence, self._documents = rows, sequence, documents
-        self._shifts = min(sequence, len(self._tokens) - sequence)
-        self._windows = (len(self._tokens) - self._shifts) // sequence
-        self._order = _hash_key("order", manifest["fingerprint"], seed)
-        self._shift = _hash_key("shift", manifest["fingerprint"], seed)
-
-    def batch(self, step: int) -> PlainBatch:
-        """Returns a step's global batch."""
-        starts = [self._start(step * self._rows + row) for row in range(self._rows)]
-        tokens, targets, positions = zip(*(self._row(start) for start in starts))
-        has_documents = any(row[-1] != self._sequence - 1 for row in positions)
-        return PlainBatch(
-            tokens=torch.tensor(tokens),
-            targets=torch.tensor(targets),
-            positions=torch.tensor(positions) if has_documents else None,
-        )
-
-    def validation_batches(self, rows: int) -> Iterator[PlainBatch]:
-        """Yields the first ``rows`` windows of the text that isn't trained on, one at a time; the last may be short."""
-        for row in range(rows):
-            text = self._held_out[row * self._sequence : (row + 1) * self._sequence + 1].astype(np.int64).tolist()
-            if len(text) < 2:
-                return
-            tokens = torch.tensor([text[:-1]])
-            yield PlainBatch(tokens=tokens, targets=torch.tensor([text[1:]]), positions=None)
-
-    def _start(self, number: int) -> int:
-        """Returns where in the text the run's row of this number begins."""
-        epoch, position = divmod(number, self._windows)
-        window = _shuffled(position, self._windows, _mix((epoch + self._order) % _WORD))
-        return window * self._sequence + _mix((epoch + self._shift) % _WORD) % self._shifts
-
-    def _row(self, start: int) -> tuple[list[int], list[int], list[int]]:
-        """Returns (tokens, targets, positions) of a row; a document's last token predicts nothing."""
-        text = self._tokens[start : start + self._sequence + 1].astype(np.int64).tolist()
-        tokens, targets, positions = text[:-1], text[1:], list(range(self._sequence))
-        if self._documents:
-            document_starts = {
-                document_end - start
-                for document_end in self._document_ends
-                if start < document_end <= start + self._sequence
-            }
-            position = 0
-            for index in range(self._sequence):
-                position = 0 if index in document_starts or index == 0 else position + 1
-                positions[index] = position
-                if index + 1 in document_starts:  # the last token of a document predicts nothing of the next one
-                    targets[index] = IGNORED
-        return tokens, targets, positions
-
-
-def _hash_key(*fields: object) -> int:
-    return int.from_bytes(hashlib.sha256(repr(fields).encode()).digest()[:8], "little")
-
-
-def _mix(value: int) -> int:
-    """Returns SplitMix64's output for a state. Source: Steele, Lea and Flood (2014), the 64-bit variant."""
-    value = (value + 0x9E3779B97F4A7C15) % _WORD
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % _WORD
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % _WORD
-    return value ^ (value >> 31)
-
-
-def _shuffled(index: int, size: int, key: int) -> int:
-    """Returns where a keyed permutation of 0 to ``size`` - 1 puts a place."""
-    # The smallest near-square grid with at least `size` cells: halves of a Feistel network are its row and column.
-    width = math.isqrt(size - 1) + 1
-    height = -(-size // width)
-    while True:
-        column, row = index % width, index // width
-        for round_index in range(_ROUNDS):
-            salt = _mix((key + round_index) % _WORD)
-            if round_index % 2:
-                row = (row + _mix(column ^ salt) % height) % height
-            else:
-                column = (column + _mix(row ^ salt) % width) % width
-        index = column + row * width
-        # Cycle walking: a cell outside is shuffled again until one inside comes, which keeps it a permutation.
-        if index < size:
-            return index
+from meshwright.proof.plain_rows import IGNORED, PlainBatch, PlainRows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -319,7 +199,11 @@ def _norm_of_part(module: nn.Module, forward: Forward, batch: PlainBatch, step: 
 
 
 def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+    """Returns the mean over targets; 0 where there is none, which a mean of torch's isn't."""
+    count = max(1, int((targets != IGNORED).sum()))
+    return (
+        functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum") / count
+    )
 
 
 def _hits(logits: torch.Tensor, targets: torch.Tensor) -> int:
@@ -330,15 +214,16 @@ def _hits(logits: torch.Tensor, targets: torch.Tensor) -> int:
 
 
 def _validation(module: nn.Module, forward: Forward, job: PlainJob, step: int) -> dict[str, float]:
-    """Returns mean loss and share of hits over the windows, and their number of targets; every token counts once."""
+    """Returns mean loss and share of hits over the windows, and their number of targets; every target counts once."""
     total, count, hits = 0.0, 0, 0
     module.eval()
     with torch.no_grad():
         for batch in job.rows.validation_batches(job.evaluation_rows):
             logits = forward(module, batch, step)
             # Windows may differ in length: the mean over tokens weighs each window by its tokens.
-            total += float(_mean_loss(logits, batch.targets)) * batch.targets.numel()
-            count += batch.targets.numel()
+            targets = int((batch.targets != IGNORED).sum())
+            total += float(_mean_loss(logits, batch.targets)) * targets
+            count += targets
             hits += _hits(logits, batch.targets)
     module.train()
     return {"loss": total / max(1, count), "accuracy": hits / max(1, count), "targets": count}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from meshwright.data.loader import IGNORED, Batch, Loader, evaluation_batches
-from meshwright.data.packing import PackedRows
+from meshwright.data.packing import PackedRows, Packing
 from meshwright.data.prefetch import Prefetcher, tensors
 from meshwright.data.tokens import TokenSet
 from meshwright.parallel.document_attention import DocumentBounds, document_bounds
@@ -84,7 +84,7 @@ class TokenFeed:
         span: [start, stop) of this rank's rows in each global batch.
         micro: micro-batches a step.
         mask_documents: whether documents in a row are kept apart.
-        packs_whole: whether rows hold documents from their start.
+        packing: how documents are put into rows, as for `Loader`.
         device: of the tensors.
         start: first step.
         site: (index, count) of a site among those that share the rows of a step, each with ``rows`` of them.
@@ -101,7 +101,7 @@ class TokenFeed:
         micro: int,
         mask_documents: bool,
         device: torch.device,
-        packs_whole: bool = False,
+        packing: Packing = "stream",
         start: int = 0,
         site: tuple[int, int] = (0, 1),
     ) -> None:
@@ -116,9 +116,9 @@ class TokenFeed:
             seed=seed,
             row_range=self._shift(span),
             mask_documents=mask_documents,
-            packs_whole=packs_whole,
+            packing=packing,
         )
-        self._packs_whole = packs_whole
+        self._packing: Packing = packing
         self._packed: PackedRows | None = None
         self._spans = [(start, self._shift(span))]
         reader = _SpanReader(self._loader, self._spans)
@@ -208,8 +208,8 @@ class TokenFeed:
         rows_yielded = 0
         if len(self._set.validation.tokens) < 2:
             return
-        if self._packs_whole and self._packed is None:
-            self._packed = PackedRows(self._set.validation, self._sequence)
+        if self._packing != "stream" and self._packed is None:
+            self._packed = PackedRows(self._set.validation, self._sequence, single=self._packing == "single")
         for batch in evaluation_batches(
             self._set.validation, rows=share, sequence=self._sequence, row_range=(start, stop), packed=self._packed
         ):

@@ -481,7 +481,7 @@ def _make_feed(
         span=span,
         micro=job.plan.layout.microbatches,
         mask_documents=data.mask_documents,
-        packs_whole=data.packs_whole,
+        packing=data.resolved_packing,
         device=device,
         start=start,
         site=(job.config.outer.site, job.config.outer.sites) if job.config.outer.meet else (0, 1),

@@ -11,9 +11,12 @@ import pytest
 import torch
 
 import meshwright
+from meshwright.cli.main import main
 from meshwright.data.loader import Loader
+from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
+from meshwright.jobs import trained_model
 from meshwright.jobs.trained_model import TrainedModel
 from tests.chats import MARKED, conversations, write_jsonl, write_tokenizer
 from tests.runs import call, curve, rows
@@ -123,7 +126,7 @@ def plainly(model: Path) -> tuple[list[float], float]:
                 count += int(learned.sum())
         return total / count
 
-    loader = Loader(token_set.train, rows=BATCH, sequence=SEQUENCE, seed=0, packs_whole=True)
+    loader = Loader(token_set.train, rows=BATCH, sequence=SEQUENCE, seed=0, packing="whole")
     optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for step in range(STEPS):
@@ -132,7 +135,7 @@ def plainly(model: Path) -> tuple[list[float], float]:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    held_out = Loader(token_set.validation, rows=1, sequence=SEQUENCE, seed=0, packs_whole=True)
+    held_out = Loader(token_set.validation, rows=1, sequence=SEQUENCE, seed=0, packing="whole")
     with torch.no_grad():
         rows_ = [held_out.batch(step) for step in range(held_out.epoch_rows)]
         sums = [(mean_loss(row).item() * row.targets_count, row.targets_count) for row in rows_]
@@ -159,6 +162,112 @@ def test_losses_are_those_of_transformers(
     for row in rows(run):
         assert row["tokens_per_s"] == pytest.approx(BATCH * SEQUENCE / row["step_s"])
         assert row["tokens"] < 0.7 * BATCH * SEQUENCE
+
+
+@pytest.mark.parametrize("packing", ["whole", "stream", "single"])
+def test_a_job_of_answers_equals_a_plain_loop(
+    model: Path, tmp_path: Path, packing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(
+        f"""
+        [model]
+        name = "{model}"
+        [data]
+        paths = ["{model / "chat.jsonl"}"]
+        targets = "answers"
+        packing = "{packing}"
+        sequence = {SEQUENCE}
+        validation_share = 0.2
+        workers = 1
+        cache = "{model / "prepared"}"
+        [train]
+        batch = {BATCH}
+        steps = 300
+        """,
+        encoding="utf-8",
+    )
+    status = main(["verify", str(recipe), "--json", "--layout", "shard=2,zero=3"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == 0, report
+    for job in report["jobs"]:
+        assert max(job["errors"].values()) < 1e-10
+
+
+@pytest.fixture(scope="module", params=["mamba", "bloom"])
+def unseparated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory of a model that can't keep documents of a row apart, with ten conversations."""
+    from transformers import BloomConfig, BloomForCausalLM, MambaConfig, MambaForCausalLM
+
+    folder = tmp_path_factory.mktemp(request.param)
+    write_tokenizer(folder, MARKED)
+    torch.manual_seed(0)
+    network: Any
+    if request.param == "mamba":
+        network = MambaForCausalLM(MambaConfig(vocab_size=330, hidden_size=32, num_hidden_layers=2, state_size=8))
+    else:
+        network = BloomForCausalLM(BloomConfig(vocab_size=330, hidden_size=32, n_layer=2, n_head=4))
+    network.save_pretrained(folder)
+    chats = [[m | {"content": f"<{m['content']}"} for m in chat] for chat in conversations(BATCH, seed=7)]
+    write_jsonl(folder / "chat.jsonl", [{"messages": chat} for chat in chats])
+    return folder
+
+
+def test_models_that_cant_keep_documents_apart_learn_one_a_row(unseparated: Path, tmp_path: Path) -> None:
+    """Every step has every conversation once; the losses are those of transformers, one conversation at a time."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = train(
+        unseparated, tmp_path / "run", "shard=2,zero=3,microbatches=2", "--data.packing", "single",
+        "--data.validation-share", "0",
+    )  # fmt: skip
+    tokenizer = AutoTokenizer.from_pretrained(unseparated)
+    network = AutoModelForCausalLM.from_pretrained(unseparated)
+    network.train()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for _ in range(STEPS):
+        total, count = torch.zeros(()), 0
+        for line in (unseparated / "chat.jsonl").read_text(encoding="utf-8").splitlines():
+            chat = tokenizer.apply_chat_template(
+                json.loads(line)["messages"], return_assistant_tokens_mask=True, return_dict=True
+            )
+            ids, mask = torch.tensor(chat["input_ids"][: SEQUENCE + 1]), chat["assistant_masks"][: SEQUENCE + 1]
+            learned = torch.tensor(mask[1:], dtype=torch.bool)
+            logits = network(ids[None, :-1]).logits[0]
+            total = total + torch.nn.functional.cross_entropy(logits[learned], ids[1:][learned], reduction="sum")
+            count += int(learned.sum())
+        optimizer.zero_grad()
+        (total / count).backward()
+        optimizer.step()
+        losses.append((total / count).item())
+    assert [loss for loss, _ in curve(run).values()] == pytest.approx(losses, rel=2e-5)
+
+
+def test_an_answer_ends_where_the_template_ends_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops = []
+
+    def draw(*arguments: Any, stop: Any, **settings: Any) -> list[int]:
+        stops.append(set(stop))
+        return [tokenizer.token_to_id("f")]
+
+    tokenizer = load_tokenizer(model / "tokenizer.json")
+    end, other = (tokenizer.token_to_id(token) for token in ("<|im_end|>", "<|endoftext|>"))
+    monkeypatch.setattr(trained_model, "generate_tokens", draw)
+    # A model's directory may name several end tokens, and none of them may be its template's.
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": [other, 7]}))
+    assert meshwright.generate(model, "seven", chat=True).text == "f"
+    meshwright.generate(model, "seven")
+    assert stops == [{end, other, 7}, {other, 7}]
+    # A template whose ends are plain text ends an answer there too.
+    (model / "chat_template.jinja").rename(model / "kept.jinja")
+    written = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + ' f##\n' }}{% endfor %}"
+    (model / "chat_template.jinja").write_text(written + "{% if add_generation_prompt %}assistant: {% endif %}")
+    monkeypatch.setattr(trained_model, "generate_tokens", lambda *_, **__: tokenizer.encode("o f## user: o").ids)
+    try:
+        assert meshwright.generate(model, "seven", chat=True).text == "o "
+    finally:
+        (model / "kept.jinja").rename(model / "chat_template.jinja")
 
 
 def test_a_run_that_goes_on_reads_the_rows_that_come_next(model: Path, expected: object, tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def test_a_kill_at_any_stage_resumes_to_the_same_bytes(config: DataConfig, tmp_p
     assert not (tmp_path / "set").exists()
     with pytest.raises(DataError, match="not a prepared set"):
         TokenSet.open(tmp_path / "set.partial")
-    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set.partial").glob("read-*.index")}
+    finished = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "set.partial").glob("read-*.documents")}
     assert finished
     redone: list[str] = []
     resumed = prepare(config, tmp_path / "set", workers=2, progress=lambda progress: redone.append(progress.stage))

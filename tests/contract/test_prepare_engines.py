@@ -58,7 +58,7 @@ def gate(kind, stage, pattern):
         return run(self, batched)
     kind.run = wait_and_run
 
-gate(tasks.ReadTask, "read", "read-*.index")
+gate(tasks.ReadTask, "read", "read-*.documents")
 gate(tasks.EncodeTask, "encode", "unit-*.bin")
 """
 """Imported by each interpreter that starts, datatrove's workers among them."""
@@ -183,12 +183,12 @@ def test_datatroves_executor_gives_the_same_bytes_after_two_kills(
 
     def count_files(progress: stages.Progress) -> None:
         counts.update(
-            {name: len(list((tmp_path / "own.partial").glob(name))) for name in ("read-*.index", "unit-*.bin")}
+            {name: len(list((tmp_path / "own.partial").glob(name))) for name in ("read-*.documents", "unit-*.bin")}
         )
 
     own = prepare(config, tmp_path / "own", count_files, workers=1)
     finished = FinishedFiles(tmp_path / "set.partial")
-    for stage, pattern in (("read", "read-*.index"), ("encode", "unit-*.bin")):
+    for stage, pattern in (("read", "read-*.documents"), ("encode", "unit-*.bin")):
         with monkeypatch.context() as gated:
             gated.setenv("PYTHONPATH", path)
             process = _run_until(stage, lambda name=pattern: len(finished.list(name)) >= 2, text, tmp_path / "set")

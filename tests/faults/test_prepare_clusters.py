@@ -54,7 +54,7 @@ class Case:
 
     def _count(self, progress: stages.Progress) -> None:
         folder = self.root / "own.partial"
-        self.shards, self.units = len(list(folder.glob("read-*.index"))), len(list(folder.glob("unit-*.bin")))
+        self.shards, self.units = len(list(folder.glob("read-*.documents"))), len(list(folder.glob("unit-*.bin")))
 
     def start(self) -> subprocess.Popen[bytes]:
         with (self.root / "command.log").open("ab") as log:
@@ -88,8 +88,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def kill_twice_and_finish(case: Case, lose_a_node: Callable[[], None]) -> None:
     """Kills the command while it reads; starts it again, takes a node and then the command while it encodes."""
     process = case.start()
-    case.wait_for(process, lambda: len(case.finished.list("read-*.index")) >= 2)
-    case.kill(process, "read-*.index", case.shards)
+    case.wait_for(process, lambda: len(case.finished.list("read-*.documents")) >= 2)
+    case.kill(process, "read-*.documents", case.shards)
     process = case.start()
     case.wait_for(process, lambda: len(case.finished.list("unit-*.bin")) >= 2)
     lose_a_node()
@@ -141,7 +141,7 @@ def test_slurm_gives_the_same_bytes_after_two_kills_and_a_lost_node(
         # SIGTERM ends the jobs with the command.
         (tmp_path / "set").rename(tmp_path / "first")
         process = case.start()
-        case.wait_for(process, lambda: len(case.finished.list("read-*.index")) >= 1)
+        case.wait_for(process, lambda: len(case.finished.list("read-*.documents")) >= 1)
         process.terminate()
         assert process.wait(STARTED_S) != 0 and cluster.call("squeue", "-h") == ""
         if not FILTERS_LACK:

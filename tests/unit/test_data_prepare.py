@@ -259,7 +259,7 @@ def test_an_empty_corpus_is_refused_and_leaves_no_set(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", ["read-00000.text", "read-00000.index", "unit-000000.bin", "train.bin", "manifest.json"]
+    "file", ["read-00000.text", "read-00000.documents", "unit-000000.bin", "train.bin", "manifest.json"]
 )
 def test_a_full_disk_is_said_and_nothing_half_done_is_taken_for_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str

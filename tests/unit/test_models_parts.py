@@ -163,7 +163,9 @@ def test_sampling_is_repeatable(own):
     assert first == again != other and len(first) == 12
     assert module.training
     stop = first[3]
-    assert stop not in generate_tokens(module, built.structure, [1], max_tokens=12, temperature=1.5, seed=1, stop=stop)
+    assert stop not in generate_tokens(
+        module, built.structure, [1], max_tokens=12, temperature=1.5, seed=1, stop=[stop]
+    )
     with pytest.raises(ConfigError, match="no token"):
         generate_tokens(module, built.structure, [])
 

@@ -81,7 +81,8 @@ def test_every_document_with_a_target_is_in_one_row_with_its_targets(seed: int, 
     count = sum(target != IGNORED for targets in whole.values() for target in targets)
     assert packed.left_out.all_targets == count
     assert packed.left_out.targets == count - int(packed.targets.sum())
-    assert packed.left_out.unlearned == len(split.ends) - len(expected)
+    assert packed.left_out.without == len(split.ends) - len(whole)
+    assert packed.left_out.unlearned == len(whole) - len(expected)
     assert packed.filled == pytest.approx(sum(map(len, expected.values())) / packed.count / sequence)
 
 
@@ -127,9 +128,11 @@ def test_learned_tokens_are_counted_and_marked_in_any_range(seed: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_any_number_of_readers_gives_the_same_batches_and_counts(count: int, packs_whole: bool) -> None:
     split = drawn(3, documents=300)
-    whole = Loader(split, rows=8, sequence=32, seed=5, packs_whole=packs_whole)
+    whole = Loader(split, rows=8, sequence=32, seed=5, packing="whole" if packs_whole else "stream")
     readers = [
-        Loader(split, rows=8, sequence=32, seed=5, index=index, count=count, packs_whole=packs_whole)
+        Loader(
+            split, rows=8, sequence=32, seed=5, index=index, count=count, packing="whole" if packs_whole else "stream"
+        )
         for index in range(count)
     ]
     for step in (0, 1, whole.epoch_rows // 8, 999):
@@ -144,7 +147,7 @@ def test_any_number_of_readers_gives_the_same_batches_and_counts(count: int, pac
 
 def test_an_epoch_has_every_packed_row_once_and_the_next_another_order() -> None:
     split = drawn(1)
-    loader = Loader(split, rows=1, sequence=32, seed=1, packs_whole=True)
+    loader = Loader(split, rows=1, sequence=32, seed=1, packing="whole")
     epochs = [
         [loader.batch(epoch * loader.epoch_rows + row).tokens.tobytes() for row in range(loader.epoch_rows)]
         for epoch in (0, 1)
@@ -206,4 +209,14 @@ def test_runs_that_cant_be_are_refused(runs: list[list[int]]) -> None:
     )  # fmt: skip
     for packs_whole in (True, False):
         with pytest.raises(DataError, match="answers aren't runs of"):
-            Loader(damaged, rows=1, sequence=16, seed=0, packs_whole=packs_whole)
+            Loader(damaged, rows=1, sequence=16, seed=0, packing="whole" if packs_whole else "stream")
+
+
+def test_single_rows_hold_one_document_each_and_count_positions_without_a_break() -> None:
+    split = drawn(5)
+    packed, expected = PackedRows(split, 24, single=True), plainly(split, 24)
+    assert packed.count == len(expected)
+    for row, (first, targets) in enumerate(expected.items()):
+        tokens, row_targets, positions = packed.read(row, IGNORED)
+        assert tokens[0] == first and row_targets.tolist() == targets + [IGNORED] * (24 - len(targets))
+        assert positions.tolist() == list(range(24))

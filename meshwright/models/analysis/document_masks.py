@@ -73,7 +73,10 @@ def document_leak(config: ModelConfig) -> float:
 
 def _refusal(name: str, reason: str) -> str:
     """Words the refusal."""
-    return f"the model '{name}' can't keep the documents of a row apart: {reason}; set data.mask_documents = false"
+    return (
+        f"the model '{name}' can't keep the documents of a row apart: {reason}; set data.mask_documents = false, or "
+        "data.packing = single, which puts one in a row"
+    )
 
 
 def varlen_refusal(built: BuiltModel) -> str:
