@@ -21,7 +21,7 @@ another framework it asks nothing: each key becomes a setting, or a comment that
   --devices N        ranks (all GPUs, else all cores)
   --to FILE          file to make (recipe.toml)
   --from FILE        DeepSpeed's .json, accelerate's or TRL's .yaml, torchtitan's .toml, or a script with flags of
-                     torchtitan, Megatron-LM or TRL, which is read and never run; --devices where it doesn't say how many
+                     torchtitan, Megatron-LM or TRL, which is read and never run; --devices where it says no number
 
   meshwright new --model gpt2 --data my-text.txt --to mine.toml
   meshwright new --from ds_config.json --model gpt2 --devices 8 --to mine.toml

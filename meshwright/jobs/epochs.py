@@ -30,7 +30,7 @@ def with_counted_steps(config: RunConfig, token_set: TokenSet, say: Say | None =
     if not train.epochs:
         return config
     loader = Loader(
-        token_set.train, rows=train.batch, sequence=data.sequence, seed=train.seed, packs_whole=data.packs_whole
+        token_set.train, rows=train.batch, sequence=data.sequence, seed=train.seed, packing=data.resolved_packing
     )
     rows_a_step = train.batch * config.outer.sites
     # As it is written: 0.1 x 30 rows are 3, which their float's nearest number isn't.

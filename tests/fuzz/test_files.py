@@ -126,7 +126,7 @@ def test_answers_of_prepared_text(tmp_path: Path, packs_whole: bool) -> None:
 
     def read() -> None:
         found = TokenSet.open(made.path)
-        Loader(found.train, rows=2, sequence=64, seed=1, packs_whole=packs_whole).batch(0)
+        Loader(found.train, rows=2, sequence=64, seed=1, packing="whole" if packs_whole else "stream").batch(0)
 
     attack(made.path / "train.answers", read)
 

@@ -82,7 +82,7 @@ def test_every_field_of_the_two_is_answered(tmp_path: Path) -> None:
     recipe = migrated(tmp_path, yaml.safe_dump(json.loads(json.dumps(theirs, default=str))))
     assert not [line for line in recipe.missing if line.endswith(UNKNOWN)]
     told = {line.split(" = ")[0].split(":")[0] for line in recipe.missing}
-    assert told == {"completion_only_loss", "packing"}
+    assert told == {"completion_only_loss"}
     with_peft = migrated(tmp_path, "output_dir: x\nuse_peft: true\nlora_r: 8\nloss_type: dft")
     missing = "\n".join(with_peft.missing)
     assert all(
@@ -107,7 +107,7 @@ def test_defaults_hold(tmp_path: Path) -> None:
     assert config.train.batch == 4 * trainer["per_device_train_batch_size"]
     assert (config.schedule.shape, config.schedule.floor) == (trainer["lr_scheduler_type"], 0.0)
     assert config.schedule.warmup == trainer["warmup_steps"] and config.checkpoint.every == trainer["save_steps"]
-    assert config.evaluation.every == 0 and config.data.sequence == 1024
+    assert config.evaluation.every == 0 and config.data.sequence == 1024 and config.data.packing == "single"
     assert config.layout == "replicate=4,recompute=full,precision=bf16"
 
 

@@ -272,12 +272,13 @@ def _read_targets(config: Migration) -> None:
         return
     if packing and strategy == "bfd_split":
         config.leave("what is longer than a row is cut, not carried into another", "packing_strategy")
-    config.set("data.packing", "whole", "packing", "packing_strategy", why="records stay whole")
-    if not packing:
-        config.missing.append(
-            "packing = false: a row has one record there, and here as many as fit, apart from each other; a step of as "
-            "many rows learns more of them, and an epoch has fewer steps: take a smaller train.batch"
-        )
+    if packing:
+        config.set("data.packing", "whole", "packing", "packing_strategy")
+        return
+    config.drop("no packing", "packing_strategy")
+    config.set(
+        "data.packing", "single", "packing", why="TRL's default; whole puts as many in a row as fit, and is faster"
+    )
 
 
 def _read_intervals(config: Migration) -> None:

@@ -163,7 +163,7 @@ TRL = Foreign(
         f"{PARALLEL}dp_shard_size": "`layout: shard`",
         "assistant_only_loss": '`data.targets = "answers"`',
         "completion_only_loss": '`data.targets = "answers"`, or all where false',
-        "packing": "`data.packing`: whole, and stream of the strategy wrapped",
+        "packing": "`data.packing`: whole, stream of the strategy wrapped, single where off",
         "packing_strategy": "`data.packing`",
         "eval_strategy": "`evaluation.every`, 0 for no",
         "eval_steps": "`evaluation.every`",
