@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,12 @@ import torch
 
 from meshwright.train.step import Stepper
 from tests.ghost.log import collectives, disagreements
-from tests.runs import call, warm, write_corpus
+from tests.runs import call, warm, warm_compiler, write_corpus
 
 COUNTERS = ("launches", "syncs", "to_device", "to_host", "pageable")
 LIMIT_S = 400.0
+SHARED = Path("/dev/shm")
+"""Where the simulated NCCL's messages lie."""
 SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
     "llama": ("--model", "llama", *SIZES, "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
@@ -60,6 +63,15 @@ def prepare(root: Path) -> None:
     warm()
     for name in ("llama", "mixtral"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    warm_compiler()
+    _warm_triton()
+
+
+@cache
+def _warm_triton() -> None:
+    """Imports Triton and has it hash its own 500 MB, by which its cache on disk goes: each rank would, for half a second."""
+    importlib.import_module("triton.experimental.gluon")
+    importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def train(root: Path, name: str, model: str, devices: int, *more: str, layout: str = "", steps: int = 3) -> GhostRun:
@@ -99,8 +111,10 @@ def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
     try:
         status, text = call(argv, root / f"{name}.txt", before=before, limit_s=LIMIT_S)
     finally:
-        for path in Path("/dev/shm").glob("ghost_*"):
-            path.unlink(missing_ok=True)
+        # Groups are named by the process that made them; another command's ranks may be under way.
+        for rank in log.iterdir():
+            for path in (*SHARED.glob(f"ghost_{rank.name}-*"), *SHARED.glob(f"ghost_split_{rank.name}-*")):
+                path.unlink(missing_ok=True)
     steps = [json.loads(line) for line in counts.read_text().splitlines()] if counts.exists() else []
     found = disagreements(log)
     return GhostRun(

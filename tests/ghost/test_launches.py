@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,11 @@ import pytest
 from tests.ghost.fsdp_loop import ROWS, TOKENS, VOCAB
 from tests.ghost.runs import has_ghost, train
 
-pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
+pytestmark = [
+    pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost"),
+    # Loops by hand are run once, for all cases.
+    pytest.mark.xdist_group("launches"),
+]
 LAYERS = 8
 LIMIT_S = 240.0
 MOST = {1: 0.95, 2: 1.05}
@@ -27,25 +30,25 @@ CASES = {
 }
 
 
-def by_hand(family: str, ranks: int, store: Path) -> int:
-    """Returns the launches of a step of `fsdp_loop`."""
-    environment = os.environ | {"GHOST_GPUS": str(ranks)}
-    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", family, str(LAYERS), str(store)]
-    loops = [
-        subprocess.Popen([*command, str(rank), str(ranks)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
+    """Returns the launches of a step of `fsdp_loop`, by family and ranks: all loops share a process's imports."""
+    loops = list(dict.fromkeys(f"{family}:{ranks}" for family, ranks, _ in CASES.values()))
+    command = [
+        sys.executable,
+        "-m",
+        "tests.ghost.fsdp_loop",
+        str(LAYERS),
+        str(tmp_path_factory.mktemp("stores")),
+        *loops,
     ]
-    try:
-        printed = [loop.communicate(timeout=LIMIT_S)[0] for loop in loops]
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-    return int(printed[0])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {case: int(launches) for case, launches in map(str.split, done.stdout.splitlines())}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, name: str) -> None:
+def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, by_hand: dict[str, int], name: str) -> None:
     family, ranks, layout = CASES[name]
     model = family if family in ("gpt2", "mixtral") else "llama"
     words = ("--model", family, "--model.layers", str(LAYERS), "--model.vocab", str(VOCAB))
@@ -53,6 +56,6 @@ def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, name: str) -> No
     words += ("--data.sequence", str(TOKENS), "--train.batch", str(ROWS))
     run = train(root, name, model, ranks, *words, layout=layout, steps=4)
     assert run.status == 0, run.text
-    own, least = run.steps[-1]["launches"], by_hand(family, ranks, root / f"{name}.store")
+    own, least = run.steps[-1]["launches"], by_hand[f"{family}:{ranks}"]
     print(f"{name}: {own} launches, {least} by hand")
     assert own <= MOST[ranks] * least, run.steps[-1]
