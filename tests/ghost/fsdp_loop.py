@@ -1,7 +1,7 @@
 """`python -m tests.ghost.fsdp_loop LAYERS FOLDER FAMILY:RANKS...`: training loops by hand, as in FSDP2's tutorial.
 
-Nothing in it is meshwright's. Ranks are forks of a process that has imported torch and transformers, once for all loops,
-and meet at a file of FOLDER. Rank 0 of each loop prints a line: its case and the kernels that a warm step launches.
+Nothing in it is meshwright's. Ranks are forks of a process that has imported torch and transformers, once for all
+loops, and meet at a file of FOLDER. Rank 0 of each prints a line: its case and the kernels that a warm step launches.
 """
 
 from __future__ import annotations
@@ -83,7 +83,8 @@ def main(layers: int, folder: Path, cases: list[str]) -> None:
         family, _, ranks = case.partition(":")
         store = folder / f"{family}-{ranks}.store"
         pids = [start(family, layers, store, rank, int(ranks)) for rank in range(int(ranks))]
-        if any([os.waitpid(pid, 0)[1] for pid in pids]):
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(statuses):
             sys.exit(f"{case} failed")
 
 

@@ -69,7 +69,7 @@ def prepare(root: Path) -> None:
 
 @cache
 def _warm_triton() -> None:
-    """Imports Triton and has it hash its own 500 MB, by which its cache on disk goes: each rank would, for half a second."""
+    """Imports Triton and has it hash its own 400 MB, the key of its cache: each rank would, for half a second."""
     importlib.import_module("triton.experimental.gluon")
     importlib.import_module("triton.runtime.cache").triton_key()
 

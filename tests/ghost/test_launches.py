@@ -34,14 +34,8 @@ CASES = {
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
     """Returns the launches of a step of `fsdp_loop`, by family and ranks: all loops share a process's imports."""
     loops = list(dict.fromkeys(f"{family}:{ranks}" for family, ranks, _ in CASES.values()))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.ghost.fsdp_loop",
-        str(LAYERS),
-        str(tmp_path_factory.mktemp("stores")),
-        *loops,
-    ]
+    words = (str(LAYERS), str(tmp_path_factory.mktemp("stores")), *loops)
+    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return {case: int(launches) for case, launches in map(str.split, done.stdout.splitlines())}

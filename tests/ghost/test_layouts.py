@@ -96,7 +96,7 @@ COMPILED_LONG: tuple[tuple[str, int, str], ...] = (
     ("llama", 2, "tp=2,sequence=true,recompute=selective,compile=true,precision=bf16"),
     ("llama", 2, "cp=2,attention=heads,compile=true"),
 )
-"""More pairs of what compiled layouts of `LAYOUTS` try with something else, left to `make long`: most of a minute each."""
+"""More pairs of what compiled layouts of `LAYOUTS` try with something else; they take longest: left to `make long`."""
 
 
 def param(words: tuple[str, int, str]) -> Any:
