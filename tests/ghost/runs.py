@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import json
 import os
+import pickle
 import warnings
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +16,9 @@ from typing import Any
 
 import torch
 
+from meshwright.models.analysis.objective_trial import ForwardTrial
+from meshwright.models.build import BuiltModel
+from meshwright.train import model_analysis
 from meshwright.train.step import Stepper
 from tests.ghost.log import collectives, disagreements
 from tests.runs import call, warm, warm_compiler, write_corpus
@@ -24,7 +29,7 @@ SHARED = Path("/dev/shm")
 """Where the simulated NCCL's messages lie."""
 SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
-    "llama": ("--model", "llama", *SIZES, "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "llama": ("--model", "llama", *SIZES, "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
     "mixtral": ("--model", "mixtral", *SIZES, "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
     "gpt2": ("--model", "gpt2", *SIZES, "--model.layers", "2"),
     "own": (),
@@ -107,6 +112,7 @@ def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
         os.environ["GHOST_LOG"] = str(log)
         warnings.simplefilter("ignore")
         count_steps(counts)
+        remember_trials(root)
 
     try:
         status, text = call(argv, root / f"{name}.txt", before=before, limit_s=LIMIT_S)
@@ -120,6 +126,20 @@ def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
     return GhostRun(
         status=status, text=text, folder=root / name, steps=steps, disagreements=found, collectives=collectives(log)
     )
+
+
+def remember_trials(folder: Path) -> None:
+    """Has runs that this process starts take from a file what the first of them tried of a model, before any layout."""
+    try_forward = model_analysis.try_forward
+
+    def remembered(built: BuiltModel) -> ForwardTrial:
+        shapes = [(name, item.shape) for name, item in built.module.named_parameters()]
+        path = folder / f"{hashlib.sha256(repr((built.config, shapes)).encode()).hexdigest()}.trial"
+        if not path.exists():
+            path.write_bytes(pickle.dumps(try_forward(built)))
+        return pickle.loads(path.read_bytes())
+
+    model_analysis.try_forward = remembered  # type: ignore[assignment]
 
 
 def count_steps(path: Path) -> None:
