@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 READY := $(VENV)/.ready
 # Whole files side by side, in the order of tests/conftest.py: tests start few ranks and wait for processes much of their time.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
-# Case by case: of a folder in which one file has most of them, and none shares what it has made with others.
+# Cases side by side, where one file has most of them and each makes what it needs.
 EACH := -n 2 --dist loadgroup --no-loadscope-reorder
 # What has a target of its own.
 OWN := not long and not cluster and not soak
@@ -112,7 +112,7 @@ bench: $(READY) ## measure; benchmarks/README.md says what
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 fuzz: $(READY) ## damaged files and hostile peers against everything that reads or listens
-	@$(BIN)/python -m pytest tests/fuzz
+	@$(BIN)/python -m pytest $(EACH) tests/fuzz
 
 clean: ## forget the environment and the caches; runs stay
 	@rm -rf $(VENV) $(ENDS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache
