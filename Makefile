@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 # Whole files side by side, in the order of tests/conftest.py: tests start few ranks and wait for processes much of their time.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
 # Cases side by side, where one file has most of them and each makes what it needs.
-EACH := -n 2 --dist loadgroup --no-loadscope-reorder
+EACH := -n 2 --dist load --maxschedchunk 1
 # What has a target of its own.
 OWN := not long and not cluster and not soak
 RECIPE ?= recipes/first.toml

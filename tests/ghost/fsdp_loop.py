@@ -1,7 +1,8 @@
-"""`python -m tests.ghost.fsdp_loop LAYERS FOLDER FAMILY:RANKS...`: training loops by hand, as in FSDP2's tutorial.
+"""`python -m tests.ghost.fsdp_loop LAYERS FOLDER`: training loops by hand, as in FSDP2's tutorial.
 
-Nothing in it is meshwright's. Ranks are forks of a process that has imported torch and transformers, once for all
-loops, and meet at a file of FOLDER. Rank 0 of each prints a line: its case and the kernels that a warm step launches.
+Nothing in it is meshwright's. Each line of standard input asks for a loop: a family and how many ranks. Ranks are forks
+of this process, which imports torch and transformers once for all loops, and meet at a file of FOLDER. Rank 0 prints
+the kernels that a warm step launches.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def train(family: str, layers: int, store: Path, rank: int, ranks: int) -> None:
         optimizer.zero_grad()
         launches = ghost.ghost_count(0) - before
     if rank == 0:
-        print(f"{family}:{ranks} {launches}", flush=True)
+        print(launches, flush=True)
 
 
 def start(*words: Any) -> int:
@@ -77,16 +78,16 @@ def start(*words: Any) -> int:
     return pid
 
 
-def main(layers: int, folder: Path, cases: list[str]) -> None:
-    """Runs the loops, one after the other, until one fails."""
-    for case in cases:
-        family, _, ranks = case.partition(":")
+def main(layers: int, folder: Path) -> None:
+    """Runs loops, one after the other, until one fails or no more are asked for."""
+    for line in sys.stdin:
+        family, ranks = line.split()
         store = folder / f"{family}-{ranks}.store"
         pids = [start(family, layers, store, rank, int(ranks)) for rank in range(int(ranks))]
         statuses = [os.waitpid(pid, 0)[1] for pid in pids]
         if any(statuses):
-            sys.exit(f"{case} failed")
+            sys.exit(f"{line.strip()} failed")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(int(sys.argv[1]), Path(sys.argv[2]))

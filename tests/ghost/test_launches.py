@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +12,8 @@ import pytest
 from tests.ghost.fsdp_loop import ROWS, TOKENS, VOCAB
 from tests.ghost.runs import has_ghost, train
 
-pytestmark = [
-    pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost"),
-    # Loops by hand are run once, for all cases.
-    pytest.mark.xdist_group("launches"),
-]
+pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
 LAYERS = 8
-LIMIT_S = 240.0
 MOST = {1: 0.95, 2: 1.05}
 """Most launches over those of the loop by hand, by ranks: one rank's weights go through no FSDP2."""
 CASES = {
@@ -31,18 +27,22 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def by_hand(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
-    """Returns the launches of a step of `fsdp_loop`, by family and ranks: all loops share a process's imports."""
-    loops = list(dict.fromkeys(f"{family}:{ranks}" for family, ranks, _ in CASES.values()))
-    words = (str(LAYERS), str(tmp_path_factory.mktemp("stores")), *loops)
-    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {case: int(launches) for case, launches in map(str.split, done.stdout.splitlines())}
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], int]]:
+    """Yields what returns the launches of a step of `fsdp_loop`; its loops are forks of one process."""
+    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", str(LAYERS), str(tmp_path_factory.mktemp("stores"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loops:
+        assert loops.stdin is not None and loops.stdout is not None
+
+        def launches(family: str, ranks: int) -> int:
+            print(family, ranks, file=loops.stdin, flush=True)
+            return int(loops.stdout.readline())
+
+        yield launches
+        loops.kill()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, by_hand: dict[str, int], name: str) -> None:
+def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, by_hand: Callable[[str, int], int], name: str) -> None:
     family, ranks, layout = CASES[name]
     model = family if family in ("gpt2", "mixtral") else "llama"
     words = ("--model", family, "--model.layers", str(LAYERS), "--model.vocab", str(VOCAB))
@@ -50,6 +50,6 @@ def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, by_hand: dict[st
     words += ("--data.sequence", str(TOKENS), "--train.batch", str(ROWS))
     run = train(root, name, model, ranks, *words, layout=layout, steps=4)
     assert run.status == 0, run.text
-    own, least = run.steps[-1]["launches"], by_hand[f"{family}:{ranks}"]
+    own, least = run.steps[-1]["launches"], by_hand(family, ranks)
     print(f"{name}: {own} launches, {least} by hand")
     assert own <= MOST[ranks] * least, run.steps[-1]
