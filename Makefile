@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install -qq --no-compile --disable-pip-version-check
 READY := $(VENV)/.ready
 # Whole files side by side, in the order of tests/conftest.py: tests start few ranks and wait for processes much of their time.
 TWO := -n 2 --dist loadfile --no-loadscope-reorder
+# Cases side by side, where one file has most of them and each makes what it needs.
+EACH := -n 2 --dist load --maxschedchunk 1
 # What has a target of its own.
 OWN := not long and not cluster and not soak
 RECIPE ?= recipes/first.toml
@@ -75,21 +77,22 @@ soak: $(READY) ## more seeds of random faults
 clusters: $(READY) ## runs on a real Slurm, a real Ray and by a real kubectl on this machine, where they are installed
 	@$(BIN)/python -m pytest -m cluster
 
-long: $(READY) ## more cases of what the tests try: other models, layouts and places of a fault
+long: $(READY) .venv-ghost/.ready ## more cases of what the tests try: other models, layouts and places of a fault
+	@.venv-ghost/bin/python -m tests.ghost $(EACH) -m long
 	@$(BIN)/python -m pytest -m long $(TWO)
 
 quick: $(READY) ## under a minute: unit tests and the house
 	@$(BIN)/python -m pytest -m "not slow" $(TWO) tests/unit tests/house
 
 ghost: .venv-ghost/.ready ## run every layout on simulated GPUs; installs a CUDA build of the oldest torch supported
-	@.venv-ghost/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
-	@TRITON_INTERPRET=1 .venv-ghost/bin/python -m pytest $(INTERPRETED)
-	@.venv-ghost/bin/python -m tests.ghost
+	@.venv-ghost/bin/python -m pytest -m "not long" $(TWO) $(PRIVATE) $(FLOAT8)
+	@TRITON_INTERPRET=1 .venv-ghost/bin/python -m pytest $(TWO) $(INTERPRETED)
+	@.venv-ghost/bin/python -m tests.ghost $(EACH) -m "not long"
 
 newest: .venv-newest/.ready ## the newest torch and transformers supported: simulated GPUs, then ranks on the CPU
 	@.venv-newest/bin/python -m pytest -m "not long" $(PRIVATE) $(FLOAT8)
 	@TRITON_INTERPRET=1 .venv-newest/bin/python -m pytest $(INTERPRETED)
-	@.venv-newest/bin/python -m tests.ghost -m "not long"
+	@.venv-newest/bin/python -m tests.ghost $(EACH) -m "not long and not oldest"
 	@.venv-newest/bin/python -m pytest -m "not long" $(TWO) $(ON_NEWEST)
 
 .venv-ghost/.ready: PACKAGES := $(OLDEST)
@@ -109,7 +112,7 @@ bench: $(READY) ## measure; benchmarks/README.md says what
 	@for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done
 
 fuzz: $(READY) ## damaged files and hostile peers against everything that reads or listens
-	@$(BIN)/python -m pytest tests/fuzz
+	@$(BIN)/python -m pytest $(EACH) tests/fuzz
 
 clean: ## forget the environment and the caches; runs stay
 	@rm -rf $(VENV) $(ENDS) build site *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -22,6 +22,8 @@ def main(argv: list[str]) -> None:
         environment[name] = os.pathsep.join(filter(None, [str(first), environment.get(name)]))
     environment.setdefault("GHOST_GPUS", "2")
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A rank compiles by itself: with workers, each rank starts Python and torch for every one of them.
+    environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     # Without torch's cache each tensor gets fresh memory, which is zero: losses stay finite, and no step looks broken.
     environment.setdefault("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
     if not argv or argv[0].startswith("-"):

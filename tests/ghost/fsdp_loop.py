@@ -1,6 +1,8 @@
-"""`python -m tests.ghost.fsdp_loop FAMILY LAYERS STORE RANK RANKS`: a training loop by hand, as in FSDP2's tutorial.
+"""`python -m tests.ghost.fsdp_loop LAYERS FOLDER`: training loops by hand, as in FSDP2's tutorial.
 
-Nothing in it is meshwright's. Rank 0 prints the kernels that a warm step launches. Ranks meet at the file STORE.
+Nothing in it is meshwright's. Each line of standard input asks for a loop: a family and how many ranks. Ranks are forks
+of this process, which imports torch and transformers once for all loops, and meet at a file of FOLDER. Rank 0 prints
+the kernels that a warm step launches.
 """
 
 from __future__ import annotations
@@ -8,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import traceback
 import warnings
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed
@@ -30,8 +35,9 @@ def build(family: str, layers: int) -> torch.nn.Module:
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes, vocab_size=VOCAB)).to("cuda").train()
 
 
-def main(family: str, layers: int, store: str, rank: int, ranks: int) -> None:
+def train(family: str, layers: int, store: Path, rank: int, ranks: int) -> None:
     """Trains a few steps and prints the launches of the last."""
+    os.environ["GHOST_GPUS"] = str(ranks)
     warnings.simplefilter("ignore")
     torch.cuda.set_device(rank)
     place = {"init_method": f"file://{store}", "rank": rank, "world_size": ranks}
@@ -55,9 +61,33 @@ def main(family: str, layers: int, store: str, rank: int, ranks: int) -> None:
         launches = ghost.ghost_count(0) - before
     if rank == 0:
         print(launches, flush=True)
-    # NCCL's groups end with the process, which nothing waits for.
-    os._exit(0)
+
+
+def start(*words: Any) -> int:
+    """Forks a rank, whose NCCL groups end with it: nothing waits for them."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            train(*words)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    return pid
+
+
+def main(layers: int, folder: Path) -> None:
+    """Runs loops, one after the other, until one fails or no more are asked for."""
+    for line in sys.stdin:
+        family, ranks = line.split()
+        store = folder / f"{family}-{ranks}.store"
+        pids = [start(family, layers, store, rank, int(ranks)) for rank in range(int(ranks))]
+        statuses = [os.waitpid(pid, 0)[1] for pid in pids]
+        if any(statuses):
+            sys.exit(f"{line.strip()} failed")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], *map(int, sys.argv[4:]))
+    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib
 import json
 import os
+import pickle
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from meshwright.models.analysis.objective_trial import ForwardTrial
+from meshwright.models.build import BuiltModel
+from meshwright.train import model_analysis
 from meshwright.train.step import Stepper
 from tests.ghost.log import collectives, disagreements
-from tests.runs import call, warm, write_corpus
+from tests.runs import call, warm, warm_compiler, write_corpus
 
 COUNTERS = ("launches", "syncs", "to_device", "to_host", "pageable")
 LIMIT_S = 400.0
+SHARED = Path("/dev/shm")
+"""Where the simulated NCCL's messages lie."""
 SIZES = ("--model.width", "64", "--model.heads", "4")
 MODELS = {
-    "llama": ("--model", "llama", *SIZES, "--model.layers", "4", "--model.kv-heads", "2", "--model.ffn", "128"),
+    "llama": ("--model", "llama", *SIZES, "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
     "mixtral": ("--model", "mixtral", *SIZES, "--model.layers", "2", "--model.kv-heads", "2", "--model.ffn", "128"),
     "gpt2": ("--model", "gpt2", *SIZES, "--model.layers", "2"),
     "own": (),
@@ -60,6 +68,15 @@ def prepare(root: Path) -> None:
     warm()
     for name in ("llama", "mixtral"):
         importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+    warm_compiler()
+    _warm_triton()
+
+
+@cache
+def _warm_triton() -> None:
+    """Imports Triton and has it hash its own 400 MB, the key of its cache: each rank would, for half a second."""
+    importlib.import_module("triton.experimental.gluon")
+    importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def train(root: Path, name: str, model: str, devices: int, *more: str, layout: str = "", steps: int = 3) -> GhostRun:
@@ -95,17 +112,34 @@ def command(root: Path, name: str, argv: list[str], devices: int) -> GhostRun:
         os.environ["GHOST_LOG"] = str(log)
         warnings.simplefilter("ignore")
         count_steps(counts)
+        remember_trials(root)
 
     try:
         status, text = call(argv, root / f"{name}.txt", before=before, limit_s=LIMIT_S)
     finally:
-        for path in Path("/dev/shm").glob("ghost_*"):
-            path.unlink(missing_ok=True)
+        # Groups are named by the process that made them; another command's ranks may be under way.
+        for rank in log.iterdir():
+            for path in (*SHARED.glob(f"ghost_{rank.name}-*"), *SHARED.glob(f"ghost_split_{rank.name}-*")):
+                path.unlink(missing_ok=True)
     steps = [json.loads(line) for line in counts.read_text().splitlines()] if counts.exists() else []
     found = disagreements(log)
     return GhostRun(
         status=status, text=text, folder=root / name, steps=steps, disagreements=found, collectives=collectives(log)
     )
+
+
+def remember_trials(folder: Path) -> None:
+    """Has runs that this process starts take from a file what the first of them tried of a model, before any layout."""
+    try_forward = model_analysis.try_forward
+
+    def remembered(built: BuiltModel) -> ForwardTrial:
+        shapes = [(name, item.shape) for name, item in built.module.named_parameters()]
+        path = folder / f"{hashlib.sha256(repr((built.config, shapes)).encode()).hexdigest()}.trial"
+        if not path.exists():
+            path.write_bytes(pickle.dumps(try_forward(built)))
+        return pickle.loads(path.read_bytes())
+
+    model_analysis.try_forward = remembered  # type: ignore[assignment]
 
 
 def count_steps(path: Path) -> None:

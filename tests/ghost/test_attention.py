@@ -22,7 +22,7 @@ RUNS = {
     "ring": ("llama", (), "cp=2,attention=ring,recompute=selective,precision=bf16"),
     "ring-gemma3": ("llama", ("--model", "gemma3_text", "--model.layers", "6", "--model.overrides", "sliding_window",
                               "16"), "cp=2,attention=ring,precision=bf16"),
-    "pipeline": ("llama", (), "pp=2,microbatches=2,precision=bf16"),
+    "pipeline": ("llama", ("--model.layers", "4"), "pp=2,microbatches=2,precision=bf16"),
     "qwen3": ("llama", ("--model", "qwen3"), "tp=2,precision=bf16"),
     "gemma3": ("llama", ("--model", "gemma3_text", "--model.layers", "6", "--model.overrides", "sliding_window", "16"),
                "shard=2,zero=2,precision=bf16"),

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ from tests.ghost.runs import has_ghost, train
 
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
 LAYERS = 8
-LIMIT_S = 240.0
 MOST = {1: 0.95, 2: 1.05}
 """Most launches over those of the loop by hand, by ranks: one rank's weights go through no FSDP2."""
 CASES = {
@@ -27,25 +26,23 @@ CASES = {
 }
 
 
-def by_hand(family: str, ranks: int, store: Path) -> int:
-    """Returns the launches of a step of `fsdp_loop`."""
-    environment = os.environ | {"GHOST_GPUS": str(ranks)}
-    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", family, str(LAYERS), str(store)]
-    loops = [
-        subprocess.Popen([*command, str(rank), str(ranks)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
-    ]
-    try:
-        printed = [loop.communicate(timeout=LIMIT_S)[0] for loop in loops]
-    finally:
-        for loop in loops:
-            loop.kill()
-            loop.wait()
-    return int(printed[0])
+@pytest.fixture(scope="module")
+def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], int]]:
+    """Yields what returns the launches of a step of `fsdp_loop`; its loops are forks of one process."""
+    command = [sys.executable, "-m", "tests.ghost.fsdp_loop", str(LAYERS), str(tmp_path_factory.mktemp("stores"))]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loops:
+        assert loops.stdin is not None and loops.stdout is not None
+
+        def launches(family: str, ranks: int) -> int:
+            print(family, ranks, file=loops.stdin, flush=True)
+            return int(loops.stdout.readline())
+
+        yield launches
+        loops.kill()
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, name: str) -> None:
+def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, by_hand: Callable[[str, int], int], name: str) -> None:
     family, ranks, layout = CASES[name]
     model = family if family in ("gpt2", "mixtral") else "llama"
     words = ("--model", family, "--model.layers", str(LAYERS), "--model.vocab", str(VOCAB))
@@ -53,6 +50,6 @@ def test_a_step_launches_as_few_as_the_same_by_hand(root: Path, name: str) -> No
     words += ("--data.sequence", str(TOKENS), "--train.batch", str(ROWS))
     run = train(root, name, model, ranks, *words, layout=layout, steps=4)
     assert run.status == 0, run.text
-    own, least = run.steps[-1]["launches"], by_hand(family, ranks, root / f"{name}.store")
+    own, least = run.steps[-1]["launches"], by_hand(family, ranks)
     print(f"{name}: {own} launches, {least} by hand")
     assert own <= MOST[ranks] * least, run.steps[-1]

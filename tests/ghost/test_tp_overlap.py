@@ -11,7 +11,7 @@ from tests.ghost.runs import GhostRun, has_ghost, train
 from tests.runs import rows
 
 pytestmark = [pytest.mark.skipif(not has_ghost(), reason="runs under the simulated GPU: make ghost")]
-LAYERS, CHUNKS, STEPS = 4, 3, 5
+LAYERS, CHUNKS, STEPS = 2, 3, 5
 QUIET = ("--checkpoint.every", "0", "--recovery.snapshot-every", "0", "--recovery.compare-every", "100")
 MOVEMENTS = {"": 2 * 2, ",sequence=true": 2 * 4}
 """Movements of a layer that come in chunks: of each of two groups, forward's sum and backward's; with split tokens

@@ -13,6 +13,7 @@ STEPS = 8
 PLAIN = range(3, STEPS)
 """Steps, counted from 0, between two whose outcome is read at their end: the second and the last."""
 QUIET = ("--checkpoint.every", "0", "--recovery.snapshot-every", "0", "--recovery.compare-every", "100")
+LAYERS = {"llama": 4, "qwen3": 4, "gemma3_text": 4, "gpt2": 2}
 CASES = {
     "llama": ("llama", 1, "precision=bf16"),
     "llama-sharded": ("llama", 2, "shard=2,zero=3,precision=bf16,microbatches=2"),
@@ -28,7 +29,7 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_gpu_has_work_when_the_host_goes_on(root: Path, name: str) -> None:
     family, ranks, layout = CASES[name]
-    words = ("--model", family, *QUIET)
+    words = ("--model", family, "--model.layers", str(LAYERS[family]), *QUIET)
     run = train(root, name, "gpt2" if family == "gpt2" else "llama", ranks, *words, layout=layout, steps=STEPS)
     assert run.status == 0, run.text
     waits = [(step["queued"], step["launches"]) for step in run.steps]

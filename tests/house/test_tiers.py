@@ -80,6 +80,13 @@ def test_what_is_left_out_is_run_before() -> None:
     ]
 
 
+def test_what_simulated_gpus_leave_to_make_long_is_run_there() -> None:
+    rules = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for python, marks in (("ghost", '"not long"'), ("ghost", "long"), ("newest", '"not long and not oldest"')):
+        assert f"\t@.venv-{python}/bin/python -m tests.ghost $(EACH) -m {marks}\n" in rules
+    assert "\nlong: $(READY) .venv-ghost/.ready ##" in rules
+
+
 def test_nobody_else_leaves_it_out() -> None:
     """Mutants ask all tests that they name, and `make ghost`, `make newest` and `make quick` run theirs whole."""
     files: list[Path] = [ROOT / "Makefile", ROOT / "pyproject.toml", *(ROOT / "tests" / "mutants").glob("*.py")]
