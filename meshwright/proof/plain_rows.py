@@ -136,18 +136,22 @@ def _batch(rows: list[PlainRow]) -> PlainBatch:
     )
 
 
-def _read_learned(path: Path, count: int) -> list[bool]:
-    """Returns of each of ``count`` tokens whether it is learned: all, unless a file says which are."""
+def _read_learned(path: Path, count: int) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Returns of each token whether it is learned, (count,) bool: all, unless a file says which are."""
     if not path.exists():
-        return [True] * count
-    learned = [False] * count
+        return np.ones(count, dtype=np.bool_)
+    learned = np.zeros(count, dtype=np.bool_)
     for start, stop in np.fromfile(path, dtype="<u8").reshape(-1, 2).tolist():
-        learned[start:stop] = [True] * (stop - start)
+        learned[start:stop] = True
     return learned
 
 
 def _pack(
-    tokens: np.ndarray[Any, Any], learned: list[bool], ends: list[int], sequence: int, packing: str
+    tokens: np.ndarray[Any, Any],
+    learned: np.ndarray[Any, np.dtype[np.bool_]],
+    ends: list[int],
+    sequence: int,
+    packing: str,
 ) -> list[PlainRow]:
     """Returns rows that hold documents from their start; one of more than S + 1 tokens is cut there.
 
@@ -160,19 +164,18 @@ def _pack(
         targets = [token if is_learned else IGNORED for token, is_learned in zip(text[1:], learned[start + 1 : stop])]
         if any(target != IGNORED for target in targets):
             documents.append((text[:-1], targets))
+    if packing == "single":
+        return [_filled_up([document], sequence) for document in documents]
     rows: list[list[int]] = []
-    added: list[int] = []
-    longest_first = sorted(range(len(documents)), key=lambda number: -len(documents[number][0]))
-    for turn, number in enumerate(range(len(documents)) if packing == "single" else longest_first):
-        used = [sum(len(documents[other][0]) for other in row) for row in rows]
-        fitting = [row for row in range(len(rows)) if used[row] + len(documents[number][0]) <= sequence]
-        if packing == "single" or not fitting:
-            rows.append([number])
-            added.append(turn)
-        else:
-            row = max(fitting, key=lambda row: (used[row], added[row]))
-            rows[row].append(number)
-            added[row] = turn
+    by_used: list[list[int]] = [[] for _ in range(sequence + 1)]  # rows by their tokens, the last added to at the end
+    for number in sorted(range(len(documents)), key=lambda number: -len(documents[number][0])):
+        length = len(documents[number][0])
+        used = next((used for used in range(sequence - length, 0, -1) if by_used[used]), 0)
+        if not used:
+            rows.append([])
+        row = by_used[used].pop() if used else len(rows) - 1
+        rows[row].append(number)
+        by_used[used + length].append(row)
     return [_filled_up([documents[number] for number in sorted(row)], sequence) for row in rows]
 
 
