@@ -112,7 +112,7 @@ def scaled_config(config: RunConfig, steps: int = STEPS, rows: int | None = None
     """
     half, rows, train, optimizer = steps // 2, rows or config.train.batch, config.train, config.optimizer
     warmup = min(WARMUP, steps - 1) if config.schedule.warmup_steps(train.steps) else 0
-    train = dataclasses.replace(train, steps=steps + 1, batch=rows, sample="", sample_tokens=0)
+    train = dataclasses.replace(train, steps=steps + 1, epochs=0.0, batch=rows, sample="", sample_tokens=0)
     if optimizer.follows_noise:
         optimizer = dataclasses.replace(optimizer, lr_batch=max(1, rows * optimizer.lr_batch // config.train.batch))
         # Steps count by their gain: as many of the proof's as there may be before the run is over.

@@ -14,6 +14,7 @@ from meshwright.cli.arguments import read_config
 from meshwright.errors import ConfigError
 from meshwright.jobs.kubernetes import is_finished
 from meshwright.jobs.recipe import run_recipe
+from meshwright.proof.job import scaled_config
 from meshwright.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
 from meshwright.train.run_config import RunConfig
 from tests.chats import conversations, write_jsonl, write_tokenizer
@@ -113,6 +114,12 @@ def test_a_recipe_is_done_after_its_epochs(tmp_path: Path) -> None:
         result = run_recipe(recipe(epochs), export_type=None, say=said.append)
         assert result.finished and all(stage.was_done for stage in result.stages)
     assert len(events(tmp_path / "run", "run_finished")) == 2
+
+
+def test_a_proof_of_a_recipe_is_of_few_steps() -> None:
+    scaled = scaled_config(RunConfig(train=TrainConfig(epochs=3.0), schedule=ScheduleConfig(warmup_share=0.1)), steps=4)
+    scaled.check_all()
+    assert (scaled.train.steps, scaled.train.epochs, scaled.schedule.warmup_steps(5) > 0) == (5, 0.0, True)
 
 
 def test_what_epochs_cant_be_is_refused(tmp_path: Path) -> None:
