@@ -164,7 +164,7 @@ def test_losses_are_those_of_transformers(
         assert row["tokens"] < 0.7 * BATCH * SEQUENCE
 
 
-@pytest.mark.parametrize("packing", ["whole", "stream", "single"])
+@pytest.mark.parametrize("packing", further(["whole", "stream", "single"]))
 def test_a_job_of_answers_equals_a_plain_loop(
     model: Path, tmp_path: Path, packing: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
