@@ -200,8 +200,10 @@ def test_a_run_that_goes_on_joins_as_it_was_planned(tmp_path: Path, monkeypatch:
         asked.append(config.outer)
         raise PlanError("none is wanted here")
 
-    for name in ("plan_for_fewer_ranks", "make_plans", "_text_and_model", "_find_machines"):
-        monkeypatch.setattr(train, name, note if "plan" in name else lambda *_: (None, SimpleNamespace()))
+    for name in ("plan_for_fewer_ranks", "make_plans"):
+        monkeypatch.setattr(train, name, note)
+    monkeypatch.setattr(train, "_text_and_model", lambda config, _: (config, None, SimpleNamespace()))
+    monkeypatch.setattr(train, "_find_machines", lambda *_: None)
     with pytest.raises(PlanError):
         train._train(config, SimpleNamespace(ranks=2), (), lambda _: None)  # type: ignore[arg-type]
     job, machines = SimpleNamespace(plan=plan, run_dir=tmp_path), SimpleNamespace(for_ranks=lambda _: None)
