@@ -10,8 +10,8 @@ from pathlib import Path
 from meshwright.data.tokens import TokenSet, compression_baselines
 from meshwright.events import Event
 from meshwright.jobs.machines import Machines, run_history_file
+from meshwright.jobs.sample import draw_sample
 from meshwright.jobs.train_result import TrainResult
-from meshwright.jobs.trained_model import open_run
 from meshwright.json_types import JsonObject
 from meshwright.monitor.drift import measure, median_waits_s
 from meshwright.monitor.energy import token_energy
@@ -55,7 +55,7 @@ def conclude(
     try:
         if result.finished:
             if config.train.sample_tokens:
-                prompt, text = _draw_sample(config, run_dir, token_set)
+                prompt, text = draw_sample(config.train, run_dir, token_set)
                 result = dataclasses.replace(result, prompt=prompt, sample=text)
                 event_fields = {"step": result.step, "prompt": prompt, "text": text}
                 sink.event(Event(kind="sampled", rank=-1, data=event_fields))
@@ -136,9 +136,3 @@ def _record_history(plan: Plan, run_dir: Path, time_s: Mapping[str, float], mach
         row |= {"waits_s": median_waits_s(steps), "priced_waits_s": plan.prediction.waits_s}
     with contextlib.suppress(OSError):
         record(path, machine, row | {"measured_s": time_s["measured"]})
-
-
-def _draw_sample(config: RunConfig, run_dir: Path, token_set: TokenSet) -> tuple[str, str]:
-    trained = open_run(run_dir, trust=True)  # its config is what this command was given
-    prompt = config.train.sample or token_set.held_out_text(256).decode("utf-8", errors="ignore")[:64]
-    return prompt, trained.complete(prompt, max_tokens=config.train.sample_tokens)

@@ -141,7 +141,8 @@ class TrainConfig(Config):
     """Every this many steps, ask the planner which layout is fastest at the ranks' measured speeds; they start again
     under it where that wins more than it costs. A named layout moves its layers or rows alone. 0 never does."""
     sample: str = ""
-    """Prompt of the text generated at the end; empty for the beginning of the held-out text."""
+    """Prompt of the text generated at the end; empty for the beginning of the held-out text, or its first question,
+    and those of the training text where nothing is held out."""
     sample_tokens: int = 200
     """Length of that text in tokens; 0 for none."""
     prove: bool = True

@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.jobs import trained_model
 from meshwright.jobs.trained_model import TrainedModel
 from tests.chats import MARKED, conversations, write_jsonl, write_tokenizer
-from tests.runs import call, curve, rows
+from tests.runs import call, curve, events, rows, words, write_corpus
 from tests.tiers import further
 
 torch.set_num_threads(1)
@@ -276,6 +276,32 @@ def test_a_run_that_goes_on_reads_the_rows_that_come_next(model: Path, expected:
     train(model, tmp_path / "stopped", "replicate=1")
     losses = [[loss for loss, _ in curve(run).values()] for run in (straight, stopped)]
     assert losses[0] == pytest.approx(losses[1], rel=2e-5) and len(losses[0]) == STEPS
+
+
+@pytest.mark.parametrize("share", ["0.2", "0"])
+def test_a_sample_answers_the_first_question(model: Path, tmp_path: Path, share: str) -> None:
+    """Of what is held out, else of what is trained on; the prompt ends with what an answer begins with."""
+    run = train(
+        model, tmp_path / "run", "replicate=1", "--train.sample-tokens", "3", "--train.steps", "2",
+        "--data.validation-share", share,
+    )  # fmt: skip
+    (sampled,) = events(run, "sampled")
+    lines = (model / "chat.jsonl").read_text(encoding="utf-8").splitlines()
+    written = []
+    for line in lines:
+        messages = json.loads(line)["messages"]
+        first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
+        before = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages[:first])
+        written.append(f"{before}<|im_start|>assistant\n")
+    assert sampled["prompt"] in written and isinstance(sampled["text"], str)
+
+
+def test_a_sample_goes_on_from_the_training_text_where_nothing_is_held_out(tmp_path: Path) -> None:
+    text = write_corpus(tmp_path / "corpus.txt").read_text(encoding="utf-8")
+    more = ("--data.validation-share", "0", "--train.sample-tokens", "3", "--train.steps", "3")
+    status, said = call(words(tmp_path, "run", *more), tmp_path / "out.txt")
+    (sampled,) = events(tmp_path / "run", "sampled")
+    assert status == 0 and sampled["prompt"] == text[:64] and sampled["text"], said
 
 
 def test_a_trained_run_answers_as_its_template_asks(
