@@ -103,7 +103,9 @@ def are_equal(value: object, other: object, compared: set[tuple[int, int]] | Non
     if isinstance(value, (list, tuple, deque)):
         return _are_equal_lists(list(value), list(other), compared)  # type: ignore[call-overload]
     if isinstance(value, (set, frozenset)):
-        return len(value) == len(other)  # type: ignore[arg-type]
+        # Copies of objects, as of tensors, have hashes of their own.
+        has_copies = any(not isinstance(item, _UNCHANGING) for item in value)
+        return len(value) == len(other) if has_copies else value == other  # type: ignore[arg-type]
     fields = None if callable(value) else getattr(value, "__dict__", None)
     return fields is None or are_equal(fields, vars(other), compared)
 
