@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from meshwright.errors import ConfigError
+from meshwright.data.config import DataConfig
+from meshwright.data.packing import PackedRows
+from meshwright.data.tokens import TokenSet
+from meshwright.errors import ConfigError, DataError
 from meshwright.jobs.attention_checks import attention_text, attention_to_prove
 from meshwright.jobs.prepare import prepare, text_config
 from meshwright.jobs.proof_reports import JobReport
@@ -131,7 +134,8 @@ def case_of(
     row_multiple = math.lcm(*(layout.batch_unit for layout in layouts))
     rows, tokens = config.train.batch, config.data.sequence
     if not full:
-        rows, tokens = min(rows, row_multiple * max(1, -(-ROWS // row_multiple))), min(tokens, TOKENS)
+        rows = min(rows, row_multiple * max(1, -(-ROWS // row_multiple)))
+        tokens = tokens_with_targets(token_set, config.data, TOKENS)
         omissions += [f"{rows} of {config.train.batch} rows"] if rows < config.train.batch else []
         omissions += [f"{tokens} of {config.data.sequence} tokens a row"] if tokens < config.data.sequence else []
     scaled = dataclasses.replace(
@@ -153,6 +157,29 @@ def case_of(
     return case, subject + (
         f"; instead of the run's own: {', '.join(omissions)} (--full proves all)" if omissions else ""
     ) + precision_note
+
+
+def tokens_with_targets(token_set: TokenSet, data: DataConfig, most: int) -> int:
+    """Returns the tokens of a proof's rows: ``most``, or more where no row of so few would have a target.
+
+    Args:
+        token_set: the prepared text.
+        data: settings of the run, whose own rows are the longest.
+        most: tokens where they suffice.
+    """
+    tokens = min(most, data.sequence)
+    if data.resolved_packing == "stream":
+        return tokens
+    while tokens < data.sequence:
+        try:
+            for split in (token_set.train, token_set.validation):
+                if len(split.tokens) > 1:
+                    PackedRows(split, tokens, single=data.resolved_packing == "single")
+        except DataError:
+            tokens = min(2 * tokens, data.sequence)
+        else:
+            break
+    return tokens
 
 
 def _small_clone(model: ModelConfig, layouts: Sequence[Layout]) -> ModelConfig:

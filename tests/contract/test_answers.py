@@ -12,12 +12,14 @@ import torch
 
 import meshwright
 from meshwright.cli.main import main
+from meshwright.data.config import DataConfig
 from meshwright.data.loader import Loader
 from meshwright.data.tokenizer import load_tokenizer
 from meshwright.data.tokens import TokenSet
 from meshwright.errors import ConfigError
 from meshwright.jobs import trained_model
 from meshwright.jobs.trained_model import TrainedModel
+from meshwright.jobs.verify_job import tokens_with_targets
 from tests.chats import MARKED, conversations, write_jsonl, write_tokenizer
 from tests.runs import call, curve, events, rows, words, write_corpus
 from tests.tiers import further
@@ -294,6 +296,20 @@ def test_a_sample_answers_the_first_question(model: Path, tmp_path: Path, share:
         before = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages[:first])
         written.append(f"{before}<|im_start|>assistant\n")
     assert sampled["prompt"] in written and isinstance(sampled["text"], str)
+
+
+def test_rows_of_a_proof_are_long_enough_to_hold_an_answer(model: Path, tmp_path: Path) -> None:
+    """A question of 60 words, of which rows of a few tokens would hold nothing that is learned."""
+    asked = [{"role": "user", "content": " ".join(["seven"] * 60)}, {"role": "assistant", "content": "<cat"}]
+    paths = (write_jsonl(tmp_path / "long.jsonl", [{"messages": asked}]),)
+    data = DataConfig(
+        paths=paths, tokenizer=str(model), targets="answers", validation_share=0.0, sequence=512, workers=1,
+        cache=str(tmp_path / "prepared"),
+    )  # fmt: skip
+    token_set = meshwright.prepare(data, say=None)
+    first = int(token_set.train.answers[0, 0])  # type: ignore[index]
+    tokens = tokens_with_targets(token_set, data, 4)
+    assert 60 < first <= tokens < 2 * first and tokens_with_targets(token_set, data, 400) == 400
 
 
 def test_a_sample_goes_on_from_the_training_text_where_nothing_is_held_out(tmp_path: Path) -> None:
