@@ -133,6 +133,7 @@ def test_a_key_is_this_part_of_the_layout(text: str, layout: str, tmp_path: Path
 
 
 def test_commands_are_read(tmp_path: Path) -> None:
+    assert migrated(tmp_path, "output_dir: x\nmax_seq_length: 96").config.data.sequence == 96
     script = (
         "accelerate launch --config_file fsdp.yaml --num_processes 2 trl/scripts/sft.py --model_name_or_path q \\\n"
         "    --max-steps 100 --warmup_steps 10 --packing --packing_strategy wrapped --dataset_name d"
@@ -156,7 +157,7 @@ def test_commands_are_read(tmp_path: Path) -> None:
         ("trl sft --config mine.yaml --output_dir x", ".sh", "the settings are in mine.yaml"),
         ("output_dir: x\nparallelism_config: {tp_size: 3}", ".yaml", "4 doesn't divide by 3"),
         ("output_dir: x\nmax_steps: many", ".yaml", "is to be a number"),
-        ("output_dir: x\nmax_length: 10.5", ".yaml", "data.sequence"),
+        ("output_dir: x\nmax_length: 10.5", ".yaml", "it is to be a whole number"),
     ],
     ids=range(7),
 )

@@ -206,7 +206,7 @@ def _read_batch(config: Migration, readers: int) -> None:
     else:
         config.drop("one micro-batch", parts)
     why = f"8 rows a device, TRL's default, on {readers}"
-    config.set("train.batch", each * microbatches * readers, rows, why=why)
+    config.set("train.batch", each * microbatches * readers, rows, parts, why=why)
 
 
 def _read_steps(config: Migration) -> None:
@@ -266,6 +266,9 @@ def _read_targets(config: Migration) -> None:
                 f"{names[1]}: of prompts and completions TRL learns completions alone where it isn't said; for such "
                 'records write targets = "answers" under [data]'
             )
+    lengths = ("max_length", "max_seq_length")
+    if (length := config.count(*lengths)) is not None:
+        config.set("data.sequence", length, *lengths)
     packing, strategy = config.flag("packing"), config.word("packing_strategy")
     if packing and strategy == "wrapped":
         config.set("data.packing", "stream", "packing", "packing_strategy")
