@@ -132,6 +132,13 @@ def test_a_key_is_this_part_of_the_layout(text: str, layout: str, tmp_path: Path
     assert set(layout.split(",")) <= set(found), found
 
 
+@pytest.mark.parametrize("name", ["~nobody-here/model", "a\\0b", "[1, 2]", "/etc/hostname", "x" * 9000])
+def test_a_models_name_is_a_directory_here_or_left_out(name: str, tmp_path: Path) -> None:
+    recipe = migrated(tmp_path, f'model_name_or_path: "{name}"')
+    assert recipe.config.model.name == "llama" and "no such directory is here" in "".join(recipe.missing)
+    assert migrated(tmp_path, f"model_name_or_path: {tmp_path}/.").layout.world == 4
+
+
 def test_commands_are_read(tmp_path: Path) -> None:
     assert migrated(tmp_path, "output_dir: x\nmax_seq_length: 96").config.data.sequence == 96
     script = (

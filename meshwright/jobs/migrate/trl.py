@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
-from pathlib import Path, PurePath
+from pathlib import PurePath
 
 from meshwright.errors import ConfigError
 from meshwright.jobs.migrate.foreign import Migration, divided
 from meshwright.jobs.migrate.trl_keys import FSDP, PARALLEL, RATES
 
 _OF_OTHERS = (
-    *("beta", "precompute_ref_log_probs", "ref_model_name_or_path", "sync_ref_model", "max_prompt_length"),
-    *(
-        "loss_weights",
-        "num_generations",
-        "reward_funcs",
-        "reward_weights",
-        "reward_model_name_or_path",
-        "max_completion_length",
-    ),
-    *("use_vllm", "desirable_weight", "center_rewards_coefficient", "lmbda", "teacher_model_name_or_path"),
-)
+    "beta", "precompute_ref_log_probs", "ref_model_name_or_path", "sync_ref_model", "max_prompt_length", "loss_weights",
+    "num_generations", "reward_funcs", "reward_weights", "reward_model_name_or_path", "max_completion_length",
+    "use_vllm", "desirable_weight", "center_rewards_coefficient", "lmbda", "teacher_model_name_or_path",
+)  # fmt: skip
 """Keys that only TRL's trainers by preferences, rewards and teachers have."""
 _OTHERS = ("dpo", "grpo", "kto", "reward", "rloo", "distillation", "gkd", "orpo", "cpo", "ppo", "online_dpo")
 """Their commands."""
@@ -30,8 +24,6 @@ _CONSTANT = ("constant", "constant_with_warmup")
 _LEVELS = {"fsdp1": 3, "fsdp2": 3, "zero1": 1, "zero2": 2, "zero3": 3, "multi_gpu": 0, "single_gpu": 0}
 """ZeRO levels of the configurations that come with TRL."""
 _TRACKERS = ("wandb", "mlflow", "trackio")
-
-
 _KNOWN = {
     *("model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "max_steps"),
     "per_device_train_batch_size",
@@ -106,7 +98,7 @@ def _read_model(config: Migration) -> None:
     name = config.take("model_name_or_path")
     if name is None:
         return
-    if Path(str(name)[:4000]).expanduser().is_dir():
+    if os.path.isdir(str(name)):
         config.set("model.name", str(name), "model_name_or_path")
     else:
         config.leave(
