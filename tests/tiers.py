@@ -16,7 +16,7 @@ def cases(
     Args:
         values: what `pytest.mark.parametrize` takes: tuples where there are several names.
         each_time: places, or first names, of the values that `make test` tries too.
-        extended: the same of those that `make extended` tries, and with it `.ci/run`.
+        extended: the same of those that `make extended` tries too.
     """
     found = []
     for place, value in enumerate(values):
