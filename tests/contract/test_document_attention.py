@@ -172,7 +172,7 @@ def test_auto_takes_the_kernel_in_place_of_a_mask(
     built, said = build_meta(ModelConfig(**{"name": "llama"} | model), 128, 64), list[str]()
     devices = Devices(kind=facts["kind"], count=2, found=2, cores=2)
     layout = Layout.parse(f"replicate=2,precision={facts['precision']}")
-    data = SimpleNamespace(mask_documents=facts["documents"], sequence=64)
+    data = DataConfig(mask_documents=facts["documents"], sequence=64)
     rest: Any = (SimpleNamespace(layout=layout), SimpleNamespace(attention=""), data)
     text: Any = SimpleNamespace(train=SimpleNamespace(ends=[3, 9]))
     read = ReadModel(built=built, sizes=StateSizes(total=0, layers=()), fingerprint="")
