@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -30,15 +32,20 @@ CASES = {
 def by_hand(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str, int], int]]:
     """Yields what returns the launches of a step of `fsdp_loop`; its loops are forks of one process."""
     command = [sys.executable, "-m", "tests.ghost.fsdp_loop", str(LAYERS), str(tmp_path_factory.mktemp("stores"))]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as loops:
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, start_new_session=True) as loops:  # type: ignore[call-overload]
         assert loops.stdin is not None and loops.stdout is not None
 
         def launches(family: str, ranks: int) -> int:
             print(family, ranks, file=loops.stdin, flush=True)
+            # Within the limit of a test, pytest's own.
             return int(loops.stdout.readline())
 
-        yield launches
-        loops.kill()
+        try:
+            yield launches
+        finally:
+            # With its ranks, which a loop that hangs would leave.
+            os.killpg(loops.pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("name", CASES)
