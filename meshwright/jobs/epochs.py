@@ -33,7 +33,7 @@ def with_counted_steps(config: RunConfig, token_set: TokenSet, say: Say | None =
         token_set.train, rows=train.batch, sequence=data.sequence, seed=train.seed, packing=data.resolved_packing
     )
     rows_a_step = train.batch * config.outer.sites
-    # As it is written: 0.1 x 30 rows are 3, which their float's nearest number isn't.
+    # As it is written: 0.07 of 100 rows are 7, and in floats a little more, which would be another step.
     steps = math.ceil(Fraction(str(train.epochs)) * loader.epoch_rows / rows_a_step)
     counted = dataclasses.replace(config, train=dataclasses.replace(train, steps=steps, epochs=0.0))
     counted.check()

@@ -6,16 +6,22 @@ import json
 import re
 import unicodedata
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
 from meshwright.cli.arguments import read_config
+from meshwright.data.config import DataConfig
+from meshwright.data.tokens import TokenStream
 from meshwright.errors import ConfigError
+from meshwright.jobs.epochs import with_counted_steps
 from meshwright.jobs.kubernetes import is_finished
 from meshwright.jobs.recipe import run_recipe
 from meshwright.proof.job import scaled_config
-from meshwright.train.config import OptimizerConfig, ScheduleConfig, TrainConfig
+from meshwright.train.config import OptimizerConfig, OuterConfig, ScheduleConfig, TrainConfig
 from meshwright.train.run_config import RunConfig
 from tests.chats import conversations, write_jsonl, write_tokenizer
 from tests.runs import call, curve, events, rows, words, write_corpus
@@ -114,6 +120,20 @@ def test_a_recipe_is_done_after_its_epochs(tmp_path: Path) -> None:
         result = run_recipe(recipe(epochs), export_type=None, say=said.append)
         assert result.finished and all(stage.was_done for stage in result.stages)
     assert len(events(tmp_path / "run", "run_finished")) == 2
+
+
+def test_shares_of_an_epoch_are_as_they_are_written() -> None:
+    """0.07 of 100 rows are 7, and 7.000000000000001 as floats; three sites read three times the rows a step."""
+    split = TokenStream(
+        name="train", tokens=np.zeros(404, dtype=np.uint16), ends=np.array([404]), text_bytes=1, fingerprint="x"
+    )
+    text: Any = SimpleNamespace(train=split)
+    for batch, sites, steps in ((1, 1, 7), (2, 1, 4), (1, 3, 3)):
+        config = RunConfig(
+            train=TrainConfig(epochs=0.07, batch=batch), data=DataConfig(sequence=4), outer=OuterConfig(sites=sites)
+        )
+        counted = with_counted_steps(config, text)
+        assert (counted.train.steps, counted.train.epochs) == (steps, 0.0)
 
 
 def test_a_proof_of_a_recipe_is_of_few_steps() -> None:
