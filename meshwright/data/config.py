@@ -54,6 +54,9 @@ class DataConfig(Config):
     """``stream``: rows are cut from all documents, one after the other; ``whole``: a row holds documents from their
     start, as many as fit, and is filled up with targets that nobody learns; ``single``: one document a row, for models
     that can't keep several apart. ``auto`` is ``whole`` where targets = answers."""
+    add_bos: bool = True
+    """Begin each document that no chat template writes with what a given tokenizer puts before every text, as ``<s>`` or
+    ``<bos>``, unless it begins so; many tokenizers have nothing to put there."""
     chat_template: str = ""
     """File of Jinja that writes conversations, instead of the tokenizer's own."""
     validation_share: float = 0.05
@@ -105,6 +108,8 @@ class DataConfig(Config):
         settings = {name: getattr(self, name) for name in PREPARED_FIELDS}
         settings |= {"targets": self.targets} if self.targets != "all" else {}
         settings |= {"chat_template": self.chat_template} if self.chat_template else {}
+        # Of a trained tokenizer nothing precedes a text.
+        settings |= {} if self.tokenizer in TRAINED_TOKENIZERS else {"add_bos": self.add_bos}
         return settings | ({"filters": self.filters.to_dict()} if self.filters.is_active else {})
 
     def check(self) -> None:
@@ -137,6 +142,11 @@ class DataConfig(Config):
             raise ConfigError(
                 "data.mask_documents = false lets the documents of a row see each other, and data.packing = 'whole' "
                 "keeps them apart; leave one of both out, or write data.packing = 'single', which puts one in a row"
+            )
+        if not self.add_bos and self.tokenizer in TRAINED_TOKENIZERS:
+            raise ConfigError(
+                f"data.add_bos = false has no effect with data.tokenizer = {self.tokenizer!r}, which puts nothing before a "
+                "text; leave it out"
             )
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(f"data.limit_bytes = {self.limit_bytes} must be 1 or more; leave it out for no limit")

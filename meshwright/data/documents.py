@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import tokenize
 import unicodedata
@@ -47,6 +48,21 @@ class Reading:
     """Of the tokenizer; None where it has none."""
     end_token: str = ""
     """Text that the tokenizer reads as its end token; empty where no text is."""
+    begin_tokens: str = ""
+    """Text of what the tokenizer puts before every text; empty for nothing."""
+
+    def plain(self, text: str) -> Document:
+        """Returns a text as a document: what would be at its beginning or its end twice isn't added."""
+        text = self.normal(text)
+        return Document(text=text, needs_end=not self.ends_itself(text), needs_begin=self.needs_begin(text))
+
+    def ends_itself(self, text: str) -> bool:
+        """Returns whether a text ends with the end token."""
+        return bool(self.end_token) and text.endswith(self.end_token)
+
+    def needs_begin(self, text: str) -> bool:
+        """Returns whether something is to be put before a text."""
+        return bool(self.begin_tokens) and not text.startswith(self.begin_tokens)
 
     def normal(self, text: str) -> str:
         """Returns a text in the normal form, without a byte order mark in front."""
@@ -80,7 +96,7 @@ def read_documents(source: CorpusFile, reading: Reading) -> Iterator[Document]:
         if reading.answers:
             raise DataError(f"{source.path} is plain text, {_NO_ANSWERS}")
         texts = _read_python(source) if source.kind == "python" else _read_text(source)
-        documents = (Document(text=reading.normal(text)) for text in texts)
+        documents = (reading.plain(text) for text in texts)
     # Empty after normalisation: it would be a document of its end token alone.
     yield from (document for document in documents if document.text)
 
@@ -197,10 +213,12 @@ def _document_of(record: object, reading: Reading, place: str) -> Document:
             )
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
+        needs_begin = document.needs_begin and reading.needs_begin(document.text)
+        document = dataclasses.replace(document, needs_begin=needs_begin)
     elif isinstance(text, str):
         if reading.answers:
             raise DataError(f"{place} has text, {_NO_ANSWERS}")
-        document = Document(text=reading.normal(text))
+        document = reading.plain(text)
     else:
         raise DataError(f"{place} has no text in field '{reading.text_field}'; {_field_cure(fields)}")
     try:

@@ -49,7 +49,13 @@ def merge(
         numbers = range(first_unit, first_unit + unit_count)
         tokens, documents = _concatenate(work_dir, final_dir / name, numbers, facts)
         text_bytes = sum(span.stop - span.start for span in splits[name])
-        counts[name] = {"tokens": tokens, "documents": documents, "text_bytes": text_bytes}
+        begin_tokens = len(facts["begin_ids"]) * sum(span.needs_begin for span in splits[name])
+        counts[name] = {
+            "tokens": tokens,
+            "documents": documents,
+            "text_bytes": text_bytes,
+            "begin_tokens": begin_tokens,
+        }
         if has_answers:
             counts[name]["answer_bytes"] = _answer_bytes(work_dir, splits[name])
         first_unit += unit_count

@@ -26,6 +26,7 @@ from meshwright.data.tasks import EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
     CHAT_TEMPLATE,
     begin_ids,
+    begin_text,
     character_tokenizer,
     chat_template,
     end_id,
@@ -119,13 +120,15 @@ def work(job: PrepareJob) -> None:
     # The ids' type depends on the vocabulary, so the tokenizer comes before the first token is written.
     vocab_size = vocabulary_size(tokenizer)
     dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    units = _encode_units(job, splits, text_bytes, eos_id, dtype)
+    begins = begin_ids(tokenizer)
+    units = _encode_units(job, splits, text_bytes, eos_id, begins, dtype)
     facts = {
         "version": VERSION,
         "key": job.key,
         "dtype": dtype,
         "vocab_size": vocab_size,
         "eos_id": eos_id,
+        "begin_ids": list(begins),
         "config": job.config.prepared_settings(),
         "documents_read": len(documents),
         "documents_dropped": len(documents) - int(selected.sum()),
@@ -198,6 +201,7 @@ def _reading(config: DataConfig) -> Reading:
         answers=config.targets == "answers",
         chat=chat_template(files, config.chat_template),
         end_token=end_text(files) if files is not None else "",
+        begin_tokens=begin_text(files) if files is not None and config.add_bos else "",
     )
 
 
@@ -335,12 +339,16 @@ def _sample_spans(documents: NDArray[np.void], train: list[TextSpan], job: Prepa
 
 
 def _encode_units(
-    job: PrepareJob, splits: dict[str, list[TextSpan]], text_bytes: dict[str, int], eos_id: int | None, dtype: str
+    job: PrepareJob,
+    splits: dict[str, list[TextSpan]],
+    text_bytes: dict[str, int],
+    eos_id: int | None,
+    begins: tuple[int, ...],
+    dtype: str,
 ) -> dict[str, int]:
     """Encodes all units; returns the number of units of each split, which are numbered training first."""
     tokenizer_text = (job.beside / "tokenizer.json").read_text(encoding="utf-8")
     # Splitting a document must not change its tokens: true of characters, and of BPE at some newlines.
-    begins = begin_ids(Tokenizer.from_str(tokenizer_text))
     may_split = job.config.tokenizer == "chars" or splits_at_newlines(tokenizer_text)
     total_bytes = sum(text_bytes.values())
     unit_bytes = min(max(total_bytes // 256, UNIT_BYTES[0]), UNIT_BYTES[1])

@@ -248,6 +248,12 @@ def begin_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(whole[: next(starts, 0)]) if plain else ()
 
 
+def begin_text(files: TokenizerFiles) -> str:
+    """Returns the text of what a tokenizer puts before every text, as ``<s>``; "" for nothing."""
+    tokenizer = Tokenizer.from_str(files.text)
+    return "".join(tokenizer.id_to_token(token) for token in begin_ids(tokenizer))
+
+
 def chat_template(files: TokenizerFiles | None, path: str) -> ChatTemplate | None:
     """Returns how conversations are written; None where neither a tokenizer nor the user says so.
 

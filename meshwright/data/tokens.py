@@ -57,6 +57,8 @@ class TokenStream:
     answers: NDArray[np.int64] | None = None
     """(runs, 2) int64, ascending, of each run of tokens that are to be learned the first and the one after its last,
     mapped into memory; None where all are."""
+    begin_tokens: int = 0
+    """Tokens that the tokenizer put before documents, of which there is no text."""
     answer_bytes: int = 0
     """UTF-8 bytes of the text behind those."""
     sums: Mapping[str, ChunkSums] = field(default_factory=dict)
@@ -136,8 +138,11 @@ class TokenStream:
         Args:
             loss: mean cross-entropy, nats per target token.
         """
-        text_bytes = self.text_bytes if self.answers is None else self.answer_bytes
-        return loss / math.log(2.0) * self.targets() / max(1, text_bytes)
+        if self.answers is not None:
+            return loss / math.log(2.0) * self.targets() / max(1, self.answer_bytes)
+        # Of what was put before documents there is no text, and each document's first token is a target behind it.
+        text_tokens = len(self.tokens) - self.begin_tokens if self.begin_tokens else self.targets()
+        return loss / math.log(2.0) * text_tokens / max(1, self.text_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -265,6 +270,7 @@ def _is_complete(manifest: Mapping[str, Any]) -> bool:
     try:
         files, splits, chunks = manifest["files"], manifest["splits"], manifest["chunks"]
         counts = [splits[name][count_name] for name in SPLITS for count_name in ("tokens", "documents", "text_bytes")]
+        counts += [splits[name].get("begin_tokens", 0) for name in SPLITS]
         counts += [splits[name]["answer_bytes"] for name in SPLITS if learns_answers(manifest)]
         sizes = [facts["bytes"] for facts in files.values()] + counts
         checked = set(checked_files(manifest))
@@ -313,6 +319,7 @@ def _open_split(path: Path, name: str, manifest: Mapping[str, Any], sums: Mappin
         vocab_size=manifest["vocab_size"],
         answers=answers,
         answer_bytes=split_facts.get("answer_bytes", 0),
+        begin_tokens=split_facts.get("begin_tokens", 0),
         sums={kind: sums[f"{name}.{kind}"] for kind in kinds},
     )
 

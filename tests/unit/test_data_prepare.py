@@ -14,8 +14,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from huggingface_hub import constants
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
 
-from meshwright.data import digests, files, tasks, tokenizer
+from meshwright.data import digests, files, stages, tasks, tokenizer
 from meshwright.data import prepare as module
 from meshwright.data.config import DataConfig
 from meshwright.data.prepare import prepare, prepared_path
@@ -203,6 +205,60 @@ def test_a_given_tokenizer_is_taken_as_it_is(tmp_path: Path) -> None:
         prepare(dataclasses.replace(config, tokenizer=str(tmp_path / "missing.json")), tmp_path / "no")
 
 
+def begin_tokenizer(directory: Path) -> str:
+    """Writes a tokenizer that puts ``<s>`` before every text, as Llama's and Gemma's do, and returns its directory."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special_tokens = ["<s>", "</s>"]
+    trainer = trainers.BpeTrainer(special_tokens=special_tokens, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(["the cat sat on the mat."], trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    directory.mkdir()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(directory)
+
+
+@pytest.mark.parametrize("unit_bytes", [1 << 20, 40])
+def test_documents_begin_as_the_tokenizer_begins_every_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+) -> None:
+    monkeypatch.setattr(stages, "UNIT_BYTES", (unit_bytes, unit_bytes))
+    directory = begin_tokenizer(tmp_path / "tokenizer")
+    config = dataclasses.replace(corpus(tmp_path, documents=12), tokenizer=directory)
+    texts = [json.loads(line)["text"] for line in Path(config.paths[0]).read_text().splitlines()]
+    texts += ["<s>it begins by itself", "it ends by itself</s>", "<s>both, and long: " + "the cat\n\nsat" * 9 + "</s>"]
+    Path(config.paths[0]).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    made = prepare(config, tmp_path / "set")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    expected = set()
+    for text in texts:
+        ids = tokenizer(text.removeprefix("<s>").removesuffix("</s>")).input_ids
+        expected.add((*ids, tokenizer.eos_token_id))
+    begins, found = 0, set()
+    for split in (made.train, made.validation):
+        edges = [0, *split.ends.tolist()]
+        found |= {tuple(split.tokens[start:stop].tolist()) for start, stop in zip(edges, edges[1:])}
+        begins += split.begin_tokens
+    assert found == expected
+    assert begins == len(expected) - 2  # two of the texts had theirs
+    # A text's tokens, and its end, are what is measured; nothing is said by what begins every text.
+    held = made.validation
+    text_tokens = len(held.tokens) - held.begin_tokens
+    assert held.bits_per_byte(np.log(2.0)) == pytest.approx(text_tokens / held.text_bytes)
+
+
+def test_nothing_begins_documents_where_nothing_is_asked_for(tmp_path: Path) -> None:
+    directory = begin_tokenizer(tmp_path / "tokenizer")
+    config = dataclasses.replace(corpus(tmp_path), tokenizer=directory, add_bos=False)
+    made = prepare(config, tmp_path / "set")
+    assert 0 not in made.train.tokens and made.train.begin_tokens == 0
+    assert prepare(dataclasses.replace(config, add_bos=True), tmp_path / "other").fingerprint != made.fingerprint
+
+
 def test_a_hub_that_says_nothing_is_asked_for_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own client would ask for each of a tokenizer's files again and again, each time for longer."""
     requests = []
@@ -309,6 +365,7 @@ def test_bits_per_byte_stand_beside_the_compressors(tmp_path: Path) -> None:
         ({"sequence": 0}, "1 or more"),
         ({"workers": -1}, "1 or more"),
         ({"tokenizer": ""}, "empty"),
+        ({"tokenizer": "bpe", "add_bos": False}, "no effect"),
         ({"paths": ("",)}, "empty path"),
     ],
 )
