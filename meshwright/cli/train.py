@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Sequence
 
@@ -43,7 +44,10 @@ def run(argv: Sequence[str]) -> int:
         return status
     nodes = nodes or pod_nodes
     if dry_run:
-        for line in host_commands(args, claim_directory(config), hostfile):
+        commands = host_commands(args, claim_directory(config), hostfile)
+        # Models are built by torch, which takes seconds to import: not where a run is only submitted.
+        importlib.import_module("meshwright.jobs.early_model").check_model(config)
+        for line in commands:
             print_result(line)
         return 0
     if hostfile is not None:

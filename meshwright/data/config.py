@@ -55,8 +55,8 @@ class DataConfig(Config):
     start, as many as fit, and is filled up with targets that nobody learns; ``single``: one document a row, for models
     that can't keep several apart. ``auto`` is ``whole`` where targets = answers."""
     add_bos: bool = True
-    """Begin each document that no chat template writes with what a given tokenizer puts before every text, as ``<s>`` or
-    ``<bos>``, unless it begins so; many tokenizers have nothing to put there."""
+    """Begin each document that no chat template writes with what a given tokenizer puts before every text, as ``<s>``
+    or ``<bos>``, unless it begins so; many tokenizers have nothing to put there."""
     chat_template: str = ""
     """File of Jinja that writes conversations, instead of the tokenizer's own."""
     validation_share: float = 0.05
@@ -145,8 +145,8 @@ class DataConfig(Config):
             )
         if not self.add_bos and self.tokenizer in TRAINED_TOKENIZERS:
             raise ConfigError(
-                f"data.add_bos = false has no effect with data.tokenizer = {self.tokenizer!r}, which puts nothing before a "
-                "text; leave it out"
+                f"data.add_bos = false has no effect with data.tokenizer = {self.tokenizer!r}, which puts nothing "
+                "before a text; leave it out"
             )
         if self.limit_bytes is not None and self.limit_bytes < 1:
             raise ConfigError(f"data.limit_bytes = {self.limit_bytes} must be 1 or more; leave it out for no limit")

@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 import zstandard
 
 from meshwright.data.chat_template import ChatTemplate
+from meshwright.data.config import TRAINED_TOKENIZERS, DataConfig
 from meshwright.data.conversations import (
     FIELDS,
     MESSAGE_FIELDS,
@@ -23,6 +24,7 @@ from meshwright.data.conversations import (
 )
 from meshwright.data.remote import is_remote, open_remote, unreadable
 from meshwright.data.sources import CorpusFile
+from meshwright.data.tokenizer import begin_text, chat_template, end_text, given_tokenizer
 from meshwright.errors import DataError
 from meshwright.records import parse_json
 
@@ -71,6 +73,19 @@ class Reading:
         if self.normalise == "none" or text.isascii():
             return text
         return unicodedata.normalize(self.normalise, text)  # type: ignore[arg-type]
+
+
+def reading_of(config: DataConfig) -> Reading:
+    """Returns how records become documents; the tokenizer, where one is given, says how it writes conversations."""
+    files = None if config.tokenizer in TRAINED_TOKENIZERS else given_tokenizer(config.tokenizer)
+    return Reading(
+        text_field=config.text_field,
+        normalise=config.normalise,
+        answers=config.targets == "answers",
+        chat=chat_template(files, config.chat_template),
+        end_token=end_text(files) if files is not None else "",
+        begin_tokens=begin_text(files) if files is not None and config.add_bos else "",
+    )
 
 
 def read_documents(source: CorpusFile, reading: Reading) -> Iterator[Document]:

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from meshwright.data import near_duplicates, selection, tasks
-from meshwright.data.config import TRAINED_TOKENIZERS, DataConfig
-from meshwright.data.documents import Reading
+from meshwright.data.config import DataConfig
+from meshwright.data.documents import reading_of
 from meshwright.data.merge import merge
 from meshwright.data.selection import TextSpan
 from meshwright.data.shards import Counts, count_dropped, read_span, shard_characters, shard_documents, shard_text
@@ -26,11 +26,8 @@ from meshwright.data.tasks import EncodeTask, ReadTask, Task, TrainTask
 from meshwright.data.tokenizer import (
     CHAT_TEMPLATE,
     begin_ids,
-    begin_text,
     character_tokenizer,
-    chat_template,
     end_id,
-    end_text,
     given_tokenizer,
     read_chat_template,
     splits_at_newlines,
@@ -176,7 +173,7 @@ def _read_sources(job: PrepareJob) -> int:
             group_bytes = 0
         groups[-1].append(source)
         group_bytes += source.size
-    reading = _reading(job.config)
+    reading = reading_of(job.config)
     stage_tasks = [
         ReadTask(
             directory=job.beside,
@@ -190,19 +187,6 @@ def _read_sources(job: PrepareJob) -> int:
     ]
     _run_tasks(job, "read", stage_tasks, total_bytes)
     return len(groups)
-
-
-def _reading(config: DataConfig) -> Reading:
-    """Returns how records become documents; the tokenizer, where one is given, says how it writes conversations."""
-    files = None if config.tokenizer in TRAINED_TOKENIZERS else given_tokenizer(config.tokenizer)
-    return Reading(
-        text_field=config.text_field,
-        normalise=config.normalise,
-        answers=config.targets == "answers",
-        chat=chat_template(files, config.chat_template),
-        end_token=end_text(files) if files is not None else "",
-        begin_tokens=begin_text(files) if files is not None and config.add_bos else "",
-    )
 
 
 def _mark_first_of_near_duplicates(job: PrepareJob, shards: int) -> NDArray[np.bool_]:

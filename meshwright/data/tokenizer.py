@@ -251,7 +251,7 @@ def begin_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 def begin_text(files: TokenizerFiles) -> str:
     """Returns the text of what a tokenizer puts before every text, as ``<s>``; "" for nothing."""
     tokenizer = Tokenizer.from_str(files.text)
-    return "".join(tokenizer.id_to_token(token) for token in begin_ids(tokenizer))
+    return "".join(tokenizer.id_to_token(token) or "" for token in begin_ids(tokenizer))
 
 
 def chat_template(files: TokenizerFiles | None, path: str) -> ChatTemplate | None:

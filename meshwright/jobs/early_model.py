@@ -11,6 +11,18 @@ from meshwright.models.build import check_function
 from meshwright.train.run_config import RunConfig
 
 
+def check_model(config: RunConfig) -> None:
+    """Refuses a wrong name or size of a model, without any text.
+
+    Raises:
+        ConfigError: with the rule and the nearest that works.
+    """
+    if config.model.kind == "function":
+        check_function(config.model)
+    else:
+        read_model(config, None, None)
+
+
 def read_early(config: RunConfig, text: DataConfig) -> ReadModel | None:
     """Refuses a wrong name or size, and a function's model that can't keep documents apart, before text is prepared.
 

@@ -119,7 +119,10 @@ def test_a_new_recipe_is_one_that_trains(
     assert "model.name = 'lama' is no directory, function or model type; did you mean 'llama" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == ["mine.toml"]
     Path("dir").mkdir()
-    for to, model in (("a.toml", "dir"), ("c.toml", "my.module:function")):
+    Path("dir/config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}')
+    Path("a_module_of_mine.py").write_text("def build(vocab, context): ...")
+    monkeypatch.syspath_prepend(tmp_path)
+    for to, model in (("a.toml", "dir"), ("c.toml", "a_module_of_mine:build")):
         assert main(["new", "--model", model, "--to", to]) == 0
         assert main(["train", to, "--dry-run"]) == 0
 

@@ -70,6 +70,9 @@ def test_dry_run_names_the_run_for_torchrun(hosts: str, capsys: pytest.CaptureFi
         ("--layout bogus=2", "bogus"),
         ("--layout shard=5", "nearest that works: --layout shard=2"),
         ("--data nothing.txt", "nothing.txt"),
+        ("--model gtp2", "did you mean 'gpt2'?"),
+        ("--model gpt2 --model.heads 7", "divisible by num_heads"),
+        ("--model examples.my_loop:nope", "has no function 'nope'"),
     ],
 )
 def test_a_dry_run_here_refuses_what_this_node_knows(
@@ -78,6 +81,11 @@ def test_a_dry_run_here_refuses_what_this_node_knows(
     monkeypatch.chdir(tmp_path)
     assert main(["train", *words.split(), "--devices", "2", "--dry-run"]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_a_dry_run_over_hosts_refuses_a_model_that_is_none(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--model", "gtp2", "--hostfile", hosts, "--dry-run"]) == 2
+    assert "did you mean 'gpt2'?" in capsys.readouterr().err
 
 
 def test_degrees_must_multiply_to_the_slots(hosts: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import errno
 import hashlib
+import itertools
 import json
 import lzma
 import os
@@ -241,7 +242,7 @@ def test_documents_begin_as_the_tokenizer_begins_every_text(
     begins, found = 0, set()
     for split in (made.train, made.validation):
         edges = [0, *split.ends.tolist()]
-        found |= {tuple(split.tokens[start:stop].tolist()) for start, stop in zip(edges, edges[1:])}
+        found |= {tuple(split.tokens[start:stop].tolist()) for start, stop in itertools.pairwise(edges)}
         begins += split.begin_tokens
     assert found == expected
     assert begins == len(expected) - 2  # two of the texts had theirs
