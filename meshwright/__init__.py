@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from meshwright.errors import RankError as RankError
     from meshwright.jobs.calibrate import CalibrationResult as CalibrationResult
     from meshwright.jobs.calibrate import calibrate as calibrate
+    from meshwright.jobs.early_model import check_model as check_model
     from meshwright.jobs.export import ExportResult as ExportResult
     from meshwright.jobs.export import export as export
     from meshwright.jobs.generate import GenerateResult as GenerateResult
@@ -112,6 +113,7 @@ _MODULES = {
     "RankError": "meshwright.errors",
     "CalibrationResult": "meshwright.jobs.calibrate",
     "calibrate": "meshwright.jobs.calibrate",
+    "check_model": "meshwright.jobs.early_model",
     "ExportResult": "meshwright.jobs.export",
     "export": "meshwright.jobs.export",
     "GenerateResult": "meshwright.jobs.generate",

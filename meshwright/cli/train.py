@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Sequence
 
@@ -46,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     if dry_run:
         commands = host_commands(args, claim_directory(config), hostfile)
         # Models are built by torch, which takes seconds to import: not where a run is only submitted.
-        importlib.import_module("meshwright.jobs.early_model").check_model(config)
+        meshwright.check_model(config)
         for line in commands:
             print_result(line)
         return 0

@@ -138,11 +138,13 @@ class TokenStream:
         Args:
             loss: mean cross-entropy, nats per target token.
         """
+        text_bytes, text_tokens = self.text_bytes, self.targets()
         if self.answers is not None:
-            return loss / math.log(2.0) * self.targets() / max(1, self.answer_bytes)
-        # Of what was put before documents there is no text, and each document's first token is a target behind it.
-        text_tokens = len(self.tokens) - self.begin_tokens if self.begin_tokens else self.targets()
-        return loss / math.log(2.0) * text_tokens / max(1, self.text_bytes)
+            text_bytes = self.answer_bytes
+        elif self.begin_tokens:
+            # What was put before documents is no text, and each document's first token is a target behind it.
+            text_tokens = len(self.tokens) - self.begin_tokens
+        return loss / math.log(2.0) * text_tokens / max(1, text_bytes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from meshwright.cli.arguments import SHORT
 from meshwright.cli.completion import SHELLS, fish_script, flags_by_verb, zsh_script
@@ -118,8 +119,7 @@ def test_a_new_recipe_is_one_that_trains(
     assert main(["new", "--model", "lama", "--to", "b.toml"]) == 2
     assert "model.name = 'lama' is no directory, function or model type; did you mean 'llama" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.glob("*.toml")) == ["mine.toml"]
-    Path("dir").mkdir()
-    Path("dir/config.json").write_text('{"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 2}')
+    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=300)).save_pretrained("dir")
     Path("a_module_of_mine.py").write_text("def build(vocab, context): ...")
     monkeypatch.syspath_prepend(tmp_path)
     for to, model in (("a.toml", "dir"), ("c.toml", "a_module_of_mine:build")):
