@@ -28,6 +28,14 @@ class HeadInput:
     bias: torch.Tensor | None
     """(V,), or this rank's part of it."""
 
+    def cast(self, dtype: torch.dtype) -> HeadInput:
+        """Returns the operands in ``dtype``, as ``torch.autocast`` takes them: float64 stays as it is."""
+        # Source: torch's autocast_mode.h, ``is_eligible``.
+        if self.hidden.dtype == torch.float64:
+            return self
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return HeadInput(self.hidden.to(dtype), self.weight.to(dtype), bias)
+
 
 HeadLoss = Callable[[HeadInput], tuple[torch.Tensor, torch.Tensor]]
 """The head's input to (what the forward returns, what comes beside it)."""
@@ -89,7 +97,14 @@ class HeadCut:
                 logits: torch.Tensor = plain(hidden)
                 return logits
             head = self._head
-            self._result = self._loss(HeadInput(hidden, head.weight, head.bias))  # type: ignore[arg-type]
+            operands = HeadInput(hidden, head.weight, head.bias)  # type: ignore[arg-type]
+            device = hidden.device.type
+            if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+                # A model's own autocast is for its product alone.
+                with torch.autocast(device, enabled=False):
+                    self._result = self._loss(operands.cast(torch.get_autocast_dtype(device)))
+            else:
+                self._result = self._loss(operands)
             return self._result[0]
 
         return forward

@@ -20,6 +20,7 @@ from meshwright.parallel.head_cut import HeadCut
 from meshwright.proof.reference import OptimizerRecipe
 from meshwright.proof.verify import Case, random_batches, verify
 from meshwright.spec.layout import Layout
+from meshwright.train.chunked_loss import head_cross_entropy_sums
 from meshwright.train.model_analysis import analyse_model
 from tests.tiers import cases
 
@@ -205,3 +206,26 @@ def test_a_cut_is_off_but_while_it_runs() -> None:
     assert torch.equal(module(tokens), expected)
     with pytest.raises(RuntimeError, match="without calling its head"):
         cut.run(lambda: None, lambda head: (head.hidden, head.hidden))
+
+
+def test_a_models_own_autocast_is_for_its_product_alone() -> None:
+    torch.manual_seed(3)
+    module = Tail(VOCAB)
+    tokens, targets = torch.randint(VOCAB, (2, 2, 5))
+
+    def call() -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return module(tokens)
+
+    expected = nn.functional.cross_entropy(call().float().flatten(0, 1), targets.flatten())
+    expected.backward()
+    gradients = [weight.grad.clone() for weight in module.parameters()]  # type: ignore[union-attr]
+    module.zero_grad()
+    cut = HeadCut(module, "head")
+    loss, _ = cut.run(call, lambda head: head_cross_entropy_sums(head, targets, 0.1, 3, LogitMap()))
+    loss.backward()
+    # The logits are the same numbers of 16 bits; their gradients are rounded once, to 8 bits of a mantissa.
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for weight, gradient in zip(module.parameters(), gradients, strict=True):
+        assert weight.grad is not None and weight.grad.dtype == torch.float32
+        assert float((weight.grad - gradient).norm() / gradient.norm()) < 2**-7
