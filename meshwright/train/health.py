@@ -20,6 +20,9 @@ large runs report and recover from stay below. Source: Chowdhery et al., PaLM (2
 NORM_FACTOR, NORM_DEVIATIONS = 50.0, 12.0
 """A gradient norm is out of range above so many times the median, and by so many robust deviations of its logarithm:
 norms are spread over decades, and clipping makes most of their spikes harmless."""
+FIRST_SHARE = 0.1
+"""A loss is in range up to so large a part of the run's first losses above the median, and a norm up to the first
+norms: a text learned by heart has losses near 0, of which many times as much is still nothing."""
 WARMUP_FACTOR = 2.0
 """While the learning rate warms up, when losses and norms still move as a whole, limits are so much wider."""
 _NORMAL = 1.4826
@@ -54,6 +57,7 @@ class Health:
         self.config, self._warmup, self._progress = config, warmup, progress
         self._losses: list[float] = []
         self._norms: list[float] = []
+        self._first: Limits | None = None
         self._quiet = 0
 
     @property
@@ -78,10 +82,13 @@ class Health:
             return NO_LIMITS
         width = WARMUP_FACTOR if self._progress(step) < self._warmup else 1.0
         loss, spread = _centre(self._losses)
-        loss += width * max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss))
+        first = self._first or Limits(0.0, 0.0)
+        rise = max(LOSS_DEVIATIONS * spread, (LOSS_FACTOR - 1.0) * abs(loss), FIRST_SHARE * abs(first.loss))
+        loss += width * rise
         # Gradient norms are spread over decades: their logarithms are roughly normal.
         logarithm, spread = _centre([math.log(max(norm, 1e-300)) for norm in self._norms])
-        return Limits(loss, _exp(logarithm + width * max(NORM_DEVIATIONS * spread, math.log(NORM_FACTOR))))
+        norm = _exp(logarithm + width * max(NORM_DEVIATIONS * spread, math.log(NORM_FACTOR)))
+        return Limits(loss, max(norm, first.norm))
 
     def suspect(self, step: int, loss: float, norm: float) -> str | None:
         """Returns why a step's numbers may be the machine's error, or None.
@@ -117,6 +124,8 @@ class Health:
             # Only accepted steps enter the past, so that anomalies don't widen the limits.
             self._losses = [*self._losses[1 - REMEMBERED :], loss]
             self._norms = [*self._norms[1 - REMEMBERED :], norm]
+            if self._first is None and len(self._losses) == LEAST:
+                self._first = Limits(median(self._losses), median(self._norms))
         return None
 
     def accept(self) -> None:
@@ -128,12 +137,14 @@ class Health:
 
     def state(self) -> dict[str, object]:
         """Returns plain values for a checkpoint."""
-        return {"losses": self._losses, "norms": self._norms, "quiet": self._quiet}
+        return {"losses": self._losses, "norms": self._norms, "first": list(self._first or ()), "quiet": self._quiet}
 
     def restore(self, values: JsonObject) -> None:
         """Restores `state`'s values; a checkpoint without norms restores no past."""
         losses, norms = ([float(value) for value in values.get(name, [])] for name in ("losses", "norms"))
         self._losses, self._norms = (losses, norms) if len(losses) == len(norms) else ([], [])
+        first = [float(value) for value in values.get("first", [])]
+        self._first = Limits(*first) if len(first) == len(Limits._fields) else None
         self._quiet = int(values.get("quiet", 0))
 
 

@@ -57,6 +57,19 @@ def test_a_loss_and_a_norm_far_out_are_suspect_once_there_is_a_past() -> None:
     assert off.suspect(60, math.nan, 1.0) is None
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_text_learned_by_heart_is_not_suspect(seed: int) -> None:
+    """As seen of a small text: losses of 1e-5 nats, among which a row's first visit has hundreds of times as much."""
+    draw = random.Random(seed)
+    losses = [5.7 * math.exp(-step / 25) + draw.lognormvariate(math.log(1e-4), 1.0) for step in range(600)]
+    norms = [4.0 * math.exp(-step / 25) + draw.lognormvariate(math.log(1e-4), 0.5) for step in range(600)]
+    for at in draw.sample(range(200, 600), 6):
+        losses[at], norms[at] = draw.uniform(0.01, 0.3), draw.uniform(0.05, 1.0)
+    assert run(losses, norms) == [None] * 600
+    assert run([*losses, 2.0], [*norms, 0.1])[-1] is not None
+    assert run([*losses, 0.1], [*norms, 1e3])[-1] is not None
+
+
 def test_limits_are_wide_until_the_schedule_has_warmed_up() -> None:
     """Of steps that are worth four of the schedule's each, 50 of its steps of warm-up end after 13."""
     plain, gaining = (Health(RecoveryConfig(), 50, progress) for progress in (float, lambda step: 4.0 * step))
