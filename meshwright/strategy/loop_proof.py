@@ -212,7 +212,7 @@ def _run(case: LoopCase, strategy: Any) -> list[torch.Tensor | float]:
     return [item.detach() if isinstance(item, torch.Tensor) else item for item in listed]
 
 
-class _ExactDevice(OneDevice):
+class ExactDevice(OneDevice):
     """One device that keeps a float64 model in float64 where its code asks for float32, as under a layout."""
 
     def shard(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any) -> object:
@@ -226,7 +226,7 @@ class _ExactDevice(OneDevice):
 
 def _reference(_: RankContext, case: LoopCase, path: str) -> None:
     """Runs the loop on one device and saves losses and weights."""
-    device = _ExactDevice()
+    device = ExactDevice()
     losses = [float(loss) for loss in _run(case, device)]
     if device.model is None:
         raise ConfigError(f"--loop {case.source}: the function never called strategy.shard(model): nothing is proven")

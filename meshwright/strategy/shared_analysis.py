@@ -85,7 +85,14 @@ def broadcast_analysis(
     # torch's fake backend sends nothing, so each rank analyses by itself
     no_network = dist.get_backend() == "fake"
     is_first_rank = dist.get_rank() == 0
-    analysis_or_refusal = _analyse(built, layout, example) if no_network or is_first_rank else None
+    try:
+        analysis_or_refusal = _analyse(built, layout, example) if no_network or is_first_rank else None
+    except Exception as error:
+        # the others wait for an answer: they end with the reason, this rank with its own traceback
+        if not no_network:
+            words = f"the first rank couldn't read the model for {layout}: {type(error).__name__}: {error}"
+            broadcast_bytes(CODEC.dumps(RankRefusal("PlanError", words)))
+        raise
     if not no_network:
         analysis_or_refusal = CODEC.loads(broadcast_bytes(CODEC.dumps(analysis_or_refusal) if is_first_rank else b""))
     if isinstance(analysis_or_refusal, RankRefusal):

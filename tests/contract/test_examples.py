@@ -23,6 +23,7 @@ SCRIPTS = {
     "four_dims_with_experts.py": ([], "losses of one device"),
     "conv_pipeline.py": ([], "epochs equal to one device"),
     "gpt3_on_fake_ranks.py": (["replicate=8,shard=128,zero=3", "1023"], "5454091008 bytes of 174.6 billion weights"),
+    "dpo.py": ([], "shard=2,zero=3: reward margin 0.0000 before, 2."),
     "sketch_hybrid.py": ([], "the loop equals one device"),
     "sketch_four_dims.py": ([], "losses of one device"),
     "sketch_pipeline.py": ([], "epochs equal to one device"),

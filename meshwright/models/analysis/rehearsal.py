@@ -119,7 +119,10 @@ def run_passes(
     output = call()
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     sources = [*inputs, *trained.values()]
-    grads = torch.autograd.grad(output, sources, output_grad_of(output), allow_unused=True)
+    # a model that is frozen as a whole, as the reference of a preference loss, has a forward alone to compare
+    grads: Sequence[torch.Tensor | None] = [None] * len(sources)
+    if sources and output.requires_grad:
+        grads = torch.autograd.grad(output, sources, output_grad_of(output), allow_unused=True)
     # autograd returns None where the output doesn't depend on a tensor: a zero gradient
     grads_or_zero = [torch.zeros_like(source) if grad is None else grad for source, grad in zip(sources, grads)]
     parameter_grads = dict(zip(trained, grads_or_zero[len(inputs) :]))

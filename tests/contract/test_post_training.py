@@ -1,0 +1,102 @@
+"""Losses that aren't means over tokens, over two models: equal to one device under every layout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import kl_div
+
+from examples import dpo
+from meshwright.strategy import HybridParallelStrategy, shared_analysis
+from meshwright.strategy.loop_proof import ExactDevice
+from tests.ranks.group import run_ranks
+from tests.tiers import further
+
+LAYOUTS = (
+    "tp=2,sequence=true",
+    "shard=2,zero=3",
+    "replicate=2",
+    "shard=2,zero=1",
+    "shard=2,zero=2",
+    "tp=2",
+    "shard=2,zero=3,tp=2",
+)
+
+
+def preference(strategy: Any, other: Any) -> list[torch.Tensor]:
+    return [item for pair in dpo.train(strategy, other) for item in pair]
+
+
+def distillation(strategy: Any, other: Any) -> list[torch.Tensor]:
+    student, teacher = dpo.build(), dpo.build().requires_grad_(False).eval()
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.mul_(1.5)
+    teacher = other.shard(teacher)
+    student, optimizer = strategy.shard(student, torch.optim.SGD(student.parameters(), lr=0.5))
+    index, count = strategy.reader
+    ids = dpo.pairs()[0][0].chunk(count)[index]
+    losses = []
+    for _ in range(3):
+        with torch.no_grad():
+            wanted = teacher(input_ids=ids).logits.log_softmax(-1)
+        scores = student(input_ids=ids).logits.log_softmax(-1)
+        loss = kl_div(scores, wanted, reduction="none", log_target=True).sum(-1).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses
+
+
+LOOPS = (preference, distillation)
+
+
+def reference(_rank: int, loop: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    device = ExactDevice()
+    losses = [float(loss) for loss in loop(device, ExactDevice())]
+    assert device.model is not None
+    return losses, {name: item.detach().clone() for name, item in device.model.named_parameters()}
+
+
+def on_ranks(_rank: int, text: str, wanted: dict[str, Any]) -> dict[str, tuple[list[float], float]]:
+    """Returns the losses of each loop and the largest error of this rank's parts of weights."""
+    outcome = {}
+    for loop in LOOPS:
+        strategy = HybridParallelStrategy(text)
+        losses = [strategy.mean(loss) for loss in loop(strategy, HybridParallelStrategy(text))]
+        weights = [item for item in strategy.weights if item.local.numel()]
+        gaps = [item.local - item.extract_shard(wanted[loop.__name__][item.name]) for item in weights]
+        outcome[loop.__name__] = losses, max(float(gap.abs().max()) for gap in gaps)
+    return outcome
+
+
+@pytest.mark.parametrize("text", further(LAYOUTS))
+def test_losses_of_pairs_and_of_a_teacher_equal_one_device(text: str) -> None:
+    expected = {loop.__name__: run_ranks(1, reference, loop)[0] for loop in LOOPS}
+    weights = {name: item[1] for name, item in expected.items()}
+    for outcome in run_ranks(4 if "shard" in text and "tp" in text else 2, on_ranks, text, weights):
+        for name, (losses, gap) in outcome.items():
+            assert losses == pytest.approx(expected[name][0], rel=1e-9, abs=1e-12), name
+            assert gap < 1e-9, name
+
+
+def failing_analysis(rank: int) -> str:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a layer divides by zero")
+
+    shared_analysis._analyse = fail  # type: ignore[assignment]
+    try:
+        HybridParallelStrategy("tp=2").shard(dpo.build())
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_failure_of_the_first_rank_alone_ends_the_others() -> None:
+    first, second = run_ranks(2, failing_analysis, timeout=40)
+    assert first == "ZeroDivisionError: a layer divides by zero"
+    assert second.startswith("PlanError: the first rank couldn't read the model for tp=2")
+    assert second.endswith("ZeroDivisionError: a layer divides by zero")
