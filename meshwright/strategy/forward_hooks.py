@@ -14,6 +14,7 @@ from meshwright.strategy.mesh import refuse_uneven_tokens
 from meshwright.strategy.module_state import batch_norms
 from meshwright.strategy.outside_watch import watch_outside_reads
 from meshwright.strategy.sharded_model import ShardedModel
+from meshwright.strategy.split_logits import guard_logits
 from meshwright.torch_compat.tensors import in_backward, tree_leaves
 from meshwright.train.model_analysis import has_layer_units
 
@@ -47,6 +48,8 @@ class ForwardHooks:
         # Outside of all other hooks, and after a forward that fails too.
         module.register_forward_pre_hook(self._show_plain_weights, prepend=True)
         module.register_forward_hook(self._show_split_weights, always_call=True)
+        if (vocab := self._sharded_model.program.view.vocab) is not None:
+            guard_logits(module, vocab)
 
     @torch.compiler.disable
     def _show_plain_weights(self, _module: nn.Module, _args: object) -> None:

@@ -14,6 +14,7 @@ import torch
 from meshwright.errors import ConfigError
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.program import Program
+from meshwright.strategy.split_logits import plain_logits
 from meshwright.train.loss import IGNORED, cross_entropy_sums
 
 _SLACK = 1e-6
@@ -157,6 +158,7 @@ class TargetLoss:
             targets: (B, S) int64.
             total: () or a number; None for that of this call's targets, of all readers.
         """
+        logits = plain_logits(logits)
         if total is None:
             if self.drawn_alone:
                 raise ConfigError(

@@ -130,6 +130,32 @@ def split_vocabulary_loop(_rank: int, text: str, batches: list[Batch]) -> tuple[
     return losses, norms
 
 
+def split_logits_uses(_rank: int) -> None:
+    strategy = HybridParallelStrategy("tp=2", split_vocabulary=True)
+    model = strategy.shard(gpt2())
+    (x, y), *_ = rows()
+    logits = output(model, x)
+    flat = (logits[:, 1:] / 0.5).float().reshape(-1, logits.shape[-1])
+    assert torch.isfinite(strategy.loss(flat, y[:, 1:].flatten()))
+    uses: dict[str, Callable[[], object]] = {
+        "log_softmax": lambda: logits.log_softmax(-1),
+        "cross_entropy": lambda: nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten()),
+        "argmax": lambda: logits[:, -1].argmax(-1),
+        "logsumexp": lambda: logits.detach().logsumexp(-1),
+        "__getitem__": lambda: logits[..., 3],
+        "chunk": lambda: logits.chunk(2, dim=-1),
+        "mul": lambda: logits * logits,
+        "transpose": lambda: logits.transpose(1, 2),
+    }
+    for name, use in uses.items():
+        with pytest.raises(ConfigError, match=rf"{name}\(\) of logits under tp .* alone, which strategy\.loss"):
+            use()
+
+
+def test_what_a_loop_computes_of_split_logits_by_itself_is_refused() -> None:
+    run_ranks(2, split_logits_uses)
+
+
 def test_the_loss_of_split_logits_is_the_mean_over_all_targets() -> None:
     uncounted = torch.arange(64).view(8, 8) % 7 < torch.arange(8)[:, None] // 2
     batches = [(x, y.masked_fill(uncounted, -100)) for x, y in rows()]
