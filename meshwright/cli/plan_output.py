@@ -99,7 +99,7 @@ def show_plan(question: Question, choice: Choice, compared: dict[str, str]) -> N
     job, best = question.job, choice.best[0]
     console.print(
         f"[bold]{job.shape.name}[/bold], {format_count(job.shape.parameters)} parameters, {job.rows} rows of "
-        f"{job.sequence} tokens, on {question.cluster} ({question.cluster.nodes} nodes)"
+        f"{job.sequence} tokens, on {question.cluster} ({question.cluster.nodes_text})"
     )
     console.print(f"[bold green]{best.layout}[/bold green]\n  {reason(question, choice)}")
     console.print(

@@ -98,6 +98,16 @@ class Cluster:
         return sum(group.count for group in self.groups)
 
     @property
+    def nodes_text(self) -> str:
+        """The nodes and what joins them: ``1 node``, ``18 nodes of one rack``, ``8 nodes with 8xinfiniband-ndr``."""
+        if self.nodes == 1:
+            return "1 node"
+        if len(self.groups) == 1 and self.groups[0].node.rack >= self.nodes:
+            return f"{self.nodes} nodes of one rack"
+        networks = dict.fromkeys(cluster_text.network_of(group.node) for group in self.groups)
+        return f"{self.nodes} nodes with {' and '.join(networks)}"
+
+    @property
     def unused_network(self) -> str:
         """Name of the network that was named after @ of one node, which has no use for it; empty otherwise."""
         network = self.groups[0].node.network
@@ -279,7 +289,7 @@ class Cluster:
             ClusterError: when no node remains, or an index is out of range.
         """
         if isinstance(nodes, int) and nodes >= self.nodes:
-            count = "1 node" if self.nodes == 1 else f"{self.nodes} nodes"
+            count = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
             most = f"lose at most {self.nodes - 1}" if self.nodes > 1 else "name a cluster of several nodes"
             raise ClusterError(f"a loss of {nodes} nodes leaves nothing of {self.name or 'a cluster'}, {count}; {most}")
         # A number means the last nodes; indices are taken as they are.

@@ -92,6 +92,14 @@ def known(name: str) -> bool:
     return True
 
 
+def network_of(node: Node) -> str:
+    """Returns the network of a node as `with_network` reads it; ``no network`` without one."""
+    if node.outside is None:
+        return "no network"
+    oversubscribed = f":{node.oversubscription:g}" if node.oversubscription > 1 else ""
+    return f"{node.outside_count:g}x{node.outside.name}{oversubscribed}"
+
+
 def with_network(node: Node, link: str) -> Node:
     """Returns the node with another network: ``infiniband-hdr``, ``4xinfiniband-hdr``, ``infiniband-hdr:2``.
 

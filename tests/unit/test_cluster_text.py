@@ -83,6 +83,22 @@ def test_text_and_tables_say_the_same(text: str, tmp_path: Path) -> None:
     assert Cluster.parse(str(path)) == cluster
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xh100", "1 node"),
+        ("64xh100", "8 nodes with 8xinfiniband-ndr"),
+        ("64xa100-80@ethernet-100g", "8 nodes with 1xethernet-100g"),
+        ("16xh100@4xinfiniband-hdr:2", "2 nodes with 4xinfiniband-hdr:2"),
+        ("8xh100+8xa100-80", "2 nodes with 8xinfiniband-ndr and 8xinfiniband-hdr"),
+        ("72xgb200", "18 nodes of one rack"),
+        ("144xgb200", "36 nodes with 4xinfiniband-ndr"),
+    ],
+)
+def test_a_plan_says_what_joins_the_nodes(text: str, said: str) -> None:
+    assert Cluster.parse(text).nodes_text == said
+
+
 def test_a_network_is_named_behind_the_devices() -> None:
     assert Cluster.parse("16xh100@4xinfiniband-hdr").fabric().cards == 4
     slow = Cluster.parse("16xh100@ethernet-10g").fabric()
