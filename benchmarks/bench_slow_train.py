@@ -1,8 +1,8 @@
 """Training over a slow network between machines: exposed communication and efficiency, planned and measured.
 
     sudo python benchmarks/bench_slow_train.py [--rates 100mbit,1gbit] [--delay 0ms] [--nodes 2] [--steps 12]
-        [--ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30"] [--mixture] [--rounds 1]
-        [--json OUT]
+        [--ways "replicate=2;replicate=2,compress=int8;islands=2 --outer.every 30"] [--mixture] [--batch 16]
+        [--rounds 1] [--json OUT]
 
 Network namespaces on this machine, a rank each, joined by wires of a rate and a delay (`slow_wire.py`). Each has a core
 of its own; where there are more nodes than cores, each has an equal share of nine tenths of them (a cgroup's quota), as
@@ -68,7 +68,7 @@ limit_bytes = 4000000
 vocab_size = 2048
 sequence = 128
 [train]
-batch = 16
+batch = {batch}
 sample_tokens = 0
 prove = false
 [evaluation]
@@ -96,6 +96,7 @@ def main() -> int:
     parser.add_argument("--delay", default="0ms", help="of the wire, one way")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--mixture", action="store_true", help="train a mixture: 32 experts, 8 of a token")
+    parser.add_argument("--batch", type=int, default=16, help="rows of a step, of all nodes together")
     parser.add_argument("--ways", default=";".join(WAYS), help="with ; between them; {n} stands for the nodes")
     parser.add_argument("--steps", type=int, default=12, help="counted ones; a way of islands counts its round")
     parser.add_argument("--rounds", type=int, default=1)
@@ -111,7 +112,8 @@ def main() -> int:
             for rate in options.rates.split(","):
                 with networks(rate, options.delay, options.nodes) as names, CoreShare(options.nodes) as cores:
                     print(f"wire: {rate}, {options.delay}, {options.nodes} nodes", flush=True)
-                    wire = Wire(names, cores, Path(folder) / rate, MIXTURE if options.mixture else DENSE)
+                    recipe = (MIXTURE if options.mixture else DENSE) + RECIPE.format(batch=options.batch)
+                    wire = Wire(names, cores, Path(folder) / rate, recipe)
                     results[rate] = wire.measure(ways, options.steps, options.rounds)
                     if options.json:
                         options.json.write_text(json.dumps(results, indent=1))
@@ -127,17 +129,17 @@ class Wire:
         names: networks.
         cores: what each node may compute with.
         folder: of runs, caches and logs.
-        model: the recipe's section of it.
+        recipe: what is trained.
     """
 
-    def __init__(self, names: list[str], cores: CoreShare, folder: Path, model: str) -> None:
-        self._names, self._cores, self._folder, self._port, self._model = names, cores, folder, PORT, model
+    def __init__(self, names: list[str], cores: CoreShare, folder: Path, recipe: str) -> None:
+        self._names, self._cores, self._folder, self._port, self._recipe = names, cores, folder, PORT, recipe
 
     def measure(self, ways: list[str], steps: int, rounds: int) -> list[dict[str, Any]]:
         """Calibrates, then trains alone and each way in turn; prints a line each and returns a row each."""
         self._folder.mkdir()
         recipe = self._folder / "recipe.toml"
-        recipe.write_text(self._model + RECIPE)
+        recipe.write_text(self._recipe)
         self._run(["calibrate", "--devices", str(len(self._names))])
         rows = []
         for number in range(1, rounds + 1):

@@ -304,9 +304,10 @@ def _read_output(result: Any, tokens: torch.Tensor, token_parts: int, vocab: int
         if candidate.numel() == 1 and candidate.is_floating_point():
             return ModelOutput(None, candidate.reshape(()))
     shapes = ", ".join(str(tuple(candidate.shape)) for candidate in tensors) or type(result).__name__
+    cure = "; one value a token is (B, S, 1)" if any(candidate.shape == shape for candidate in tensors) else ""
     raise ConfigError(
         f"the model's forward gave {shapes} for tokens {tuple(tokens.shape)}; it must give logits (B, S, V), an "
-        "object, dict or tuple that holds them, or a scalar loss"
+        f"object, dict or tuple that holds them, or a scalar loss{cure}"
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from meshwright.errors import ConfigError
+from meshwright.models.build import is_transformers
 from meshwright.parallel.vocab_shard import VocabShard
 from meshwright.torch_compat.tensors import TorchArgs, TorchFunction, TorchKwargs, without_tensor_subclasses
 
@@ -98,6 +99,9 @@ def plain_logits(logits: torch.Tensor) -> torch.Tensor:
 def guard_logits(module: nn.Module, vocab: VocabShard) -> None:
     """Makes a module return its logits guarded: its output, or what is called ``logits`` in it.
 
+    ``labels`` are refused, of which transformers' models compute a loss by themselves; that the code of another model
+    computes none of a shard's columns was tried when it was read.
+
     Args:
         module: the model, whose other hooks are registered.
         vocab: the columns that this rank computes.
@@ -119,4 +123,14 @@ def guard_logits(module: nn.Module, vocab: VocabShard) -> None:
             output.logits = guard(output.logits)
         return output
 
+    def before_forward(_module: nn.Module, _args: object, arguments: dict[str, object]) -> None:
+        if arguments.get("labels") is not None:
+            raise ConfigError(
+                f"labels= under tp with split_vocabulary=True: each rank has {columns} columns of the vocabulary "
+                "alone, of which the model would compute its loss; call it without, and strategy.loss(logits, targets) "
+                "with targets[:, t] = labels[:, t + 1], or leave split_vocabulary out"
+            )
+
+    if is_transformers(module):
+        module.register_forward_pre_hook(before_forward, with_kwargs=True)
     module.register_forward_hook(after_forward)

@@ -147,6 +147,8 @@ def split_logits_uses(_rank: int) -> None:
         "mul": lambda: logits * logits,
         "transpose": lambda: logits.transpose(1, 2),
     }
+    with pytest.raises(ConfigError, match=r"labels= under tp with split_vocabulary=True: each rank has 2[67] columns"):
+        model(x, labels=x)
     for name, use in uses.items():
         with pytest.raises(ConfigError, match=rf"{name}\(\) of logits under tp .* alone, which strategy\.loss"):
             use()

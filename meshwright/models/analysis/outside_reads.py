@@ -122,7 +122,11 @@ def unreadable_sharding(clone: Clone, length: int, model: str, error: Exception)
         refuse_replaced_weights(clone, length, model, has_failed=True)
     except ConfigError as refusal:
         return refusal
-    return ConfigError(f"model '{model}': its sharding can't be read, since a small clone doesn't run: {error}")
+    return ConfigError(
+        f"model '{model}': its sharding can't be read, since a small clone, called with tokens alone, doesn't run: "
+        f"{error}; nearest that works: replicate or shard, which needn't read it, or a module around it whose forward "
+        "computes logits of tokens (B, S) alone, and more with more arguments"
+    )
 
 
 class ReadWatch(TorchDispatchMode):
