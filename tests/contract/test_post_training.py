@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div
 from transformers import T5Config, T5ForConditionalGeneration
 
-from examples import dpo
+from examples import dpo, grpo
 from meshwright.errors import ConfigError
 from meshwright.strategy import HybridParallelStrategy, shared_analysis
 from meshwright.strategy.loop_proof import ExactDevice
@@ -83,7 +84,11 @@ def translation(strategy: Any, _other: Any) -> list[torch.Tensor]:
     return losses
 
 
-LOOPS = (preference, distillation)
+def policy_gradients(strategy: Any, _other: Any) -> list[torch.Tensor]:
+    return [item for pair in islice(grpo.train(strategy), 4) for item in pair]
+
+
+LOOPS = (preference, distillation, policy_gradients)
 
 
 def reference(_rank: int, loop: Any) -> tuple[list[float], dict[str, torch.Tensor]]:

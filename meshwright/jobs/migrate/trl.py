@@ -50,7 +50,7 @@ def check_program(program: str) -> None:
 def _other_trainer(name: str) -> ConfigError:
     return ConfigError(
         f"{name}: preferences, rewards and teachers aren't a recipe's, which trains on text and answers as TRL's SFT "
-        "does; write their loss in a loop of your own (docs/strategy.md)"
+        "does; write their loss in a loop of your own, as examples/dpo.py and grpo.py do (docs/strategy.md)"
     )
 
 
