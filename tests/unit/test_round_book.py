@@ -154,5 +154,5 @@ def test_a_site_says_that_no_server_answers_however_long_its_last_pause_was(
     outer = {"meet": "127.0.0.1:9", "key_file": str(tmp_path / "key"), "sites": 2}
     config = RunConfig.from_dict({"outer": outer, "run": str(tmp_path)})
     model: Any = SimpleNamespace(built=SimpleNamespace(module=nn.Linear(2, 2)), fingerprint="none")
-    with pytest.raises(LaunchError, match="no outer server answers at outer.meet = 127.0.0.1:9"):
+    with pytest.raises(LaunchError, match=r"no outer server answers at outer\.meet = 127\.0\.0\.1:9"):
         site_probe.probe_server(config, model, Layout.parse("replicate=1"))
