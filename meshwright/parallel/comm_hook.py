@@ -77,7 +77,8 @@ class HookTransfer:
     """A bucket that a hook communicates."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor], bucket: GradientBucket, copies: int) -> None:
-        if not isinstance(future, torch.futures.Future):
+        # A collective's future is of a class below torch.futures.Future, of torch's own.
+        if not callable(getattr(future, "wait", None)):
             raise ConfigError(f"register_comm_hook: the hook returned a {type(future).__name__}; {_WANTED}")
         self._future, self._bucket, self._copies = future, bucket, copies
 
