@@ -77,7 +77,7 @@ class HookTransfer:
     """A bucket that a hook communicates."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor], bucket: GradientBucket, copies: int) -> None:
-        # A collective's future is of a class below torch.futures.Future, of torch's own.
+        # A collective's own future is no torch.futures.Future, but its base class.
         if not callable(getattr(future, "wait", None)):
             raise ConfigError(f"register_comm_hook: the hook returned a {type(future).__name__}; {_WANTED}")
         self._future, self._bucket, self._copies = future, bucket, copies
