@@ -37,7 +37,8 @@ def probe_server(config: RunConfig, model: ReadModel, layout: Layout) -> None:
     deadline, backoff = time.monotonic() + _ATTEMPTS_S, Backoff()
     while True:
         try:
-            client.probe(deadline - time.monotonic() + 1.0)
+            # The pause before the last attempt may end after the deadline.
+            client.probe(max(1.0, deadline - time.monotonic()))
             return
         except RefusedError as error:
             # Another run may have this site's number for a while: its ranks ask again.

@@ -225,7 +225,9 @@ def _materialise(built: BuiltModel, values: dict[str, torch.Tensor]) -> None:
     buffers = dict(module.named_buffers())
     with torch.no_grad():
         for name, parameter in module.named_parameters():
-            parameter.copy_(values[name])
+            # Checkpoints hold no weight without elements.
+            if parameter.numel():
+                parameter.copy_(values[name])
         # Buffers that the checkpoint has; all others were computed by `fill_buffers`.
         for name in values.keys() & buffers.keys():
             buffers[name].copy_(values[name])

@@ -29,6 +29,17 @@ def reads_values(error: Exception) -> bool:
     return re.search(r"meta tensor|(on|device) meta|meta device|incompatible tensor type", str(error)) is not None
 
 
+def sparse_gradient_refusal(module: nn.Module) -> str:
+    """Returns why the gradient of a module's table of rows can't be summed over ranks; empty for none such."""
+    for path, child in module.named_modules():
+        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse and child.weight.requires_grad:
+            return (
+                f"'{path}' has sparse=True, and ranks sum dense gradients, which the optimizer takes; nearest that "
+                "works: sparse=False"
+            )
+    return ""
+
+
 def check_weights(module: nn.Module, model: str) -> None:
     """Refuses what neither the optimizer nor a shard can hold.
 
@@ -86,10 +97,4 @@ def _refusals(module: nn.Module) -> Iterator[str]:
                     "place, which would lack it; nearest that works: a torch.autograd.Function in forward, "
                     "or a hook on a tensor that forward makes of the weight"
                 )
-        if isinstance(child, (nn.Embedding, nn.EmbeddingBag)) and child.sparse:
-            yield (
-                f"'{path}' has sparse=True, and ranks sum dense gradients, which the optimizer takes; nearest that "
-                "works: sparse=False"
-            )
-    if reason := shared_memory_refusal(module):
-        yield reason
+    yield from (reason for find in (sparse_gradient_refusal, shared_memory_refusal) if (reason := find(module)))

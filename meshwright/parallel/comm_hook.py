@@ -11,6 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from meshwright.errors import ConfigError
+
+_WANTED = "return a torch.futures.Future of the bucket's mean over copies, as long as bucket.buffer()"
+
 
 class GradientBucket:
     """Gradients that travel together, with the methods of torch's `GradBucket`.
@@ -73,12 +77,20 @@ class HookTransfer:
     """A bucket that a hook communicates."""
 
     def __init__(self, future: torch.futures.Future[torch.Tensor], bucket: GradientBucket, copies: int) -> None:
+        # A collective's own future is no torch.futures.Future, but its base class.
+        if not callable(getattr(future, "wait", None)):
+            raise ConfigError(f"register_comm_hook: the hook returned a {type(future).__name__}; {_WANTED}")
         self._future, self._bucket, self._copies = future, bucket, copies
 
     def wait(self) -> bool:
         """Waits for the hook's future, and puts its gradients in the bucket, as the sum over copies."""
         result = self._future.wait()
         # PowerSGD and the hooks of `default_hooks` give a tensor; torch's own wrapper takes a list of one, too.
-        mean = result[0] if isinstance(result, (list, tuple)) else result
-        self._bucket.set_buffer(mean.view(-1).to(self._bucket.buffer().dtype).mul_(self._copies))
+        mean = result[0] if isinstance(result, (list, tuple)) and result else result
+        buffer = self._bucket.buffer()
+        if not isinstance(mean, torch.Tensor) or mean.numel() != buffer.numel():
+            kind = f"{mean.numel()} values" if isinstance(mean, torch.Tensor) else f"a {type(mean).__name__}"
+            raise ConfigError(f"register_comm_hook: the hook's future holds {kind} for {buffer.numel()}; {_WANTED}")
+        # Into new memory: the hook may keep what it returned, as a moving average.
+        self._bucket.set_buffer(mean.reshape(-1).to(buffer.dtype) * self._copies)
         return True

@@ -20,6 +20,7 @@ from meshwright.models.recorder import Recording, record
 from meshwright.models.shared_memory import shared_memory_refusal
 from meshwright.models.sizes import DROPOUTS
 from meshwright.models.structure import ModelStructure, read_structure
+from meshwright.models.weight_checks import sparse_gradient_refusal
 from meshwright.parallel.axis_group import AxisGroup
 from meshwright.parallel.build import apply_transforms
 from meshwright.parallel.forward_stack import Forward, ForwardLayer, wrap_forward
@@ -85,6 +86,12 @@ def refuse_complex(module: nn.Module, layout: Layout) -> None:
                 "nearest that works: replicate in place of shard, or a real weight with a last dim of 2 that forward "
                 "reads by torch.view_as_complex"
             )
+
+
+def _refuse_sparse_gradients(module: nn.Module, layout: Layout) -> None:
+    """Refuses embeddings whose gradient is sparse where ranks sum it."""
+    if layout.world > 1 and (reason := sparse_gradient_refusal(module)):
+        raise ConfigError(reason)
 
 
 def _config_of(module: nn.Module) -> ModelConfig:
@@ -242,6 +249,7 @@ def make_model_source(built: BuiltModel, analysis: ModelAnalysis, fill: Fill | N
 def with_compute_precision(layout: Layout, built: BuiltModel) -> Layout:
     """Keeps a float64 model in float64, and switches its kernels to those that support it."""
     refuse_complex(built.module, layout)
+    _refuse_sparse_gradients(built.module, layout)
     dtypes = {parameter.dtype for parameter in built.module.parameters() if parameter.is_floating_point()}
     if torch.float64 in dtypes and layout.precision == "float32":
         layout = dataclasses.replace(layout, precision="float64")

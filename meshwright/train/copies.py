@@ -351,9 +351,10 @@ def _bit_sum(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.contiguous().reshape(-1)
     elements_per_word = 8 // flat.element_size()
     aligned_size = flat.numel() - flat.numel() % elements_per_word
-    # The tail that fills no word is padded with zeros; a head off an 8-byte boundary can't be viewed as int64.
+    # The tail that fills no word is padded with zeros; a head off an 8-byte boundary can't be viewed as int64, nor can
+    # an empty one, whose address is 0, at such an offset.
     head, tail = flat[:aligned_size], flat[aligned_size:]
-    if head.data_ptr() % 8:
+    if head.data_ptr() % 8 or head.storage_offset() % elements_per_word:
         head = head.clone()
     total = head.view(torch.int64).sum()
     if tail.numel():

@@ -81,14 +81,19 @@ class Rotated(PlainModel):
         return torch.fft.ifft(torch.fft.fft(super().forward(tokens)) * self.spectrum).real
 
 
-def complex_weights(_rank: int) -> None:
+def refused_weights(_rank: int) -> None:
+    sparse = plain_model()
+    next(child for child in sparse.modules() if isinstance(child, nn.Embedding)).sparse = True
+    for text in ("replicate=2,compress=int8", "shard=2,zero=3"):
+        with pytest.raises(ConfigError, match=r"'\w+' has sparse=True.* nearest that works: sparse=False"):
+            HybridParallelStrategy(text).shard(sparse)
     for text in ("shard=2,zero=1", "shard=2,zero=3"):
         with pytest.raises(ConfigError, match=r"'spectrum' is complex .*zero=\d.* nearest that works: replicate"):
             HybridParallelStrategy(text).shard(Rotated().double())
 
 
-def test_complex_weights_are_refused_by_name_where_they_would_be_sharded() -> None:
-    run_ranks(2, complex_weights)
+def test_complex_weights_that_are_sharded_and_sparse_gradients_are_refused_by_name() -> None:
+    run_ranks(2, refused_weights)
 
 
 def preferences(shard: Callable[[nn.Module], nn.Module]) -> list[float]:

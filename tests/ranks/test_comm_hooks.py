@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from meshwright.errors import ConfigError
+from meshwright.parallel.comm_hook import CommHook, GradientBucket
 from meshwright.strategy import HybridParallelStrategy
 from tests.plain_model import PlainModel
 from tests.ranks.group import run_ranks
@@ -133,3 +135,20 @@ def test_what_a_hook_cannot_do_is_named() -> None:
             "registered already",
         ]
         assert all(part in text for part, text in zip(wanted, texts, strict=True)), texts
+
+
+def test_what_a_hook_keeps_stays_and_what_it_must_return_is_named() -> None:
+    kept, bucket = torch.ones(3), GradientBucket(torch.zeros(3), [nn.Parameter(torch.zeros(3))], 0, True)
+
+    def hook(result: Any, _bucket: GradientBucket) -> Any:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(result)
+        return future
+
+    CommHook(kept, hook, 2).start(bucket).wait()
+    assert kept.tolist() == [1.0] * 3 and bucket.buffer().tolist() == [2.0] * 3
+    for result, reason in ((kept[:1], "1 values for 3"), (None, "a NoneType for 3")):
+        with pytest.raises(ConfigError, match=f"holds {reason}; return a torch.futures.Future"):
+            CommHook(result, hook, 2).start(bucket).wait()
+    with pytest.raises(ConfigError, match=r"returned a Tensor; return a torch\.futures\.Future"):
+        CommHook(None, lambda *_: kept, 2).start(bucket)  # type: ignore[arg-type, return-value]

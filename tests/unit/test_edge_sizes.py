@@ -1,12 +1,15 @@
 """Models and rows that are smaller than a layout, or than what it is tried out on."""
 
 import pytest
+import torch
 from torch import nn
 
 from meshwright.errors import PlanError
+from meshwright.jobs.trained_model import _materialise
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.spec.layout import Layout
+from meshwright.train.copies import _checksum
 from meshwright.train.model_analysis import analyse_model
 
 _SIZES = {"layers": 2, "width": 32, "heads": 4}
@@ -47,3 +50,34 @@ def test_a_model_of_which_nothing_trains_is_refused(layout: str) -> None:
     built = build_meta(ModelConfig(name="tests.unit.test_edge_sizes:frozen"), 30, 16)
     with pytest.raises(PlanError, match="every weight of the model is frozen"):
         analyse_model(built, Layout.parse(layout))
+
+
+class Elementless(nn.Module):
+    """A model with a weight of no elements, which no checkpoint holds."""
+
+    def __init__(self, vocab: int) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(vocab, 8), nn.Linear(8, vocab)
+        self.nothing = nn.Parameter(torch.zeros(0, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(tokens))
+
+
+def elementless(vocab: int = 30) -> nn.Module:
+    return Elementless(vocab)
+
+
+def test_a_trained_model_may_have_a_weight_without_elements() -> None:
+    built = build_meta(ModelConfig(name="tests.unit.test_edge_sizes:elementless"), 30, 16)
+    values = {name: torch.ones(weight.shape) for name, weight in built.module.named_parameters() if weight.numel()}
+    _materialise(built, values)
+    assert all(bool((weight == 1).all()) for weight in built.module.parameters())
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_copies_are_compared_wherever_a_small_weight_lies(offset: int, size: int) -> None:
+    flat = torch.arange(8.0)
+    view = flat[offset : offset + size]
+    assert _checksum([view]) == _checksum([view.clone()])

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch import nn
 
+from meshwright.errors import LaunchError
+from meshwright.jobs import site_probe
 from meshwright.sites.messages import Commit
 from meshwright.sites.round_book import Forget, NewVersion, Release, RoundBook
 from meshwright.sites.settings import Mode, ServerSettings
+from meshwright.spec.layout import Layout
+from meshwright.train.run_config import RunConfig
 
 
 def commit(session: int, number: int, base: int = 0, tokens: float = 10.0, leaves: bool = False) -> Commit:
@@ -135,3 +143,16 @@ def test_momentum_moves_once_in_as_many_rounds_as_asked() -> None:
         taken += [each for each in decide(book, 1.0) if isinstance(each, NewVersion)]
     assert [each.takes_momentum for each in taken] == [False, True, False, True]
     assert [each.weights[0] for each in taken] == pytest.approx([1.0, 20 / 15, 10 / 15, 20 / 15])
+
+
+def test_a_site_says_that_no_server_answers_however_long_its_last_pause_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "key").write_text("ab" * 32)
+    (tmp_path / "key").chmod(0o600)
+    monkeypatch.setattr(site_probe, "_ATTEMPTS_S", -5.0)
+    outer = {"meet": "127.0.0.1:9", "key_file": str(tmp_path / "key"), "sites": 2}
+    config = RunConfig.from_dict({"outer": outer, "run": str(tmp_path)})
+    model: Any = SimpleNamespace(built=SimpleNamespace(module=nn.Linear(2, 2)), fingerprint="none")
+    with pytest.raises(LaunchError, match=r"no outer server answers at outer\.meet = 127\.0\.0\.1:9"):
+        site_probe.probe_server(config, model, Layout.parse("replicate=1"))
