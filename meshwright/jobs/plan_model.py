@@ -21,7 +21,7 @@ from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
 from meshwright.models.config import ModelConfig
 from meshwright.planner.candidate import Candidate, Choice
-from meshwright.planner.cases import Solve, candidate_json
+from meshwright.planner.cases import Solve, candidate_json, fits
 from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -243,7 +243,7 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     """
     if spans_devices(config):
         raise ConfigError(f"devices = {config.devices} is several numbers; scaling() plans for each")
-    question, measure = _with_modules(question_of(config, model, cluster), model)
+    question, measure = with_modules(question_of(config, model, cluster), model)
     choice = choose_finalists(question, config.show, measure, config.allow)
     choice, compared = _compare_layouts(config, question, choice, measure)
     if note := untraced_note(question, choice.best[0].layout, measure):
@@ -276,13 +276,22 @@ def make_solver(config: PlanConfig, model: PlannableModel) -> Solve:
     """
 
     def solve(question: Question) -> Candidate:
-        question, measure = _with_modules(question, model)
+        question, measure = with_modules(question, model)
         return choose_finalists(question, 1, measure, config.allow).best[0]
 
     return solve
 
 
-def _with_modules(question: Question, model: PlannableModel) -> tuple[Question, Measure | None]:
+def make_fits(model: PlannableModel) -> Callable[[Question], bool]:
+    """Returns a function that says whether `make_solver`'s finds a plan.
+
+    Args:
+        model: as `make_solver` takes it.
+    """
+    return lambda question: fits(with_modules(question, model)[0])
+
+
+def with_modules(question: Question, model: PlannableModel) -> tuple[Question, Measure | None]:
     """Returns the question with what the model's modules take, and what measures them if they are there."""
     if model.measure is not None:
         measure = model.measure(question.job.sequence, question.job.precision)
