@@ -59,7 +59,7 @@ def solve_case(name: str, question: Question, solve: Solve) -> PlannedCase:
 
 
 def fits(question: Question) -> bool:
-    """Returns whether some layout of a question exists and fits, compiled ones among them where a plan has the choice."""
+    """Returns whether some layout of a question exists and fits; compiled ones count where a plan has the choice."""
     try:
         if search_space(question).best is not None:
             return True
