@@ -46,6 +46,7 @@ from meshwright.planner.size_text import parse_sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
@@ -338,7 +339,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         objective=config.objective,
         fits=config.fits,
         usable=config.usable,
-        limits=_parse_limits(config),
+        limits=_parse_limits(config, model.shape),
         rounds=make_rounds(config.outer),
         compile_steps=0 if model.draws else _compile_steps(config, cluster),
     )
@@ -368,7 +369,7 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
 
 
-def _parse_limits(config: PlanConfig) -> dict[str, object]:
+def _parse_limits(config: PlanConfig, shape: ModelShape) -> dict[str, object]:
     """Parses ``fix`` and ``schedules`` into limits of the search space.
 
     Raises:
@@ -376,13 +377,15 @@ def _parse_limits(config: PlanConfig) -> dict[str, object]:
     """
     fixed: dict[str, int] = {}
     limits: dict[str, Any] = {"fixed": fixed}
+    given: set[str] = set()
     for assignment in (assignment.strip() for assignment in config.fix.split(",") if assignment.strip()):
         key, _, value = assignment.partition("=")
+        if key in given:
+            raise ConfigError(f"fix: {key} is given twice; leave one of them out")
+        given.add(key)
         known_keys = (*known_axes(), "microbatches", "zero", "offload")
         if key not in known_keys:
-            raise ConfigError(
-                f"fix: '{key}' can't be given{nearest(key, known_keys)}; it takes {', '.join(known_keys)}"
-            )
+            raise ConfigError(f"fix: '{key}' can't be given{nearest(key, known_keys)}")
         if key == "offload":
             if value not in OFFLOADS:
                 raise ConfigError(f"fix: {assignment}{nearest(value, OFFLOADS)}")
@@ -394,6 +397,9 @@ def _parse_limits(config: PlanConfig) -> dict[str, object]:
             limits["levels"] = (int(value),)
         else:
             fixed[key] = int(value)
+    experts = [key for key in fixed if key in known_axes() and known_axes()[key].mechanics is Mechanics.EXPERTS]
+    if experts and fixed[experts[0]] > 1 and not shape.experts:
+        raise ConfigError(f"fix: {experts[0]}={fixed[experts[0]]}: {shape.name} has no experts; leave {experts[0]} out")
     if config.schedules:
         limits["schedules"] = tuple(config.schedules)
     return limits
