@@ -75,6 +75,7 @@ def test_a_curve_without_a_knee_says_so(capsys: pytest.CaptureFixture[str]) -> N
         (("--cluster", "8xh100", "--fix", "tp=3"), "tp=3"),
         (("--cluster", "8xh100", "--fix", "recompute=full"), "fix: 'recompute' can't be given"),
         (("--cluster", "8xh100", "--fix", "tp=2,tp=4"), "fix: tp is given twice; leave one of them out"),
+        (("--cluster", "8xh100", "--html", "/"), "html = / can't be written: Is a directory; name a file"),
         (("--cluster", "8xh100", "--fix", "ep=8"), "has no experts; leave ep out"),
         (("--cluster", "8xh100", "--devices", "0..8"), "--devices 0..8: numbers of devices go up from 1"),
         (("--cluster", "8xh100", "--batch", "1" + 23 * "0"), "a plan is for at most 1048576 rows"),
