@@ -21,7 +21,7 @@ from meshwright.jobs.rounds import make_rounds
 from meshwright.launch.devices import found_devices
 from meshwright.models.config import ModelConfig
 from meshwright.planner.candidate import Candidate, Choice
-from meshwright.planner.cases import Solve, candidate_json
+from meshwright.planner.cases import Solve, candidate_json, fits
 from meshwright.planner.chances import candidate_chances, choice_chances
 from meshwright.planner.choose import add_named_layouts
 from meshwright.planner.closed_form import TableSizes, shape_from_sizes
@@ -46,6 +46,7 @@ from meshwright.planner.size_text import parse_sizes
 from meshwright.planner.uncertainty import INTERVAL
 from meshwright.planner.unequal import why_unequal
 from meshwright.spec.axes import known_axes
+from meshwright.spec.axis import Mechanics
 from meshwright.spec.layout import Layout
 from meshwright.spec.layout_fields import OFFLOADS
 from meshwright.spec.model_shape import ModelShape
@@ -243,7 +244,7 @@ def plan_model(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
     """
     if spans_devices(config):
         raise ConfigError(f"devices = {config.devices} is several numbers; scaling() plans for each")
-    question, measure = _with_modules(question_of(config, model, cluster), model)
+    question, measure = with_modules(question_of(config, model, cluster), model)
     choice = choose_finalists(question, config.show, measure, config.allow)
     choice, compared = _compare_layouts(config, question, choice, measure)
     if note := untraced_note(question, choice.best[0].layout, measure):
@@ -276,13 +277,22 @@ def make_solver(config: PlanConfig, model: PlannableModel) -> Solve:
     """
 
     def solve(question: Question) -> Candidate:
-        question, measure = _with_modules(question, model)
+        question, measure = with_modules(question, model)
         return choose_finalists(question, 1, measure, config.allow).best[0]
 
     return solve
 
 
-def _with_modules(question: Question, model: PlannableModel) -> tuple[Question, Measure | None]:
+def make_fits(model: PlannableModel) -> Callable[[Question], bool]:
+    """Returns a function that says whether `make_solver`'s finds a plan.
+
+    Args:
+        model: as `make_solver` takes it.
+    """
+    return lambda question: fits(with_modules(question, model)[0])
+
+
+def with_modules(question: Question, model: PlannableModel) -> tuple[Question, Measure | None]:
     """Returns the question with what the model's modules take, and what measures them if they are there."""
     if model.measure is not None:
         measure = model.measure(question.job.sequence, question.job.precision)
@@ -329,7 +339,7 @@ def question_of(config: PlanConfig, model: PlannableModel, cluster: Cluster | No
         objective=config.objective,
         fits=config.fits,
         usable=config.usable,
-        limits=_parse_limits(config),
+        limits=_parse_limits(config, model.shape),
         rounds=make_rounds(config.outer),
         compile_steps=0 if model.draws else _compile_steps(config, cluster),
     )
@@ -359,7 +369,7 @@ def read_cluster(config: PlanConfig) -> Cluster:
     return cluster.calibrated(Calibration.load(Path(config.calibration))) if config.calibration else cluster
 
 
-def _parse_limits(config: PlanConfig) -> dict[str, object]:
+def _parse_limits(config: PlanConfig, shape: ModelShape) -> dict[str, object]:
     """Parses ``fix`` and ``schedules`` into limits of the search space.
 
     Raises:
@@ -367,13 +377,15 @@ def _parse_limits(config: PlanConfig) -> dict[str, object]:
     """
     fixed: dict[str, int] = {}
     limits: dict[str, Any] = {"fixed": fixed}
+    given: set[str] = set()
     for assignment in (assignment.strip() for assignment in config.fix.split(",") if assignment.strip()):
         key, _, value = assignment.partition("=")
+        if key in given:
+            raise ConfigError(f"fix: {key} is given twice; leave one of them out")
+        given.add(key)
         known_keys = (*known_axes(), "microbatches", "zero", "offload")
         if key not in known_keys:
-            raise ConfigError(
-                f"fix: '{key}' can't be given{nearest(key, known_keys)}; it takes {', '.join(known_keys)}"
-            )
+            raise ConfigError(f"fix: '{key}' can't be given{nearest(key, known_keys)}")
         if key == "offload":
             if value not in OFFLOADS:
                 raise ConfigError(f"fix: {assignment}{nearest(value, OFFLOADS)}")
@@ -385,6 +397,9 @@ def _parse_limits(config: PlanConfig) -> dict[str, object]:
             limits["levels"] = (int(value),)
         else:
             fixed[key] = int(value)
+    experts = [key for key in fixed if key in known_axes() and known_axes()[key].mechanics is Mechanics.EXPERTS]
+    if experts and fixed[experts[0]] > 1 and not shape.experts:
+        raise ConfigError(f"fix: {experts[0]}={fixed[experts[0]]}: {shape.name} has no experts; leave {experts[0]} out")
     if config.schedules:
         limits["schedules"] = tuple(config.schedules)
     return limits

@@ -15,12 +15,14 @@ from meshwright.cluster.cluster import Cluster
 from meshwright.errors import ClusterError, ConfigError, PlanError
 from meshwright.jobs.plan_model import (
     PlannableModel,
+    make_fits,
     make_solver,
     named_layout,
     plan_model,
     question_of,
     read_cluster,
     spans_devices,
+    with_modules,
 )
 from meshwright.jobs.requests import PlanConfig
 from meshwright.planner.budgets import Budget, budgets_within, cheapest_budget, cluster_sizes, make_budget
@@ -37,7 +39,7 @@ from meshwright.planner.capacity import (
 from meshwright.planner.cases import PlannedCase, solve_case
 from meshwright.planner.emit import Emitted, emit_plan, narrowed_question, recomputed_whole
 from meshwright.planner.finalists import choose_finalists
-from meshwright.planner.measured_price import measure_activations, price_layout
+from meshwright.planner.measured_price import price_layout
 from meshwright.planner.measured_run import MeasuredRun, measure_run
 from meshwright.planner.reshape import Reshape, reshape
 from meshwright.planner.scaling import sizes
@@ -128,7 +130,7 @@ def plan_largest(config: PlanConfig, model: PlannableModel, cluster: Cluster | N
     """
     unmeasured = dataclasses.replace(model, measure=None)
     question = question_of(config, unmeasured, cluster)
-    return largest_model(question, make_solver(config, unmeasured))
+    return largest_model(question, make_solver(config, unmeasured), make_fits(unmeasured))
 
 
 def plan_longest(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> LongestRows:
@@ -139,7 +141,7 @@ def plan_longest(config: PlanConfig, model: PlannableModel, cluster: Cluster | N
     """
     unmeasured = dataclasses.replace(model, measure=None)
     question = question_of(config, unmeasured, cluster)
-    return longest_rows(question, make_solver(config, unmeasured))
+    return longest_rows(question, make_solver(config, unmeasured), make_fits(unmeasured))
 
 
 def plan_batch(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> BatchCurve:
@@ -197,10 +199,7 @@ def plan_measured(config: PlanConfig, model: PlannableModel, cluster: Cluster | 
     """
     if config.measured_s is None:
         raise ConfigError("measured_s isn't given; say how many seconds a step took, as --measured-s 6.5")
-    question = question_of(config, model, cluster)
-    measure = None if model.measure is None else model.measure(config.sequence, question.job.precision)
-    if measure is not None:
-        question = measure_activations(question, measure)
+    question, measure = with_modules(question_of(config, model, cluster), model)
     layout = named_layout(config.layout[0], question)
     return measure_run(question, layout, config.measured_s, make_solver(config, model), measure)
 
@@ -227,7 +226,7 @@ def plan_walls(config: PlanConfig, model: PlannableModel, cluster: Cluster | Non
             "walls doubles figures of a description, and this cluster's times are measured; name it without its "
             "calibration, as --cluster 8xh100"
         )
-    return find_walls(question, make_solver(config, model))
+    return find_walls(question, make_solver(config, model), make_fits(model))
 
 
 def plan_emit(config: PlanConfig, model: PlannableModel, cluster: Cluster | None = None) -> Emitted:

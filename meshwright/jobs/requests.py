@@ -21,6 +21,8 @@ from meshwright.units import parse_count
 C = TypeVar("C", bound=Config)
 DEFAULT_BATCH = 512
 """Rows of a plan's global batch."""
+MOST_ROWS = 1 << 20
+"""Most rows of a plan's global batch; its micro-batches, of a row each, are looked at one by one."""
 
 
 def with_fields(config: C, **fields: Any) -> C:
@@ -151,6 +153,8 @@ class PlanConfig(Config):
         self._check_question()
         if self.rows < 1 or self.sequence < 1 or self.show < 1 or self.steps < 1:
             raise ConfigError("batch, sequence, steps and show must be at least 1")
+        if self.rows > MOST_ROWS:
+            raise ConfigError(f"batch = {self.rows}: a plan is for at most {MOST_ROWS} rows; give fewer, longer rows")
         check_fits(self.fits)
         if self.usable is not None and not 0 < self.usable <= 1:
             raise ConfigError(f"usable = {self.usable}: it is a share, above 0 and at most 1")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import PlanError
-from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
+from meshwright.planner.cases import Fits, PlannedCase, Solve, solve_case
 from meshwright.planner.question import Question
 from meshwright.planner.shape_changes import heads_step, resized, with_positions
 from meshwright.spec.layout_fields import OFFLOADS
@@ -69,7 +69,7 @@ class LargestModel:
         return {"asked": self.asked.shape_json(), "largest": [case.shape_json() for case in self.largest]}
 
 
-def largest_model(question: Question, solve: Solve) -> LargestModel:
+def largest_model(question: Question, solve: Solve, fits: Fits) -> LargestModel:
     """Finds the largest model of the given one's family that some layout fits: its layers and widths grow alike.
 
     Widths grow by whole groups of heads, with as many layers for each width as the model has; then layers are added
@@ -78,6 +78,7 @@ def largest_model(question: Question, solve: Solve) -> LargestModel:
     Args:
         question: model, batch and cluster.
         solve: plans by sizes alone.
+        fits: whether it finds a plan.
 
     Raises:
         PlanError: when not even one layer of the least width fits.
@@ -85,7 +86,7 @@ def largest_model(question: Question, solve: Solve) -> LargestModel:
     cases = []
     for name, offloads in _offload_choices(question):
         limited = dataclasses.replace(question, limits={**question.limits, "offloads": offloads})
-        shape = _largest_shape(limited)
+        shape = _largest_shape(limited, fits)
         if shape is None:
             continue
         limited = with_shape(limited, shape)
@@ -125,7 +126,7 @@ def _offload_choices(question: Question) -> list[tuple[str, tuple[str, ...]]]:
     return choices
 
 
-def _largest_shape(question: Question) -> ModelShape | None:
+def _largest_shape(question: Question, fits: Fits) -> ModelShape | None:
     shape = question.job.shape
     step = heads_step(shape)
 
@@ -166,12 +167,13 @@ class LongestRows:
         return {"asked": self.asked.to_json(), "longest": [case.to_json() for case in self.longest]}
 
 
-def longest_rows(question: Question, solve: Solve) -> LongestRows:
+def longest_rows(question: Question, solve: Solve, fits: Fits) -> LongestRows:
     """Finds the longest rows that some layout fits, in as many rows.
 
     Args:
         question: model, batch and cluster. Learned positions grow with the rows.
         solve: plans.
+        fits: whether it finds a plan.
 
     Raises:
         PlanError: when not even the shortest rows fit.
@@ -179,7 +181,7 @@ def longest_rows(question: Question, solve: Solve) -> LongestRows:
     cases = []
     for name, offloads in _offload_choices(question):
         limited = dataclasses.replace(question, limits={**question.limits, "offloads": offloads})
-        tokens = _longest_sequence(limited)
+        tokens = _longest_sequence(limited, fits)
         if tokens:
             cases.append(solve_case(f"{name}: {tokens} tokens", with_sequence(limited, tokens), solve))
     if not cases:
@@ -198,7 +200,7 @@ def with_sequence(question: Question, tokens: int) -> Question:
     return _with_job(question, sequence=tokens, shape=shape)
 
 
-def _longest_sequence(question: Question) -> int:
+def _longest_sequence(question: Question, fits: Fits) -> int:
     """Returns the most tokens of a row that fit, to a part of the power of two below; 0 where none do."""
 
     def holds(tokens: int) -> bool:

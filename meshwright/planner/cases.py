@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from meshwright.errors import PlanError
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.choose import search_space
+from meshwright.planner.compilation import compiled_question, may_compile
 from meshwright.planner.question import Question
 
 Solve = Callable[[Question], Candidate]
 """Maps a question to its plan, as `plan` would choose it; raises `PlanError` where nothing fits."""
+Fits = Callable[[Question], bool]
+"""Whether a question has a plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +59,11 @@ def solve_case(name: str, question: Question, solve: Solve) -> PlannedCase:
 
 
 def fits(question: Question) -> bool:
-    """Returns whether some layout of a question exists and fits."""
+    """Returns whether some layout of a question exists and fits; compiled ones count where a plan has the choice."""
     try:
-        return search_space(question).best is not None
+        if search_space(question).best is not None:
+            return True
+        return may_compile(question) and search_space(compiled_question(question)).best is not None
     except PlanError:
         return False
 

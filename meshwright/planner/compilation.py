@@ -28,6 +28,11 @@ def can_compile(question: Question) -> bool:
     return not any(block.dropout or block.drops or block.drops_scores for block in question.job.shape.blocks)
 
 
+def may_compile(question: Question) -> bool:
+    """Whether a plan has the choice of compiled layers."""
+    return question.compile_steps > 0 and question.cluster.uniform and can_compile(question)
+
+
 def compiled_question(question: Question) -> Question:
     """Returns the same question of compiled layers alone."""
     return dataclasses.replace(question, base=dataclasses.replace(question.base, compile=True), compile_steps=0)

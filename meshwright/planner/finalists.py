@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from meshwright.errors import PlanError
+from meshwright.errors import NoRoomError, PlanError
 from meshwright.planner.candidate import Candidate, Choice, sort_candidates
 from meshwright.planner.choose import choose
-from meshwright.planner.compilation import can_compile, compiled_question, consider_compiled
+from meshwright.planner.compilation import compiled_question, consider_compiled, may_compile
 from meshwright.planner.expert_exchange import consider_exchange
 from meshwright.planner.islands import candidate_join, choose_islands, fixed_islands
 from meshwright.planner.lossy import consider_lossy, lossy_hint, no_lossy_note
@@ -58,24 +58,42 @@ def choose_finalists(question: Question, show: int, measure: Measure | None, all
                 "works: a site for each kind, by --outer.meet"
             )
         return _with_notes(choice, *notes)
-    tried = max(show, LEAST_TRIED) if question.compile_steps else show
-    choice = _search(question, tried, measure)
-    if question.compile_steps and can_compile(question):
-        compiled = compiled_question(question)
-        if measure is not None:
-            compiled = measure_activations(compiled, measure)
-        # What is fastest compiled needn't be among the best without: less element-wise work leaves more for traffic.
-        try:
-            compiled_choice = _search(compiled, tried, measure)
-        except PlanError:  # nothing fits compiled
-            compiled_choice = None
-        choice = consider_compiled(question, choice, compiled_choice, price)
-        choice = dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice
+    choice = (
+        _search_compiled_too(question, show, measure) if may_compile(question) else _search(question, show, measure)
+    )
     if lossy:
         choice = consider_lossy(question, choice, price)
     elif hint := lossy_hint(question, choice.best[0], price):
         choice = _with_notes(choice, hint)
     return consider_islands(question, choice, show, measure, lossy) if "islands" in allow else choice
+
+
+def _search_compiled_too(question: Question, show: int, measure: Measure | None) -> Choice:
+    """Returns the best of two searches, of layouts as they are and of compiled ones."""
+    tried, compiled = max(show, LEAST_TRIED), compiled_question(question)
+    if measure is not None:
+        compiled = measure_activations(compiled, measure)
+    compiled_choice, refusal = None, None
+    # What is fastest compiled needn't be among the best without: less element-wise work leaves more for traffic.
+    try:
+        compiled_choice = _search(compiled, tried, measure)
+    except PlanError as error:  # nothing fits compiled
+        refusal = error
+    try:
+        choice = _search(question, tried, measure)
+    except NoRoomError:
+        # Compiled layers keep less for backward, so theirs is the least shortage.
+        if isinstance(refusal, NoRoomError):
+            raise refusal from None
+        if compiled_choice is None:
+            raise
+        note = "compile=true: no layout fits without, since compiled layers keep less for backward"
+        choice = _with_notes(compiled_choice, note)
+    else:
+        choice = consider_compiled(
+            question, choice, compiled_choice, lambda layout: price_layout(question, layout, measure)
+        )
+    return dataclasses.replace(choice, best=choice.best[:show]) if show < tried else choice
 
 
 def _search(question: Question, show: int, measure: Measure | None) -> Choice:

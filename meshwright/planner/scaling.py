@@ -46,7 +46,7 @@ def sizes(text: str, available: int) -> list[int]:
     try:
         if range_dots:
             counts, largest_count = [int(smallest)], int(largest)
-            while counts[-1] * 2 <= largest_count:
+            while 0 < counts[-1] * 2 <= min(largest_count, 2 * available):
                 counts.append(counts[-1] * 2)
         else:
             # Efficiency is relative to the smallest, and the knee is between neighbours.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from meshwright.errors import ClusterError
 from meshwright.planner.budgets import cluster_sizes
 from meshwright.planner.capacity import largest_that
-from meshwright.planner.cases import PlannedCase, Solve, fits, solve_case
+from meshwright.planner.cases import Fits, PlannedCase, Solve, solve_case
 from meshwright.planner.cost.prices import LAYER_TRAFFIC
 from meshwright.planner.question import Question
 from meshwright.planner.utilization import data_sheet_flops
@@ -88,12 +88,13 @@ class Walls:
         }
 
 
-def find_walls(question: Question, solve: Solve) -> Walls:
+def find_walls(question: Question, solve: Solve, fits: Fits) -> Walls:
     """Plans today's question, and once more with each resource doubled.
 
     Args:
         question: its cluster is described by figures, not measured.
         solve: plans.
+        fits: whether it finds a plan.
 
     Raises:
         PlanError: when nothing fits.
@@ -121,14 +122,14 @@ def find_walls(question: Question, solve: Solve) -> Walls:
         traffic_s=sum(parts.get(name, 0.0) for name in TRAFFIC_PARTS),
         state_bytes=float(STATE_BYTES * job.shape.parameters),
         memory_bytes=float(sum(group.node.device.memory_bytes * group.devices for group in cluster.groups)),
-        fewest_devices=_fewest_devices(question),
+        fewest_devices=_fewest_devices(question, fits),
         hidden_tokens=hidden_tokens(question),
         tokens_per_device=tokens / cluster.devices,
         doubled=tuple(doubled),
     )
 
 
-def _fewest_devices(question: Question) -> int:
+def _fewest_devices(question: Question, fits: Fits) -> int:
     """Returns the fewest devices of `cluster_sizes` that hold the job without state in host memory; 0 for none."""
     sizes = cluster_sizes(question)
     limits = {**question.limits, "offloads": ("none",), "fixed": {}}

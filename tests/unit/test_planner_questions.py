@@ -12,8 +12,15 @@ from collections import Counter
 import pytest
 
 from meshwright.cluster.cluster import Cluster
-from meshwright.errors import ClusterError, ConfigError, PlanError
-from meshwright.jobs.plan_model import PlannableModel, model_of_sizes, plan_model, question_of, scale_model
+from meshwright.errors import ClusterError, ConfigError, NoRoomError, PlanError
+from meshwright.jobs.plan_model import (
+    PlannableModel,
+    model_of_sizes,
+    plan_model,
+    preset_model,
+    question_of,
+    scale_model,
+)
 from meshwright.jobs.plan_questions import (
     plan_batch,
     plan_budget,
@@ -25,6 +32,7 @@ from meshwright.jobs.plan_questions import (
     plan_what_if,
 )
 from meshwright.jobs.requests import PlanConfig
+from meshwright.models.config import ModelConfig
 from meshwright.planner.candidate import Candidate
 from meshwright.planner.capacity import BatchCurve, largest_that, with_sequence, with_shape
 from meshwright.planner.cases import PlannedCase, fits
@@ -191,6 +199,23 @@ def test_the_longest_rows_fit_and_longer_ones_do_not() -> None:
     assert not fits(with_sequence(question, tokens + tokens // 8))
 
 
+def test_rows_are_the_longest_that_a_public_models_plan_has() -> None:
+    """Its modules' bytes were counted, eager and compiled; another way to ask is the plan of each length itself."""
+    name = ModelConfig(name="qwen3-0.6b")
+    model = preset_model(name)
+    assert model is not None
+    config = asked(sizes="", model=name, cluster="1xrtx4090", batch=1, fix="offload=none", usable=0.9)
+    (longest,) = plan_longest(config, model).longest
+    tokens = longest.question.job.sequence
+    plan = plan_model(dataclasses.replace(config, sequence=tokens), model)
+    # No layout fits without compiled layers, and the plan has the choice of them.
+    assert plan.layout.compile and longest.best is not None and longest.best.price == plan.choice.best[0].price
+    assert any("no layout fits without" in note for note in plan.choice.notes)
+    for refused in ({"sequence": tokens}, {"sequence": tokens + tokens // 16, "compile": None}):
+        with pytest.raises(NoRoomError):
+            plan_model(dataclasses.replace(config, **{"compile": False, **refused}), model)  # type: ignore[arg-type]
+
+
 def test_nothing_largest_where_nothing_fits() -> None:
     huge = PlannableModel(shape=shape_from_sizes(table(vocab=10**9)))
     for question in (plan_largest, plan_longest):
@@ -255,6 +280,17 @@ def test_a_measured_run_loses_what_adds_up() -> None:
     assert run.losses["pipeline bubble"] > 0
     (reason,) = plan_model(asked(layout=(layout,)), MODEL).compared.values()
     assert "slower" in reason
+
+
+def test_a_measured_run_of_a_public_model_has_the_plans_price() -> None:
+    name = ModelConfig(name="llama-3.2-1b")
+    model, config = preset_model(name), asked(sizes="", model=name)
+    assert model is not None
+    best = plan_model(config, model).choice.best[0]
+    measured = {"layout": (str(best.layout),), "measured_s": best.price.step_s}
+    run = plan_measured(dataclasses.replace(config, **measured), model)  # type: ignore[arg-type]
+    assert run.predicted.price == best.price and run.mfu == pytest.approx(best.mfu)
+    assert set(run.losses.values()) == {0.0}
 
 
 def test_nearby_sizes_have_more_flops_by_the_plan_of_their_own() -> None:
