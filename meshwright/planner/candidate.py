@@ -87,12 +87,17 @@ def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[
     return (plan, *(option for option in by_time if option is not plan)), len(tied)
 
 
-def intricacy(layout: Layout) -> tuple[int, int, int]:
-    """Returns a layout's complexity: (axes other than data axes + choices, ZeRO level, micro-batches)."""
+def intricacy(layout: Layout) -> tuple[int, int, int, int, int]:
+    """Returns a layout's complexity, what counts most first.
+
+    (axes other than data axes + choices, 1 if gradients or weights are split, 2 if weights are, ranks of its pipeline,
+    ZeRO level, micro-batches): state alone may be split to make a pipeline short.
+    """
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy
     further = layout.secondary, layout.tp_overlap, layout.ep_node, layout.ep_overlap, layout.ep_halves, layout.ep_keep
-    return axes + sum(map(bool, (*options, *further))), layout.zero, layout.microbatches
+    choices, pipeline = axes + sum(map(bool, (*options, *further))), layout.degree(Mechanics.STAGES)
+    return choices, max(0, layout.zero - 1), pipeline, layout.zero, layout.microbatches
 
 
 def pareto_front(candidates: Sequence[Candidate]) -> tuple[tuple[float, float, str], ...]:
