@@ -14,6 +14,9 @@ from meshwright.train.run_config import RunConfig
 def check_model(config: RunConfig) -> None:
     """Refuses a wrong name or size of a model, without any text.
 
+    Args:
+        config: of the run that would train it; its model alone is read.
+
     Raises:
         ConfigError: with the rule and the nearest that works.
     """
