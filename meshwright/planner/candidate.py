@@ -90,8 +90,8 @@ def sort_candidates(candidates: Sequence[Candidate], tolerance: float) -> tuple[
 def intricacy(layout: Layout) -> tuple[int, int, int, int, int]:
     """Returns a layout's complexity, what counts most first.
 
-    (axes other than data axes + choices, 1 if gradients or weights are split, 2 if weights are, ranks of its pipeline,
-    ZeRO level, micro-batches): state alone may be split to make a pipeline short.
+    (axes other than data axes + choices, ZeRO level above 1, ranks of its pipeline, ZeRO level, micro-batches): a
+    shorter pipeline comes before a longer one without ZeRO-1, but not at the price of ZeRO-2 or 3.
     """
     axes = sum(known_axes()[name].mechanics is not Mechanics.NONE for name in layout.degrees)
     options = layout.recompute, layout.stages > 1, layout.offload != "none", layout.is_lossy

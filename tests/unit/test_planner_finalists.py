@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import pytest
@@ -24,6 +25,7 @@ from meshwright.models import compiled_bytes
 from meshwright.models.build import build_meta
 from meshwright.models.config import ModelConfig
 from meshwright.models.measure import measure_shape
+from meshwright.planner.candidate import sort_candidates
 from meshwright.planner.cost.layout_batch import PricedJob
 from meshwright.planner.measured_price import measure_activations, price_layout
 from meshwright.planner.question import Question
@@ -42,6 +44,29 @@ SLOW = PlanConfig(sizes=SIZES, cluster="4x8xa100-80@ethernet-10g", batch=256, se
 
 def planned(config: PlanConfig, **fields: object) -> PlanResult:
     return plan_model(dataclasses.replace(config, **fields), model_of_sizes(SIZES))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        # In order of time, which ties; the last one is the plan.
+        (
+            "pp=8,tp=2,microbatches=16",
+            "pp=2,shard=4,tp=2,zero=2,microbatches=4",
+            "pp=4,shard=2,tp=2,zero=1,microbatches=8",
+        ),
+        ("pp=4,shard=2,zero=1,microbatches=8", "replicate=2,pp=4,microbatches=8"),
+        ("pp=2,shard=4,zero=1,microbatches=4", "shard=8,zero=3"),
+    ],
+)
+def test_of_layouts_that_tie_a_short_pipeline_with_split_state_is_the_plan(texts: tuple[str, ...]) -> None:
+    tied = [
+        SimpleNamespace(layout=Layout.parse(text), price=SimpleNamespace(step_s=1.0 + place / 100))
+        for place, text in enumerate(texts)
+    ]
+    beyond = SimpleNamespace(layout=Layout.parse("replicate=8"), price=SimpleNamespace(step_s=1.1))
+    ordered, ties = sort_candidates([*tied, beyond], 0.05)  # type: ignore[list-item]
+    assert ordered == (tied[-1], *tied[:-1], beyond) and ties == len(texts)
 
 
 def test_islands_are_the_fewest_that_are_about_as_fast_as_any() -> None:
